@@ -1,0 +1,68 @@
+"""What a user gets when something is wrong: findings, and exit codes that scripts can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every verb (DESIGN.md, "What a run leaves behind")."""
+
+    DONE = 0
+    DIFFERENT = 1  # `verify` found a difference
+    SETTINGS = 64
+    DATA = 65
+    INPUT = 66  # an input is missing or refused
+    UNAVAILABLE = 69  # a service or a peer is missing
+    INTERNAL = 70
+    OUT_OF_MEMORY = 71
+    CANNOT_WRITE = 73
+    STOPPED = 75  # stopped on request; the run can be resumed
+    PROCESS_DIED = 76  # a rank died or hung
+    NOT_FINITE = 77
+    INTERRUPTED = 130  # Ctrl-C
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, in the four parts a user needs to mend it.
+
+    Attributes:
+        what: what is wrong, naming the key, file or value.
+        where: file and line ("run.yaml:7"), flag, or "" where it has no place.
+        why: the reason, "" where `what` says it all.
+        mend: the change that mends it.
+    """
+
+    what: str
+    where: str = ""
+    why: str = ""
+    mend: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        lines = [head, *(f"    {label}: {text}" for label, text in (("why", self.why), ("mend", self.mend)) if text)]
+        return "\n".join(lines)
+
+
+class MegatuneError(Exception):
+    """Ends a verb with a report and an exit code, never with a traceback.
+
+    Args:
+        findings: every problem found, not only the first; a string stands for one finding.
+        exit_code: how the process ends.
+    """
+
+    def __init__(self, findings: str | Finding | Iterable[Finding], exit_code: ExitCode = ExitCode.INTERNAL) -> None:
+        if isinstance(findings, str):
+            findings = [Finding(findings)]
+        elif isinstance(findings, Finding):
+            findings = [findings]
+        self.findings: tuple[Finding, ...] = tuple(findings)
+        self.exit_code = exit_code
+        super().__init__("\n".join(map(str, self.findings)))
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.findings, self.exit_code)
