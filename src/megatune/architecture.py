@@ -24,8 +24,6 @@ class Architecture:
         kv_channels: dimension of one attention head; not always hidden_size / num_attention_heads.
         num_query_groups: number of key/value heads.
         add_qkv_bias: biases on the q, k and v projections.
-        attention_output_bias: a bias on the attention's output projection.
-        mlp_bias: biases on gate, up and down projections.
         qk_layernorm: an RMSNorm over each head's query and key, before rotary embedding.
         tie_word_embeddings: the output layer is the word embedding, transposed.
         torch_dtype: the dtype the checkpoint was published in ("bfloat16", "float16", "float32").
@@ -44,8 +42,6 @@ class Architecture:
     rotary_base: float
     rope_scaling: Llama3RopeScaling | None = None
     add_qkv_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
     qk_layernorm: bool = False
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02

@@ -1,0 +1,127 @@
+"""Loads a Hugging Face checkpoint into the engine: each rank reads the slices it owns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from megatune.architecture import Architecture
+from megatune.bridge.parameters import LocalParameter
+from megatune.bridge.reader import SafetensorsFolder
+from megatune.engine.groups import Place
+from megatune.engine.optimizer import MainShard
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import FAMILIES
+from megatune.families.weights import hf_shape
+
+
+def check_keys(folder: SafetensorsFolder, architecture: Architecture) -> None:
+    """Account for every key of the checkpoint.
+
+    Raises:
+        MegatuneError: INPUT, naming every key that is missing, unknown or of another shape than config.json says.
+    """
+    family = FAMILIES[architecture.model_type]
+    expected = {
+        tensor.name.format(layer=layer): hf_shape(tensor, architecture)
+        for weight in family.weight_map(architecture)
+        for layer in (range(architecture.num_layers) if weight.per_layer else [0])
+        for tensor in weight.hf
+    }
+    names = folder.names()
+    # With tied embeddings Transformers ignores an output layer that a checkpoint carries all the same.
+    ignored = [*family.ignored_keys, *([r"lm_head\.weight"] if architecture.tie_word_embeddings else [])]
+    unknown = [
+        name for name in names - expected.keys() if not any(re.fullmatch(pattern, name) for pattern in ignored)
+    ]
+    findings = [
+        Finding(f"{len(keys)} keys {problem}: {_some(keys)}", str(folder.folder), why, mend)
+        for keys, problem, why, mend in (
+            (
+                expected.keys() - names,
+                "are missing",
+                f"config.json describes a {architecture.model_type} that has them",
+                "use the config.json and the weights of one checkpoint",
+            ),
+            (
+                unknown,
+                "are unknown",
+                f"a {architecture.model_type} has no place for them, and nothing is left out silently",
+                "check that config.json names the right model_type, or remove them",
+            ),
+        )
+        if keys
+    ]
+    for name, shape in expected.items():
+        if name in names and folder.shape(name) != shape:
+            findings.append(
+                Finding(f"{name} is {list(folder.shape(name))}, config.json says {list(shape)}", str(folder.folder))
+            )
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+
+
+def _some(keys: Iterable[str]) -> str:
+    keys = sorted(keys)
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+@torch.no_grad()
+def load_weights(
+    model_dir: str | Path, parameters: Iterable[LocalParameter], architecture: Architecture, place: Place
+) -> None:
+    """Fill this rank's parameters from a Hugging Face checkpoint, cast to their dtype; padding is zero.
+
+    Raises:
+        MegatuneError: INPUT; see `check_keys` and SafetensorsFolder.
+    """
+    folder = SafetensorsFolder(model_dir)
+    check_keys(folder, architecture)
+    for local in parameters:
+        folder.fill(local.parameter.data, local.segments(architecture, place.tp_size, place.tp_rank))
+
+
+@torch.no_grad()
+def load_optimizer(
+    checkpoint: Path,
+    parameters: Iterable[LocalParameter],
+    shards: Mapping[torch.nn.Parameter, MainShard],
+    architecture: Architecture,
+    place: Place,
+) -> None:
+    """Fill this rank's share of the optimizer from the training state of a checkpoint, whatever layout wrote it.
+
+    Master weights come from the training state, or from the model itself where that was trained in fp32.
+
+    Raises:
+        MegatuneError: INPUT, when the state belongs to another optimizer or model.
+    """
+    folder, model = SafetensorsFolder(checkpoint / "training", "optimizer"), SafetensorsFolder(checkpoint)
+    names = folder.names()
+    kinds = {name.partition("/")[0] for name in names}
+    for local in parameters:
+        shard = shards.get(local.parameter)
+        if shard is None:
+            continue
+        if set(shard.state) != kinds - {"main"}:
+            raise MegatuneError(
+                Finding(
+                    f"holds {', '.join(sorted(kinds - {'main'})) or 'no state'}, this run's optimizer needs "
+                    f"{', '.join(sorted(shard.state)) or 'none'}",
+                    str(folder.folder),
+                    "the optimizer was changed between the runs",
+                    "resume with the same optimizer, or start from the checkpoint as a model (model_name_or_path)",
+                ),
+                ExitCode.INPUT,
+            )
+        segments = local.segments(architecture, place.tp_size, place.tp_rank)
+        whole = torch.empty(local.parameter.shape, dtype=torch.float32)
+        for kind, target in {"main": shard.main, **shard.state}.items():
+            if kind in kinds:
+                folder.fill(whole, segments, f"{kind}/")
+            else:
+                model.fill(whole, segments)
+            target.copy_(whole.view(-1)[shard.start : shard.stop])

@@ -1,0 +1,121 @@
+"""Reads slices of tensors from a folder of safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.weights import Segment
+
+
+class SafetensorsFolder:
+    """The tensors of `NAME.safetensors`, or of the files that `NAME.safetensors.index.json` lists.
+
+    Only what is asked for is read, from memory-mapped files.
+
+    Args:
+        folder: where the files are.
+        name: "model" for a Hugging Face checkpoint.
+
+    Raises:
+        MegatuneError: INPUT, when files are missing, damaged or of another kind.
+    """
+
+    def __init__(self, folder: str | Path, name: str = "model") -> None:
+        self.folder = Path(folder)
+        self._file_of = self._list(name)
+        self._open: dict[str, Any] = {}
+
+    def _list(self, name: str) -> dict[str, str]:
+        index, single = self.folder / f"{name}.safetensors.index.json", self.folder / f"{name}.safetensors"
+        if index.is_file():
+            try:
+                file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise MegatuneError(Finding(f"is not an index of weights: {error}", str(index)), ExitCode.INPUT) from None
+            missing = sorted(file for file in set(file_of.values()) if not (self.folder / file).is_file())
+            if missing:
+                raise MegatuneError(
+                    Finding(
+                        f"{len(missing)} of {len(set(file_of.values()))} weight files are missing: {', '.join(missing[:3])}",
+                        str(index),
+                        mend="download the checkpoint again",
+                    ),
+                    ExitCode.INPUT,
+                )
+            return dict(file_of)
+        if single.is_file():
+            try:
+                with safe_open(single, framework="pt") as file:
+                    return dict.fromkeys(file.keys(), single.name)
+            except (SafetensorError, OSError) as error:
+                raise MegatuneError(_damaged(single, error), ExitCode.INPUT) from None
+        pickles = sorted(path.name for path in self.folder.glob("*.bin")) + sorted(
+            path.name for path in self.folder.glob("*.pt*")
+        )
+        raise MegatuneError(
+            Finding(
+                f"there is no {single.name}",
+                str(self.folder),
+                f"{pickles[0]} is a pickle, which can run code when it is loaded" if pickles else "",
+                "save the model as safetensors with Transformers: model.save_pretrained(OUT)"
+                if pickles
+                else "give a folder that holds the weights",
+            ),
+            ExitCode.INPUT,
+        )
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            return self._open[file].get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise MegatuneError(_damaged(self.folder / file, error), ExitCode.INPUT) from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+        """The rows or columns that the segment names, in the file's dtype, on the CPU.
+
+        Args:
+            prefix: of the tensor's name in the file.
+        """
+        source = self._slice(prefix + segment.name)
+        if segment.dim == 0:
+            return source[segment.start : segment.stop]
+        return source[:, segment.start : segment.stop]
+
+    def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "") -> None:
+        """Fill an engine tensor with segments, one below the other; the rows beyond them with zeros.
+
+        Args:
+            target: the engine's slice, of any dtype and device.
+        """
+        position = 0
+        for segment in segments:
+            values = self.read(segment, prefix)
+            if segment.dim == 1:
+                target.copy_(values)
+                return
+            target[position : position + len(values)].copy_(values)
+            position += len(values)
+        target[position:].zero_()
+
+
+def _damaged(path: Path, error: Exception) -> Finding:
+    return Finding(f"cannot be read as safetensors: {error}", str(path), "the file is damaged or cut short", "copy it again")

@@ -1,0 +1,197 @@
+"""The whole difference between a CPU and a GPU.
+
+Megatron-Core calls torch.cuda throughout. On a machine without a GPU, `install` answers those calls so that the same
+engine runs on CPU tensors with gloo: the current device is the CPU, streams and events do nothing (CPU work is in
+order), and CPU tensors report the CUDA type names that Megatron-Core compares as strings. With a GPU it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+import torch.utils._device
+
+HAS_GPU = torch.cuda.is_available()
+BACKEND = "nccl" if HAS_GPU else "gloo"
+
+# NCCL keeps the memory of a tensor until its send is done; gloo reads it when its thread gets to it, so that a stage
+# must not free an activation that is still being sent.
+SENDS_HOLD_MEMORY = HAS_GPU
+
+# Dense 16-bit peak of one device in FLOP/s, from the vendors' data sheets; matched against the device's name.
+_PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "V100": 125e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def current() -> torch.device:
+    """The device that holds this rank's parameters."""
+    return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
+
+
+def select(local_rank: int) -> None:
+    """Bind this process to its GPU. Must run before any tensor is made."""
+    if HAS_GPU:
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def synchronize() -> None:
+    """Wait until all queued work is done, so that a clock read after it tells the truth."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
+
+
+def name() -> str:
+    """What the start banner calls this device."""
+    return torch.cuda.get_device_name() if HAS_GPU else "CPU"
+
+
+def peak_flops() -> float | None:
+    """Dense 16-bit peak of the device in FLOP/s; None where it is not known, as on a CPU."""
+    if not HAS_GPU:
+        return None
+    device_name = torch.cuda.get_device_name()
+    return next((peak for key, peak in _PEAK_FLOPS.items() if key in device_name), None)
+
+
+def peak_memory_bytes() -> int:
+    """Most bytes in use so far: the allocator's peak on a GPU, the process's resident peak on a CPU."""
+    if HAS_GPU:
+        return torch.cuda.max_memory_allocated()
+    memory = psutil.Process().memory_info()
+    return int(getattr(memory, "peak_wset", 0) or _resident_peak() or memory.rss)
+
+
+def _resident_peak() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """State of every generator a step can draw from."""
+    state = {"cpu": torch.random.get_rng_state()}
+    if HAS_GPU:
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Restore what `rng_state` returned; a CUDA state is ignored where there is no GPU."""
+    torch.random.set_rng_state(state["cpu"])
+    if HAS_GPU and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers to the CUDA calls of Megatron-Core on a machine without a GPU
+
+
+class _Stream:
+    """A queue of work that is always empty: CPU operators run in program order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+    def wait_event(self, event: _Event) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: _Stream | None = None) -> None: ...
+    def wait(self, stream: _Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+def _nothing() -> Callable[..., None]:
+    """A new function that does nothing: torch's compiler refuses one function under two of its names."""
+    return lambda *args, **kwargs: None
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The factory, with device="cuda" read as the CPU."""
+
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _type_with_cuda_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.type() answers 'torch.cuda.FloatTensor': Megatron-Core's optimizer compares these names."""
+
+    @functools.wraps(tensor_type)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = tensor_type(tensor, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return call
+
+
+@functools.cache
+def install() -> None:
+    """Import Megatron-Core, answering its CUDA calls first on a machine without a GPU."""
+    if not HAS_GPU:
+        _answer_cuda_calls()
+        # Megatron-Core compiles its fusions when it is imported; on a CPU that would ask for a C++ compiler.
+        compiler, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    import megatron.core
+
+    if not HAS_GPU:
+        torch.compile = compiler
+
+
+def _answer_cuda_calls() -> None:
+    cpu = torch.device("cpu")
+    cuda: Any = torch.cuda
+    stream = _Stream()
+    cuda.current_device = lambda: cpu
+    cuda.device_count = lambda: 0
+    for call in ("set_device", "synchronize", "empty_cache", "_lazy_init"):
+        setattr(cuda, call, _nothing())
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = cuda.default_stream = lambda *args: stream
+    cuda.stream = lambda stream: contextlib.nullcontext(stream)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.random.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.random.set_rng_state(state)
+    cuda.manual_seed = torch.random.manual_seed
+    cuda.default_generators = (torch.random.default_generator,)
+    # What Megatron-Core defers to CUDA's initialization is the setting of its RNG state: keep the CPU generator's.
+    cuda._lazy_call = _nothing()
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = _type_with_cuda_name(torch.Tensor.type)  # type: ignore[method-assign,assignment]
+    # torch's "with device" knows the factories by identity: let it note the originals, which the answers call.
+    torch.utils._device._device_constructors()
+    for factory in ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like", "rand", "randn"):
+        setattr(torch, factory, _on_cpu(getattr(torch, factory)))

@@ -1,0 +1,110 @@
+"""Process groups: who holds which part of the model, and how ranks find each other."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megatune.config.settings import ParallelSettings
+from megatune.engine import device
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands in the layout."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Holds the output layer, and so the loss."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *, timeout: float) -> None:
+    """Meet the other ranks.
+
+    Args:
+        timeout: seconds to wait for them here and in every later collective.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, naming the address and how many were expected.
+    """
+    device.select(local_rank)
+    limit = datetime.timedelta(seconds=timeout)
+    try:
+        store = torch.distributed.TCPStore(
+            address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False
+        )
+        torch.distributed.init_process_group(
+            device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+    except (torch.distributed.DistError, RuntimeError) as error:
+        raise MegatuneError(
+            Finding(
+                f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at {address}:{port}",
+                why=str(error).splitlines()[0],
+                mend="check MASTER_ADDR and MASTER_PORT on every node, and that every node was started",
+            ),
+            ExitCode.UNAVAILABLE,
+        ) from error
+
+
+def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> Place:
+    """Build Megatron-Core's groups for the layout. `join` comes first.
+
+    Args:
+        seed: of the generators that tensor-parallel regions draw from.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, int(timeout // 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return place()
+
+
+def place() -> Place:
+    """This rank's place in the groups that `build` made."""
+    return Place(
+        rank=torch.distributed.get_rank(),
+        world_size=torch.distributed.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def tensor_parallel_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold slices of the same weights."""
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def data_parallel_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold copies of the same slices."""
+    return parallel_state.get_data_parallel_group()
+
+
+def leave() -> None:
+    """Take the groups down, so that the process can end or build other ones."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,41 @@
+"""RMSNorm that is right under sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square normalization (arXiv:1910.07467), statistics in fp32.
+
+    Megatron-Core's local norm refuses sequence parallelism. There each rank normalizes its own part of the sequence
+    with a whole copy of the weight, so the copies' gradients must be summed over tensor-parallel ranks: Megatron-Core
+    does that for weights that carry `sequence_parallel`.
+
+    Args:
+        config: Megatron-Core's configuration.
+        hidden_size: size of the last dimension, which is normalized.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize the last dimension; shape and dtype are kept."""
+        return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+def reference_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm as its paper writes it, for tests of `RMSNorm`."""
+    wide = hidden_states.double()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(hidden_states.dtype)

@@ -1,0 +1,196 @@
+"""Megatron-Core's optimizer over our Adam, and a view of its state by model parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+from torch import Tensor
+
+from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
+from megatune.engine.adam import FusedAdam
+
+# Loss scaling of fp16, as Megatron-LM's defaults.
+_INITIAL_LOSS_SCALE = 2.0**32
+_LOSS_SCALE_WINDOW = 1000
+
+
+# The optimizer as the rest of the project sees it.
+Optimizer = ChainedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class MainShard:
+    """What this rank's optimizer holds of one model parameter: elements start..stop of it, flattened.
+
+    Attributes:
+        main: the values that the optimizer updates, fp32 [stop - start]; the parameter's own memory where that is fp32.
+        grad: the gradient of those elements after the backward pass, fp32 [stop - start].
+        state: the optimizer's running averages, each like `main`; empty before `init_state`.
+    """
+
+    start: int
+    stop: int
+    main: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+
+def build_optimizer(
+    model: list[DistributedDataParallel],
+    settings: OptimizerSettings,
+    parallel: ParallelSettings,
+    precision: PrecisionSettings,
+) -> ChainedOptimizer:
+    """Megatron-Core's optimizer for these model chunks, its state allocated."""
+    _offer_our_adam()
+    config = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.learning_rate,
+        min_lr=0.0,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_epsilon,
+        sgd_momentum=settings.sgd_momentum,
+        clip_grad=settings.max_grad_norm,
+        fp16=precision.fp16,
+        bf16=precision.bf16,
+        params_dtype=getattr(torch, precision.params_dtype),
+        initial_loss_scale=_INITIAL_LOSS_SCALE,
+        loss_scale_window=_LOSS_SCALE_WINDOW,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    # The loss is scaled where Megatron-Core's schedules start the backward pass.
+    model[0].config.grad_scale_func = optimizer.scale_loss
+    _init_state(optimizer, settings)
+    return optimizer
+
+
+def _offer_our_adam() -> None:
+    """Stand where Megatron-Core looks for Apex's FusedAdam, whose shape ours has."""
+    megatron_optimizer.Adam = FusedAdam
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    # The distributed optimizer checks the class it is given; SGD is as elementwise as Adam.
+    distrib_optimizer.Adam = (FusedAdam, torch.optim.SGD)
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _init_state(optimizer: ChainedOptimizer, settings: OptimizerSettings) -> None:
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        if isinstance(inner, FusedAdam):
+            inner.init_state()
+        elif inner is not None and settings.sgd_momentum:
+            for group in inner.param_groups:
+                for param in group["params"]:
+                    inner.state[param]["momentum_buffer"] = torch.zeros_like(param.data)
+
+
+def main_shards(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, MainShard]:
+    """This rank's share of the optimizer, by model parameter. Under the distributed optimizer a data-parallel rank
+    holds a part of some parameters and nothing of others."""
+    return {
+        param: shard for part in optimizer.chained_optimizers if part.optimizer is not None for param, shard in _shards(part)
+    }
+
+
+def _shards(part: object) -> Iterator[tuple[torch.nn.Parameter, MainShard]]:
+    if isinstance(part, DistributedOptimizer):
+        yield from _distributed_shards(part)
+        return
+    groups = part.optimizer.param_groups  # type: ignore[attr-defined]
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        pairs = [
+            pair
+            for models, mains in (
+                *zip(part.float16_groups, part.fp32_from_float16_groups, strict=True),
+                *((params, params) for params in part.fp32_from_fp32_groups),
+            )
+            for pair in zip(models, mains, strict=True)
+        ]
+    else:
+        pairs = [(param, param) for group in groups for param in group["params"]]
+    for param, main in pairs:
+        state = part.optimizer.state.get(main, {})  # type: ignore[attr-defined]
+        yield param, MainShard(0, param.numel(), main.data.view(-1), param.main_grad.view(-1), _flat(state))
+
+
+def _distributed_shards(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, MainShard]]:
+    for ranges_by_dtype in part.gbuf_ranges:
+        for buckets in ranges_by_dtype.values():
+            for bucket in buckets:
+                for param, ranges in bucket["param_map"].items():
+                    group, order = part.model_param_group_index_map[param]
+                    main = part.optimizer.param_groups[group]["params"][order]
+                    start, stop = ranges["param"].start, ranges["param"].end
+                    grad = param.main_grad.view(-1)[start:stop]
+                    yield param, MainShard(start, stop, main.data.view(-1), grad, _flat(part.optimizer.state[main]))
+
+
+def _flat(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.view(-1) for key, value in state.items()}
+
+
+def scalars(optimizer: ChainedOptimizer) -> dict[str, float]:
+    """What the optimizer keeps besides tensors of parameters: its step count and, in fp16, the loss scaling."""
+    values: dict[str, float] = {}
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            values["step"] = max(group.get("step", 0) for group in part.optimizer.param_groups)
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler:
+            state = scaler.state_dict()
+            values["loss_scale"] = float(state["scale"])
+            values["growth_tracker"], values["hysteresis_tracker"] = state["growth_tracker"], state["hysteresis_tracker"]
+    return values
+
+
+def load_scalars(optimizer: ChainedOptimizer, values: dict[str, float]) -> None:
+    """Put back what `scalars` returned."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups if part.optimizer is not None else ():
+            if "step" in group:
+                group["step"] = int(values["step"])
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler and "loss_scale" in values:
+            scaler.load_state_dict(
+                {
+                    "scale": torch.tensor([values["loss_scale"]], dtype=torch.float),
+                    "growth_tracker": int(values["growth_tracker"]),
+                    "hysteresis_tracker": int(values["hysteresis_tracker"]),
+                }
+            )
+
+
+@torch.no_grad()
+def step(optimizer: ChainedOptimizer, learning_rate: float) -> tuple[bool, float]:
+    """Unscale, check, clip and update. Gradients that are not finite change nothing.
+
+    Returns:
+        Whether the parameters were updated, and the norm of all gradients before clipping (infinite where fp16
+        overflowed, NaN or infinite where the step is to be refused).
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if optimizer.prepare_grads():
+        return False, math.inf
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return False, grad_norm
+    for part in optimizer.chained_optimizers:
+        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, False)
+    optimizer.step_with_ready_grads()
+    return True, grad_norm

@@ -1,0 +1,75 @@
+"""One file a model family, declarations only. A new family is one such file and its line here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+from megatune.architecture import Architecture
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import llama, qwen2, qwen3
+from megatune.families.family import Family
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+
+
+def read_config(model_dir: str | Path) -> dict[str, object]:
+    """The checkpoint's config.json.
+
+    Raises:
+        MegatuneError: INPUT, when there is no such folder or file, or it is not JSON.
+    """
+    folder = Path(model_dir)
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise MegatuneError(
+            Finding(
+                f"model_name_or_path: no folder {str(model_dir)!r}",
+                mend="give the folder of a Hugging Face checkpoint on this machine; nothing is downloaded",
+            ),
+            ExitCode.INPUT,
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MegatuneError(
+            Finding("there is no config.json", str(folder), "it says what the model is", "give the checkpoint's own folder"),
+            ExitCode.INPUT,
+        ) from None
+    except (OSError, ValueError) as error:
+        raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
+    if not isinstance(config, dict):
+        raise MegatuneError(Finding("is not a JSON object", str(path)), ExitCode.INPUT)
+    return config
+
+
+def load_architecture(model_dir: str | Path) -> Architecture:
+    """Read a checkpoint's config.json as an Architecture.
+
+    Raises:
+        MegatuneError: INPUT, with every reason why this engine cannot compute the model.
+    """
+    config = read_config(model_dir)
+    where = str(Path(model_dir) / "config.json")
+    model_type = str(config.get("model_type", ""))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        near = difflib.get_close_matches(model_type, FAMILIES, n=1)
+        hint = f" (nearest: {near[0]})" if near else ""
+        raise MegatuneError(
+            Finding(
+                f"model_type {model_type!r} is not supported",
+                where,
+                f"families built so far: {', '.join(sorted(FAMILIES))}{hint}",
+                "train a checkpoint of one of these families",
+            ),
+            ExitCode.INPUT,
+        )
+    findings = family.check(config, where)
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    return family.architecture(config)
+
+
+__all__ = ["FAMILIES", "Family", "load_architecture", "read_config"]
