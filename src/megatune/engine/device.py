@@ -17,6 +17,8 @@ import psutil
 import torch
 import torch.utils._device
 
+# Ask the driver's monitor instead of the driver: a process that has initialized CUDA cannot be forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HAS_GPU = torch.cuda.is_available()
 BACKEND = "nccl" if HAS_GPU else "gloo"
 
@@ -64,6 +66,14 @@ def synchronize() -> None:
 def name() -> str:
     """What the start banner calls this device."""
     return torch.cuda.get_device_name() if HAS_GPU else "CPU"
+
+
+def attention() -> str:
+    """Which attention computes, and why."""
+    if not HAS_GPU:
+        return "torch SDPA, CPU flash kernel"
+    kernels = ("cudnn", torch.backends.cuda.cudnn_sdp_enabled()), ("flash", torch.backends.cuda.flash_sdp_enabled())
+    return "torch SDPA, " + ", ".join(name for name, enabled in kernels if enabled) + " as torch chooses by shape"
 
 
 def peak_flops() -> float | None:

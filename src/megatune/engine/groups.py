@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import socket
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -12,6 +13,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatune.config.settings import ParallelSettings
 from megatune.engine import device
 from megatune.errors import ExitCode, Finding, MegatuneError
+
+T = TypeVar("T")
+
+_store: torch.distributed.Store | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,15 @@ def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *
     Raises:
         MegatuneError: UNAVAILABLE, naming the address and how many were expected.
     """
+    global _store
     device.select(local_rank)
     limit = datetime.timedelta(seconds=timeout)
     try:
-        store = torch.distributed.TCPStore(
+        _store = torch.distributed.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False
         )
         torch.distributed.init_process_group(
-            device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit
+            device.BACKEND, store=_store, rank=rank, world_size=world_size, timeout=limit
         )
     except (torch.distributed.DistError, RuntimeError) as error:
         raise MegatuneError(
@@ -74,6 +80,7 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> Place:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         distributed_timeout_minutes=max(1, int(timeout // 60)),
     )
+    torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return place()
 
@@ -100,6 +107,42 @@ def tensor_parallel_group() -> torch.distributed.ProcessGroup:
 def data_parallel_group() -> torch.distributed.ProcessGroup:
     """The ranks that hold copies of the same slices."""
     return parallel_state.get_data_parallel_group()
+
+
+def rank() -> int:
+    """This process's number among all."""
+    return torch.distributed.get_rank()
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value, on every rank. Pickled: for small things only."""
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, by rank, on every rank. Pickled: for small things only."""
+    box: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(box, value)
+    return box
+
+
+def post(key: str, text: str) -> None:
+    """Leave a note that any rank can read with `posted`: for waits too long for a collective operation."""
+    assert _store is not None, "join first"
+    _store.set(key, text)
+
+
+def posted(key: str) -> str | None:
+    """The note that a rank left under `key`, None while there is none."""
+    assert _store is not None, "join first"
+    return _store.get(key).decode() if _store.check([key]) else None
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    torch.distributed.barrier()
 
 
 def leave() -> None:

@@ -155,6 +155,17 @@ def build_model(
     return model
 
 
+def gather_parameters(model: list[Chunk]) -> None:
+    """Bring parameters up to date that the distributed optimizer has updated and not yet sent to the other ranks.
+
+    With overlap_param_gather they are sent during the next forward pass of training; whoever else reads them, to
+    evaluate or to save, must ask first.
+    """
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
 def _hand_over_overlaps(
     config: TransformerConfig, model: list[DistributedDataParallel], parallel: ParallelSettings
 ) -> None:

@@ -183,14 +183,18 @@ def step(optimizer: ChainedOptimizer, learning_rate: float) -> tuple[bool, float
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if optimizer.prepare_grads():
-        return False, math.inf
-    grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):
-        return False, grad_norm
-    for part in optimizer.chained_optimizers:
-        parameters = [] if part.is_stub_optimizer else part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, False)
-    optimizer.step_with_ready_grads()
-    return True, grad_norm
+    try:
+        if optimizer.prepare_grads():
+            return False, math.inf
+        grad_norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return False, grad_norm
+        for part in optimizer.chained_optimizers:
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, False)
+        optimizer.step_with_ready_grads()
+        return True, grad_norm
+    finally:
+        # Gradients alias main_grad in fp32: left in place, the next backward pass would add to itself.
+        optimizer.zero_grad()

@@ -30,15 +30,18 @@ def forward_backward(
     loss_function: LossFunction,
     *,
     forward_only: bool = False,
+    raised_hand: bool = False,
 ) -> Tensor:
     """Run all micro-batches and leave the gradient of the mean loss over all trained tokens of all ranks in main_grad.
 
     Args:
         batches: this data-parallel rank's micro-batches; with pipeline parallelism all of one shape.
         forward_only: evaluate, without gradients.
+        raised_hand: something this rank wants all ranks to know, sent along with the loss.
 
     Returns:
-        fp64 [2] on the device, equal on all ranks: the sum of the loss, and the number of trained tokens.
+        fp64 [3] on the device, equal on all ranks: the sum of the loss, the number of trained tokens, and how many
+        ranks raised their hand.
     """
     if not forward_only:
         for chunk in model:
@@ -53,10 +56,11 @@ def forward_backward(
         micro_batch_size=b,
         forward_only=forward_only,
     )
-    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+    total = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
     # Tensor-parallel ranks of the last stage all hold the loss; one of them reports it.
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
-        total += torch.stack(reports).sum(0)
+        total[:2] = torch.stack(reports).sum(0)
+    total[2] = float(raised_hand)
     torch.distributed.all_reduce(total)
     return total
 

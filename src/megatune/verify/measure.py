@@ -55,7 +55,7 @@ def _batch(samples: Sequence[Sample], rows: int, length: int) -> Batch:
 
 def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
     """Mean loss over all trained tokens of all ranks; its gradient is left in the parameters."""
-    loss_sum, num_tokens = step.forward_backward(assembly.model, batches, token_sum).tolist()
+    loss_sum, num_tokens, _ = step.forward_backward(assembly.model, batches, token_sum).tolist()
     return loss_sum / num_tokens
 
 

@@ -1,0 +1,76 @@
+"""`megatune infer`: chat with a model, or let it answer or complete a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatune.errors import ExitCode
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declares the verb and its flags."""
+    parser = subparsers.add_parser(
+        "infer",
+        help="chat or complete, from a Hugging Face or a training checkpoint",
+        description="Answers --prompt; without one, chats on a terminal, or answers each line of its input.",
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL",
+                        help="a Hugging Face model, a checkpoint-N, or a run's output_dir")  # fmt: skip
+    parser.add_argument("--prompt", metavar="TEXT", help="what to answer")
+    parser.add_argument("--system", metavar="TEXT", help="the system message (the chat template's own)")
+    parser.add_argument("--stream", action="store_true", help="print the answer while it is written")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    parser.add_argument("--enable_thinking", "--enable-thinking", action=argparse.BooleanOptionalAction,
+                        help="the thinking switch of chat templates that have one (the template's own)")  # fmt: skip
+    sampling = parser.add_argument_group("how to write (what is left out is the model's generation_config.json's)")
+    sampling.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=512, metavar="N",
+                          help="tokens of an answer at most (512)")  # fmt: skip
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T",
+                          help="0 takes the likeliest token at every step (0)")  # fmt: skip
+    sampling.add_argument("--top_p", "--top-p", type=float, metavar="P",
+                          help="sample from the likeliest tokens that reach this probability together")  # fmt: skip
+    sampling.add_argument("--top_k", "--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    sampling.add_argument("--repetition_penalty", "--repetition-penalty", type=float, metavar="X",
+                          help="above 1 makes tokens that have occurred less likely")  # fmt: skip
+    sampling.add_argument("--seed", type=int, metavar="N", help="the same seed samples the same answer")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads the model and answers.
+
+    Raises:
+        MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks; (DATA) a prompt that is empty or too long.
+    """
+    from megatune.generation.options import GenerationOptions, check_options
+
+    options = GenerationOptions(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        system=args.system,
+        raw=args.raw,
+        enable_thinking=args.enable_thinking,
+    )
+    check_options(options)  # before the seconds that loading takes
+
+    from megatune.generation.locate import find_model
+
+    folder = find_model(args.model)
+
+    from megatune.generation.chat import answer_prompts, chat, print_reply
+    from megatune.generation.infer import Generator
+
+    generator = Generator.load(folder, options)
+    if args.prompt is not None:
+        print_reply(generator, args.prompt, stream=args.stream)
+    elif sys.stdin.isatty():
+        chat(generator, stream=args.stream)
+    else:
+        answer_prompts(generator, sys.stdin, stream=args.stream)
+    return ExitCode.DONE

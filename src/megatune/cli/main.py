@@ -1,0 +1,149 @@
+"""`megatune VERB ...`: finds the verb, runs it, and turns whatever goes wrong into a report and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatune import __version__
+from megatune.cli import demo_model, infer
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+# In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
+_MODULES = (infer, demo_model)
+
+_NOT_BUILT = {
+    "dpo": "preference training is not built yet; train and sft fine-tune on conversations",
+    "rl": "reinforcement learning is not built yet",
+    "plan": "the layout planner is not built yet; train checks a layout before any process starts",
+    "explain": "explain is not built yet; docs/settings.md explains every setting",
+    "export": "export is not built yet, and seldom needed: every checkpoint is a Hugging Face model as it is",
+    "data": "data is not built yet; train reports the rows it read, trained and dropped",
+    "doctor": "doctor is not built yet",
+}
+
+_EPILOG = """\
+exit codes: 0 done, 64 settings, 65 data, 66 input missing or refused, 69 a service or peer missing, 70 internal,
+71 out of memory, 73 cannot write, 75 stopped and resumable, 76 a process died or hung, 77 numbers not finite"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that reports mistakes as findings. It takes no abbreviations: a later flag would change what they mean."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        raise _refusal(message, self.prog, mend=f"`{self.prog} --help` shows how it is called")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code. Never raises what a user did wrong.
+
+    Args:
+        argv: the words after the program's name; None takes the process's own.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()  # here, where a closed pipe can still be answered
+        return code
+    except MegatuneError as error:
+        print(report(error), file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # Who read the output, such as `head`, has enough. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.CANNOT_WRITE)
+    except Exception as error:
+        print(_internal(error), file=sys.stderr)
+        return int(ExitCode.INTERNAL)
+
+
+def report(error: MegatuneError) -> str:
+    """All findings, a blank line between them, and their number where there are several."""
+    parts = [str(finding) for finding in error.findings]
+    return "\n\n".join([*parts, f"{len(parts)} problems"] if len(parts) > 1 else parts)
+
+
+def _run(words: list[str]) -> int:
+    parser, verbs = _build_parsers()
+    if not words:
+        parser.print_help(sys.stderr)
+        return int(ExitCode.SETTINGS)
+    if not words[0].startswith("-") and words[0] not in verbs:
+        raise _unknown_verb(words[0], list(verbs))
+    arguments, unknown = parser.parse_known_args(words)
+    if getattr(arguments, "takes_settings", False):
+        # A verb whose words are settings reads them itself: argparse would lose their order.
+        arguments.words = words[1:]
+    elif unknown:
+        raise _unknown_words(unknown, verbs[arguments.verb])
+    return int(arguments.run(arguments))
+
+
+def _build_parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+    parser = _Parser(
+        prog="megatune",
+        description="Fine-tune large language models with Megatron-Core, from a Hugging Face checkpoint to a Hugging "
+        "Face checkpoint.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatune {__version__}")
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
+    for module in _MODULES:
+        module.add_parser(subparsers)
+    return parser, dict(subparsers.choices)
+
+
+def _refusal(what: str, where: str = "", why: str = "", mend: str = "") -> MegatuneError:
+    return MegatuneError(Finding(what, where, why, mend), ExitCode.SETTINGS)
+
+
+def _unknown_verb(word: str, verbs: list[str]) -> MegatuneError:
+    if word in _NOT_BUILT:
+        return _refusal("not built yet", f"megatune {word}", _NOT_BUILT[word], "`megatune --help` lists what is built")
+    if word.endswith((".yaml", ".yml")):
+        return _refusal(f"{word!r} is a settings file, not a verb", mend=f"megatune train {word}")
+    near = difflib.get_close_matches(word, [*verbs, *_NOT_BUILT], n=1, cutoff=0.5)
+    return _refusal(
+        f"unknown verb {word!r}",
+        mend=f"did you mean `megatune {near[0]}`?" if near else f"one of: {', '.join(verbs)}",
+    )
+
+
+def _unknown_words(unknown: list[str], parser: argparse.ArgumentParser) -> MegatuneError:
+    flags = sorted(set(re.findall(r"--[a-z][\w-]*", parser.format_help())))
+    findings = []
+    for word in [word for word in unknown if word.startswith("-")] or unknown:  # not the values of unknown flags
+        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+        mend = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists what it takes"
+        findings.append(Finding(f"{word!r} is not known here", parser.prog, mend=mend))
+    return MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def _internal(error: Exception) -> str:
+    """What is said of an error that should not occur: one line, and where the rest is."""
+    text = traceback.format_exc()
+    if os.environ.get("MEGATUNE_DEBUG", "0") not in ("", "0"):
+        return text.rstrip()
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="megatune-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+    except OSError:
+        return f"internal error: {line} (MEGATUNE_DEBUG=1 shows the traceback)"
+    return f"internal error: {line}\n    traceback in {file.name}; MEGATUNE_DEBUG=1 shows it here"

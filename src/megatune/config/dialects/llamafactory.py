@@ -1,0 +1,190 @@
+"""LLaMA-Factory's keys, as its users write them for Megatron training (mcore_adapter), and our own beside them."""
+
+from __future__ import annotations
+
+from megatune.config.dialects.dialect import Dialect, Refused
+
+KEYS: dict[str, str] = {
+    # run
+    "stage": "run.stage",
+    "do_train": "run.do_train",
+    "output_dir": "run.output_dir",
+    "overwrite_output_dir": "run.overwrite_output_dir",
+    "resume_from_checkpoint": "run.resume_from_checkpoint",
+    "seed": "run.seed",
+    "num_processes": "run.num_processes",
+    "ddp_timeout": "run.ddp_timeout",
+    "run_name": "run.run_name",
+    # model
+    "model_name_or_path": "model.model_name_or_path",
+    "trust_remote_code": "model.trust_remote_code",
+    "finetuning_type": "model.finetuning_type",
+    # data
+    "dataset": "data.dataset",
+    "dataset_dir": "data.dataset_dir",
+    "eval_dataset": "data.eval_dataset",
+    "template": "data.template",
+    "cutoff_len": "data.cutoff_len",
+    "max_samples": "data.max_samples",
+    "val_size": "data.val_size",
+    "train_on_prompt": "data.train_on_prompt",
+    "mask_history": "data.mask_history",
+    "enable_thinking": "data.enable_thinking",
+    "default_system": "data.default_system",
+    "model_name": "data.model_name",
+    "model_author": "data.model_author",
+    "preprocessing_num_workers": "data.preprocessing_num_workers",
+    "dataloader_num_workers": "data.dataloader_num_workers",
+    "dataloader_pin_memory": "data.dataloader_pin_memory",
+    "remove_unused_columns": "data.remove_unused_columns",
+    # batch
+    "per_device_train_batch_size": "batch.per_device_train_batch_size",
+    "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
+    "per_device_eval_batch_size": "batch.per_device_eval_batch_size",
+    # optimizer
+    "optimizer": "optimizer.optimizer",
+    "learning_rate": "optimizer.learning_rate",
+    "lr_scheduler_type": "optimizer.lr_scheduler_type",
+    "lr_scheduler_kwargs": "optimizer.lr_scheduler_kwargs",
+    "warmup_ratio": "optimizer.warmup_ratio",
+    "warmup_steps": "optimizer.warmup_steps",
+    "weight_decay": "optimizer.weight_decay",
+    "max_grad_norm": "optimizer.max_grad_norm",
+    "adam_beta1": "optimizer.adam_beta1",
+    "adam_beta2": "optimizer.adam_beta2",
+    "adam_epsilon": "optimizer.adam_epsilon",
+    "sgd_momentum": "optimizer.sgd_momentum",
+    "num_train_epochs": "optimizer.num_train_epochs",
+    "max_steps": "optimizer.max_steps",
+    # precision
+    "bf16": "precision.bf16",
+    "fp16": "precision.fp16",
+    # parallel
+    "tensor_model_parallel_size": "parallel.tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "parallel.pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline_model_parallel_size",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "use_distributed_optimizer": "parallel.use_distributed_optimizer",
+    "overlap_grad_reduce": "parallel.overlap_grad_reduce",
+    "overlap_param_gather": "parallel.overlap_param_gather",
+    "overlap_p2p_comm": "parallel.overlap_p2p_comm",
+    "bias_activation_fusion": "parallel.bias_activation_fusion",
+    "apply_rope_fusion": "parallel.apply_rope_fusion",
+    # logging
+    "logging_steps": "logging.logging_steps",
+    "report_to": "logging.report_to",
+    "plot_loss": "logging.plot_loss",
+    # checkpoint
+    "save_strategy": "checkpoint.save_strategy",
+    "save_steps": "checkpoint.save_steps",
+    "save_total_limit": "checkpoint.save_total_limit",
+    "save_only_model": "checkpoint.save_only_model",
+    "save_hf_model": "checkpoint.save_hf_model",
+    # evaluation
+    "eval_strategy": "evaluation.eval_strategy",
+    "evaluation_strategy": "evaluation.eval_strategy",
+    "eval_steps": "evaluation.eval_steps",
+    "load_best_model_at_end": "evaluation.load_best_model_at_end",
+}
+
+_MOE = "mixture of experts is not built yet; dense models have no use for it"
+_RECOMPUTE = (
+    "recomputing activations is not built yet; a smaller batch, a shorter cutoff_len or a larger layout saves memory"
+)
+_PACKING = "packing several conversations into one row is not built yet; every row holds one"
+_STREAMING = "data sets are read whole; streaming is not built yet"
+_MIXING = "data sets are used whole, one after the other, and then shuffled; mixing by probability is not built yet"
+_VISION = "vision-language models are not built yet; only text is read"
+_LORA = "LoRA is not built yet"
+_PIPELINE_SPLIT = "every pipeline stage holds the same number of layers; another split is not built yet"
+_TOKEN_MEAN = (
+    "the loss is always divided by the global number of trained tokens, once; any other mean weighs tokens unequally"
+)
+
+NOT_BUILT: dict[str, Refused] = {
+    # Values of keys that are built.
+    "stage": Refused("DPO is not built yet", values=("dpo",), mend="write stage: sft or stage: pt"),
+    "do_train": Refused("training is what this command does", values=(False,), off=(True,)),
+    "finetuning_type": Refused(
+        "only full fine-tuning is built; LoRA and freezing are not yet",
+        values=("lora", "freeze"),
+        mend="write finetuning_type: full",
+    ),
+    "trust_remote_code": Refused(
+        "the supported model families need no code from a checkpoint's repository, so none is ever run",
+        values=(True,),
+        off=(False,),
+    ),
+    "report_to": Refused(
+        "only TensorBoard is built; metrics.jsonl holds the same numbers for other tools",
+        values=("wandb", "swanlab", "mlflow", "all"),
+        mend="write report_to: tensorboard, or report_to: none",
+    ),
+    "save_hf_model": Refused(
+        "a checkpoint is always a Hugging Face model as it is; there is no other form to save",
+        values=(False,),
+        off=(True,),
+    ),
+    # Data.
+    "packing": Refused(_PACKING, off=(False,)),
+    "neat_packing": Refused(_PACKING, off=(False,)),
+    "streaming": Refused(_STREAMING, off=(False,)),
+    "mix_strategy": Refused(_MIXING, off=("concat",)),
+    "interleave_probs": Refused(_MIXING),
+    "tokenized_path": Refused("the cache of tokens is not built yet; tokens are made anew by each run"),
+    "overwrite_cache": Refused("the cache of tokens is not built yet, so there is none to overwrite", off=(False,)),
+    "preprocessing_batch_size": Refused("rows are turned into tokens one at a time, not in batches", off=(1000,)),
+    # Vision.
+    "image_max_pixels": Refused(_VISION),
+    "image_min_pixels": Refused(_VISION),
+    "video_max_pixels": Refused(_VISION),
+    "video_min_pixels": Refused(_VISION),
+    "video_fps": Refused(_VISION),
+    "video_maxlen": Refused(_VISION),
+    "media_dir": Refused(_VISION),
+    "freeze_vision_tower": Refused(_VISION),
+    "freeze_multi_modal_projector": Refused(_VISION),
+    "freeze_language_model": Refused(_VISION, off=(False,)),
+    # Megatron.
+    "context_parallel_size": Refused("context parallelism is not built yet", off=(1,)),
+    "expert_model_parallel_size": Refused(_MOE, off=(1,)),
+    "expert_tensor_parallel_size": Refused(_MOE, off=(1,)),
+    "recompute_granularity": Refused(_RECOMPUTE),
+    "recompute_method": Refused(_RECOMPUTE),
+    "recompute_num_layers": Refused(_RECOMPUTE),
+    "recompute_modules": Refused(_RECOMPUTE),
+    "moe_layer_recompute": Refused(_MOE, off=(False,)),
+    "moe_grouped_gemm": Refused(_MOE, off=(False,)),
+    "moe_token_dispatcher_type": Refused(_MOE),
+    "moe_aux_loss_coeff": Refused(_MOE),
+    "moe_router_dtype": Refused(_MOE),
+    "account_for_embedding_in_pipeline_split": Refused(_PIPELINE_SPLIT, off=(False,)),
+    "account_for_loss_in_pipeline_split": Refused(_PIPELINE_SPLIT, off=(False,)),
+    "pipeline_model_parallel_layout": Refused(_PIPELINE_SPLIT),
+    "calculate_per_token_loss": Refused(_TOKEN_MEAN, off=(True,)),
+    "transformer_impl": Refused(
+        "the engine's own layers are used, on every machine; Transformer Engine is not needed", off=("local",)
+    ),
+    "use_mca": Refused("Megatron-Core is the only engine here", off=(True,)),
+    "ddp_find_unused_parameters": Refused(
+        "Megatron-Core's data parallelism expects a gradient for every parameter, and every parameter gets one",
+        off=(False,),
+    ),
+    # Common in LLaMA-Factory's files, though not of its Megatron path.
+    "adapter_name_or_path": Refused(_LORA),
+    "lora_rank": Refused(_LORA),
+    "lora_alpha": Refused(_LORA),
+    "lora_dropout": Refused(_LORA),
+    "lora_target": Refused(_LORA),
+    "deepspeed": Refused("Megatron-Core shards the optimizer itself: see use_distributed_optimizer"),
+    "fsdp": Refused("Megatron-Core shards the optimizer itself: see use_distributed_optimizer"),
+    "flash_attn": Refused("attention always takes PyTorch's fastest kernel for the machine", off=("auto", "sdpa")),
+    "gradient_checkpointing": Refused(_RECOMPUTE, off=(False,)),
+    "optim": Refused(
+        "the key `optimizer` chooses the optimizer: adam (AdamW) or sgd",
+        off=("adamw_torch", "adamw_torch_fused"),
+        mend="write optimizer: adam or optimizer: sgd",
+    ),
+}
+
+LLAMAFACTORY = Dialect(name="LLaMA-Factory", keys=KEYS, not_built=NOT_BUILT)

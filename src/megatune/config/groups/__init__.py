@@ -1,0 +1,1 @@
+"""The groups of settings, a file for each concern."""

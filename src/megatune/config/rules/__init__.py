@@ -1,0 +1,44 @@
+"""Rules that span settings: what is wrong, why, and the nearest change that mends it. None looks at the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from megatune.architecture import Architecture
+from megatune.config.rules import layout, run, schedule
+from megatune.config.rules.problem import Context, Rule
+from megatune.config.settings import Settings
+from megatune.errors import Finding
+
+RULES: tuple[Rule, ...] = (*run.RULES, *schedule.RULES, *layout.RULES)
+
+
+def check(
+    settings: Settings,
+    architecture: Architecture | None = None,
+    world_size: int | None = None,
+    *,
+    origins: Mapping[str, str] | None = None,
+    invalid: Collection[str] = (),
+) -> list[Finding]:
+    """Everything that is wrong between settings.
+
+    Args:
+        architecture: the model's numbers; None leaves out the rules that need them.
+        world_size: processes over all machines; None takes num_processes if that is set.
+        origins: "group.name" -> where it was written, to say where each problem is.
+        invalid: "group.name" of settings already refused; problems they take part in are not reported again.
+    """
+    context = Context(settings, architecture, world_size)
+    problems = (problem for rule in RULES for problem in rule(context))
+    return [
+        Finding(problem.what, _where(problem.paths, origins or {}), problem.why, problem.mend)
+        for problem in problems
+        if not set(problem.paths) & set(invalid)
+    ]
+
+
+def _where(paths: tuple[str, ...], origins: Mapping[str, str]) -> str:
+    """The first place where a user wrote one of the settings."""
+    written = (origins.get(path, "default") for path in paths)
+    return next((origin for origin in written if origin != "default"), "")

@@ -1,0 +1,57 @@
+"""What a rule returns, and the arithmetic of nearest valid values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from megatune.architecture import Architecture
+from megatune.config.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a rule may look at. Without an architecture or a world, the rules that need one have nothing to say."""
+
+    settings: Settings
+    architecture: Architecture | None
+    world_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Settings that are valid alone and wrong together.
+
+    Attributes:
+        paths: "group.name" of the settings in it, the one to change first.
+        what, why, mend: as in `megatune.errors.Finding`.
+    """
+
+    paths: tuple[str, ...]
+    what: str
+    why: str = ""
+    mend: str = ""
+
+
+Rule = Callable[[Context], Iterator[Problem]]
+
+
+def nearest(value: int, candidates: Iterable[int]) -> int:
+    """The candidate nearest to `value`, the smaller of two equally near."""
+    return min(candidates, key=lambda candidate: (abs(candidate - value), candidate))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def multiples_around(value: int, base: int) -> tuple[int, ...]:
+    """The multiples of `base` next below and next above `value`, leaving out 0."""
+    below = value // base * base
+    return (below, below + base) if below else (base,)
+
+
+def either(values: Iterable[int]) -> str:
+    """`4 or 8`."""
+    return " or ".join(map(str, values))

@@ -1,0 +1,118 @@
+"""Rules of what a run needs: its inputs, evaluation and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
+
+_STRATEGY = "evaluation.eval_strategy"
+_BEST = "evaluation.load_best_model_at_end"
+_HELD_OUT = ("data.val_size", "data.eval_dataset")
+
+
+def required(context: Context) -> Iterator[Problem]:
+    """A run starts from a model and data, and leaves something behind."""
+    settings = context.settings
+    if not settings.model.model_name_or_path:
+        mend = "write model_name_or_path: FOLDER, a Hugging Face checkpoint"
+        yield Problem(("model.model_name_or_path",), "model_name_or_path is missing", "", mend)
+    if not settings.data.dataset:
+        mend = "write dataset: NAME, one or more of the names in dataset_info.json"
+        yield Problem(("data.dataset",), "dataset is missing", "", mend)
+    if not settings.run.output_dir:
+        mend = "write output_dir: FOLDER, for checkpoints, logs and the final model"
+        yield Problem(("run.output_dir",), "output_dir is missing", "", mend)
+
+
+def fresh_start(context: Context) -> Iterator[Problem]:
+    """A run starts over in its folder, or goes on from what is there."""
+    run = context.settings.run
+    if run.overwrite_output_dir and run.resume_from_checkpoint is True:
+        yield Problem(
+            ("run.overwrite_output_dir", "run.resume_from_checkpoint"),
+            "overwrite_output_dir: true and resume_from_checkpoint: true",
+            "one starts over, the other goes on from the newest checkpoint of the same folder",
+            "remove one of the two",
+        )
+
+
+def trained_turns(context: Context) -> Iterator[Problem]:
+    """One says train on more than the answers, the other on fewer of them."""
+    data = context.settings.data
+    if data.train_on_prompt and data.mask_history:
+        yield Problem(
+            ("data.mask_history", "data.train_on_prompt"),
+            "train_on_prompt: true and mask_history: true",
+            "one trains on every turn, the other on the last answer only",
+            "remove one of the two",
+        )
+
+
+def held_out(context: Context) -> Iterator[Problem]:
+    """Evaluation rows come from one place, in a whole number or a share."""
+    data = context.settings.data
+    if data.val_size and data.eval_dataset:
+        what = f"val_size {data.val_size:g} and eval_dataset"
+        why = "both say what to evaluate on"
+        yield Problem(_HELD_OUT, what, why, "remove val_size, so that all of the training data is trained on")
+    if data.val_size >= 1 and not data.val_size.is_integer():
+        whole = round(data.val_size)
+        what = f"val_size {data.val_size:g} is neither a share below 1 nor a number of rows"
+        yield Problem(("data.val_size",), what, "", f"write val_size: {whole} for {whole} rows")
+
+
+def evaluation(context: Context) -> Iterator[Problem]:
+    """Rows are held out where, and only where, something evaluates them."""
+    data, strategy = context.settings.data, context.settings.evaluation.eval_strategy
+    if strategy != "no" and not data.val_size and not data.eval_dataset:
+        what = f"eval_strategy {strategy} without val_size or eval_dataset"
+        mend = "write val_size: 0.1 to hold out a tenth of the rows, name an eval_dataset, or write eval_strategy: no"
+        yield Problem((_STRATEGY, *_HELD_OUT), what, "there is nothing to evaluate on", mend)
+    if strategy == "no" and (data.val_size or data.eval_dataset):
+        key = "val_size" if data.val_size else "eval_dataset"
+        why = "the held-out rows would be neither trained on nor evaluated" if data.val_size else "it would not be read"
+        mend = f"write eval_strategy: epoch, or remove {key}"
+        yield Problem((f"data.{key}", _STRATEGY), f"{key} with eval_strategy no", why, mend)
+
+
+def best_model(context: Context) -> Iterator[Problem]:
+    """The best checkpoint is one that was both saved and evaluated."""
+    settings = context.settings
+    if not settings.evaluation.load_best_model_at_end:
+        return
+    evaluates, saves = settings.evaluation.eval_strategy, settings.checkpoint.save_strategy
+    why = "the best checkpoint is one that was saved and evaluated at the same step"
+    if evaluates == "no":
+        yield Problem(
+            (_STRATEGY, _BEST),
+            "load_best_model_at_end: true with eval_strategy no",
+            why,
+            f"write eval_strategy: {saves if saves != 'no' else 'epoch'}, or load_best_model_at_end: false",
+        )
+    elif evaluates != saves:
+        yield Problem(
+            ("checkpoint.save_strategy", _STRATEGY, _BEST),
+            f"load_best_model_at_end: true with save_strategy {saves} and eval_strategy {evaluates}",
+            why,
+            f"write save_strategy: {evaluates}",
+        )
+    elif saves == "steps" and settings.checkpoint.save_steps % settings.eval_interval:
+        every, between = settings.checkpoint.save_steps, settings.eval_interval
+        yield Problem(
+            ("checkpoint.save_steps", "evaluation.eval_steps", _BEST),
+            f"load_best_model_at_end: true with save_steps {every}, which is not a multiple of eval_steps {between}",
+            why,
+            f"write save_steps: {either(multiples_around(every, between))}",
+        )
+
+
+def reports(context: Context) -> Iterator[Problem]:
+    """none stands alone."""
+    report_to = context.settings.logging.report_to
+    if "none" in report_to and len(set(report_to)) > 1:
+        what = f"report_to has none and {', '.join(name for name in report_to if name != 'none')}"
+        yield Problem(("logging.report_to",), what, "", "remove none")
+
+
+RULES: tuple[Rule, ...] = (required, fresh_start, trained_turns, held_out, evaluation, best_model, reports)

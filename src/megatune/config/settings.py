@@ -1,0 +1,55 @@
+"""Every setting of a training run, one nested group for each concern."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from pydantic import Field
+
+from megatune.config.groups.data import BatchSettings, DataSettings
+from megatune.config.groups.optimizer import OptimizerSettings, PrecisionSettings
+from megatune.config.groups.output import CheckpointSettings, EvaluationSettings, LoggingSettings
+from megatune.config.groups.parallel import ParallelSettings
+from megatune.config.groups.run import ModelSettings, RunSettings
+from megatune.config.setting import Group, SettingInfo, describe
+
+
+class Settings(Group):
+    """What one run does. Built by `megatune.config.load`, or in code: `Settings(run=RunSettings(seed=1))`."""
+
+    run: RunSettings = Field(default_factory=RunSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    batch: BatchSettings = Field(default_factory=BatchSettings)
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    precision: PrecisionSettings = Field(default_factory=PrecisionSettings)
+    parallel: ParallelSettings = Field(default_factory=ParallelSettings)
+    logging: LoggingSettings = Field(default_factory=LoggingSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+
+    @property
+    def eval_interval(self) -> int:
+        """Steps between evaluations with eval_strategy: steps."""
+        return self.evaluation.eval_steps or self.logging.logging_steps
+
+
+# Group name -> its model, in the order that run.yaml and `explain` list them.
+GROUPS: dict[str, type[Group]] = {
+    "run": RunSettings,
+    "model": ModelSettings,
+    "data": DataSettings,
+    "batch": BatchSettings,
+    "optimizer": OptimizerSettings,
+    "precision": PrecisionSettings,
+    "parallel": ParallelSettings,
+    "logging": LoggingSettings,
+    "checkpoint": CheckpointSettings,
+    "evaluation": EvaluationSettings,
+}
+
+
+@cache
+def all_settings() -> dict[str, SettingInfo]:
+    """Every setting by its path "group.name", in order of declaration."""
+    return {info.path: info for group, model in GROUPS.items() for info in describe(group, model)}

@@ -1,0 +1,157 @@
+"""Values as users write them: YAML nodes that remember their source text, and the type each setting makes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from megatune.config.setting import SettingInfo
+
+_MAX_DEPTH = 8  # an alias inside its own anchor nests without end
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value.
+
+    Attributes:
+        data: what YAML makes of it.
+        text: the source text of a scalar, None for a list or a mapping. `eval_strategy: no` is text to a setting that
+            takes text, though YAML reads false.
+        items: the values of a list.
+    """
+
+    data: Any
+    text: str | None = None
+    items: tuple[Value, ...] = ()
+
+
+class Loader(yaml.SafeLoader):
+    """Reads scalars as the users of this field mean them: 1e-5 is a number; dates and 1:30 are text."""
+
+
+Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
+_NULL, _BOOL, _INT, _FLOAT, _STR = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str"))
+for _tag, _pattern, _first in (
+    (_NULL, r"~|null|Null|NULL|", [*"~nN", ""]),
+    (_BOOL, r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("tTfFyYnNoO")),
+    (_INT, r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+    (
+        _FLOAT,
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+def compose(text: str) -> yaml.Node | None:
+    """The node of a YAML document, None for an empty one.
+
+    Raises:
+        yaml.YAMLError: the text is not one YAML document.
+    """
+    loader = Loader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def value_of(node: yaml.Node, depth: int = 0) -> Value:
+    """The value of a node.
+
+    Raises:
+        yaml.YAMLError: a key stands twice in a mapping, an unknown tag, or nesting without end.
+    """
+    if depth > _MAX_DEPTH:
+        raise yaml.MarkedYAMLError(problem="values are nested too deeply", problem_mark=node.start_mark)
+    if isinstance(node, yaml.ScalarNode):
+        return Value(_scalar(node), node.value)
+    if isinstance(node, yaml.SequenceNode):
+        items = tuple(value_of(item, depth + 1) for item in node.value)
+        return Value([item.data for item in items], items=items)
+    assert isinstance(node, yaml.MappingNode)
+    data: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)
+        if key_node.value in data:
+            raise yaml.MarkedYAMLError(problem=f"{key_node.value!r} stands twice", problem_mark=key_node.start_mark)
+        data[key_node.value] = value_of(value_node, depth + 1).data
+    return Value(data)
+
+
+def parse(text: str) -> Value:
+    """The value of text from a command line: YAML where it is YAML, otherwise the text as it stands."""
+    try:
+        node = compose(text)
+        value = Value(None, "") if node is None else value_of(node)
+    except yaml.YAMLError:
+        return Value(text, text)
+    if isinstance(node, yaml.ScalarNode) and node.style is not None:
+        return value  # quoted: the quotes are not part of it
+    return Value(value.data, text.strip(), value.items)
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    text = node.value
+    match node.tag:
+        case tag if tag == _STR:
+            return text
+        case tag if tag == _NULL:
+            return None
+        case tag if tag == _BOOL and text.lower() in _TRUTH:
+            return _TRUTH[text.lower()]
+        case tag if tag in (_INT, _FLOAT):
+            try:
+                return int(text) if tag == _INT else float(text.replace(".inf", "inf").replace(".nan", "nan"))
+            except ValueError:
+                pass  # an explicit tag on something else: !!int abc
+    raise yaml.MarkedYAMLError(problem=f"cannot read {text!r} as {node.tag}", problem_mark=node.start_mark)
+
+
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def coerce(value: Value, info: SettingInfo) -> Any:
+    """`value` as the type of the setting, where there is one right way; otherwise as it is, to be refused.
+
+    null stands for the default where a setting has no null of its own.
+    """
+    data = value.data
+    if data is None:
+        return None if info.optional else info.default
+    if bool in info.kinds and isinstance(data, bool):
+        return data
+    if list in info.kinds:
+        return list(_texts(value))
+    if dict in info.kinds and isinstance(data, str):
+        return parse(data).data  # mappings arrive quoted from shells: '{"min_lr": 1e-6}'
+    if float in info.kinds and type(data) is int and abs(data) < 2**1000:
+        return float(data)
+    if int in info.kinds and isinstance(data, float) and data.is_integer():
+        return int(data)
+    if str in info.kinds:
+        return data if value.text is None else value.text
+    return _unquoted(data) if isinstance(data, str) else data
+
+
+def _unquoted(text: str) -> Any:
+    """What was quoted without need ("1e-5", "true"), as if it had not been."""
+    data = parse(text.strip()).data
+    return data if isinstance(data, bool | int | float) else text
+
+
+def _texts(value: Value) -> Iterator[Any]:
+    """Items of a list of texts: "a,b" and [a, b] are the same."""
+    if isinstance(value.data, list):
+        yield from (item.data if item.text is None else item.text for item in value.items)
+    elif value.text is not None:
+        yield from (part for part in (piece.strip() for piece in value.text.split(",")) if part)
+    else:
+        yield value.data

@@ -1,0 +1,1 @@
+"""From a user's files to token rows and batches."""

@@ -1,0 +1,109 @@
+"""How tools are offered in the system message, and how calls are written: one pair of functions for each format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatune.data.formats import RowError, ToolCall
+
+Tool = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A way of writing tools.
+
+    Attributes:
+        offer: text after the system message that describes the tools.
+        calls: the text of an assistant's calls.
+    """
+
+    offer: Callable[[Sequence[Tool]], str]
+    calls: Callable[[Sequence[ToolCall]], str]
+
+
+def tool_schema(tool: Tool) -> Tool:
+    """The schema as OpenAI's API has it: {"type": "function", "function": {...}}."""
+    return tool if tool.get("type") == "function" else {"type": "function", "function": tool}
+
+
+def _json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _offer_qwen(tools: Sequence[Tool]) -> str:
+    schemas = "".join(f"\n{_json(tool_schema(tool))}" for tool in tools)
+    return (
+        "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>{schemas}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> "
+        'XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+
+
+def _calls_qwen(calls: Sequence[ToolCall]) -> str:
+    return "\n".join(
+        f"<tool_call>\n{_json({'name': call.name, 'arguments': call.arguments})}\n</tool_call>" for call in calls
+    )
+
+
+# Llama 3's tool prompt states the day. This is the one its own chat template falls back to; the true day would make the
+# same data other tokens tomorrow.
+LLAMA3_DATE = "26 Jul 2024"
+
+
+def _offer_llama3(tools: Sequence[Tool]) -> str:
+    schemas = "".join(f"{_json(tool_schema(tool), indent=4)}\n\n" for tool in tools)
+    return (
+        f"Cutting Knowledge Date: December 2023\nToday Date: {LLAMA3_DATE}\n\n"
+        "You have access to the following functions. To call a function, please respond with JSON for a function call. "
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. '
+        f"Do not use variables.\n\n{schemas}"
+    )
+
+
+def _calls_llama3(calls: Sequence[ToolCall]) -> str:
+    objects = [{"name": call.name, "parameters": call.arguments} for call in calls]
+    return _json(objects[0] if len(objects) == 1 else objects)
+
+
+def _offer_plain(tools: Sequence[Tool]) -> str:
+    functions = [tool_schema(tool)["function"] for tool in tools]
+    try:
+        described = "".join(map(_describe_plain, functions))
+        names = ", ".join(function["name"] for function in functions)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RowError("a tool without a name and parameters", f"{type(error).__name__}: {error}") from error
+    return (
+        f"You have access to the following tools:\n{described}Use the following format if using a tool:\n```\n"
+        f"Action: tool name (one of [{names}])\n"
+        "Action Input: the input to the tool, in a JSON format representing the kwargs "
+        '(e.g. ```{"input": "hello world", "num_beams": 5}```)\n```\n'
+    )
+
+
+def _describe_plain(function: Tool) -> str:
+    schema = function.get("parameters") or {}
+    lines = []
+    for name, parameter in (schema.get("properties") or {}).items():
+        required = ", required" if name in schema.get("required", ()) else ""
+        choices = f", should be one of [{', '.join(map(str, parameter['enum']))}]" if parameter.get("enum") else ""
+        items = f", where each item should be {parameter['items'].get('type', '')}" if parameter.get("items") else ""
+        kind, description = parameter.get("type", ""), parameter.get("description", "")
+        lines.append(f"  - {name} ({kind}{required}): {description}{choices}{items}\n")
+    return (
+        f"> Tool Name: {function['name']}\nTool Description: {function.get('description', '')}\n"
+        f"Tool Args:\n{''.join(lines)}\n"
+    )
+
+
+def _calls_plain(calls: Sequence[ToolCall]) -> str:
+    return "\n".join(f"Action: {call.name}\nAction Input: {_json(call.arguments)}" for call in calls)
+
+
+QWEN_TOOLS = ToolFormat(_offer_qwen, _calls_qwen)
+LLAMA3_TOOLS = ToolFormat(_offer_llama3, _calls_llama3)
+PLAIN_TOOLS = ToolFormat(_offer_plain, _calls_plain)

@@ -1,0 +1,1 @@
+"""Tiny random checkpoints with real tokenizers, for trying and testing."""

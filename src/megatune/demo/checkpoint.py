@@ -1,0 +1,254 @@
+"""Writes a small random checkpoint of a published family: Transformers' own model class, our own tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatune.demo.family import DemoFamily, demo_family
+from megatune.demo.sizes import ModelSizes, check_sizes
+from megatune.demo.tokenizer import make_tokenizer
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+LLAMA3_STRETCH = 8.0  # how much longer the model reads than it was "pretrained" to, as in Llama 3.1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """What was written.
+
+    Attributes:
+        num_parameters: elements of all tensors in the checkpoint; a tied output layer counts once.
+        vocab_size: rows of the word embedding.
+        num_bytes: of the weight files.
+    """
+
+    num_parameters: int
+    vocab_size: int
+    num_bytes: int
+
+
+def make_checkpoint(
+    family: str,
+    output: Path,
+    *,
+    num_layers: int = 4,
+    hidden_size: int = 64,
+    ffn_hidden_size: int | None = None,
+    num_attention_heads: int = 4,
+    num_query_groups: int = 2,
+    head_dim: int | None = None,
+    vocab_size: int = 2000,
+    max_position_embeddings: int = 4096,
+    tie_word_embeddings: bool | None = None,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> Path:
+    """Writes config.json, safetensors, tokenizer and generation config as one Hugging Face folder.
+
+    The folder appears whole or not at all. The same arguments give the same bytes.
+
+    Args:
+        family: a key of `megatune.demo.family.FAMILIES`.
+        output: the folder to make.
+        ffn_hidden_size: None for three times hidden_size.
+        head_dim: None for hidden_size / num_attention_heads; twice that for qwen3.
+        vocab_size: rows of the embedding. The tokenizer is trained to fill them; rows it leaves are never used, as
+            in published models.
+        max_position_embeddings: tokens. Families with llama3 rope scaling are stretched to it by LLAMA3_STRETCH.
+        tie_word_embeddings: None for the family's habit.
+        attention_bias: biases on q, k, v and o (llama, qwen3). qwen2 has its q, k, v biases always.
+        mlp_bias: biases on gate, up and down (llama).
+        dtype: "float32", "bfloat16" or "float16".
+        max_shard_size: splits the weights into files of this size ("100KB"), with an index.
+        overwrite: replace a checkpoint that is there.
+
+    Returns:
+        output.
+
+    Raises:
+        MegatuneError: (SETTINGS) an unknown family or numbers that make no model; (CANNOT_WRITE) output is in the
+            way or cannot be written.
+    """
+    declared = demo_family(family)
+    sizes = ModelSizes.resolve(
+        declared,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=num_attention_heads,
+        num_query_groups=num_query_groups,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tie_word_embeddings,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        dtype=dtype,
+    )
+    check_sizes(declared, sizes, max_shard_size)
+    output = Path(output)
+    _check_output(output, overwrite)
+
+    tokenizer = make_tokenizer(declared, sizes.vocab_size)
+    model = _random_model(declared, sizes, tokenizer, seed)
+    try:
+        with _no_progress_bar():
+            _write(output, model, tokenizer, declared.tokenizer_class, max_shard_size)
+    except OSError as error:
+        raise _cannot_write(output, str(error), "name a folder you can write to, on a disk with room") from None
+    return output
+
+
+def summarize_checkpoint(folder: Path) -> CheckpointSummary:
+    """Counts what is in a checkpoint, from the headers of its weight files."""
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    num_parameters = 0
+    weight_files = sorted(Path(folder).glob("*.safetensors"))
+    for weight_file in weight_files:
+        with safe_open(weight_file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                num_elements = 1
+                for size in tensors.get_slice(name).get_shape():
+                    num_elements *= size
+                num_parameters += num_elements
+    vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+    return CheckpointSummary(num_parameters, vocab_size, sum(file.stat().st_size for file in weight_files))
+
+
+def _config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": family.rope_theta}
+    if family.llama3_rope_scaling:
+        rope_parameters |= {
+            "rope_type": "llama3",
+            "factor": LLAMA3_STRETCH,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": int(sizes.max_position_embeddings / LLAMA3_STRETCH),
+        }
+    arguments = {
+        "num_hidden_layers": sizes.num_layers,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.ffn_hidden_size,
+        "num_attention_heads": sizes.num_attention_heads,
+        "num_key_value_heads": sizes.num_query_groups,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
+        "max_position_embeddings": sizes.max_position_embeddings,
+        "tie_word_embeddings": sizes.tie_word_embeddings,
+        "rope_parameters": rope_parameters,
+        "rms_norm_eps": family.norm_epsilon,
+        # Wide enough that attention is far from uniform: a wrong rotary embedding must show in the logits.
+        "initializer_range": sizes.hidden_size**-0.5,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": sizes.dtype,
+    }
+    if family.model_type != "qwen2":  # its biases are not a choice
+        arguments["attention_bias"] = sizes.attention_bias
+    if family.model_type == "llama":
+        arguments["mlp_bias"] = sizes.mlp_bias
+    return arguments
+
+
+def _random_model(
+    family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> PreTrainedModel:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.for_model(family.model_type, **_config_arguments(family, sizes, tokenizer))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            # Norms start at one and biases at zero; left there, a test could not tell that they are used.
+            for parameter in (parameter for parameter in model.parameters() if parameter.dim() == 1):
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids(list(family.stop_tokens)),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model.to(getattr(torch, sizes.dtype))
+
+
+def _write(
+    output: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tokenizer_class: str,
+    max_shard_size: str,
+) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = output.with_name(f".{output.name}.{os.getpid()}.part")
+    replaced = output.with_name(f".{output.name}.{os.getpid()}.replaced")
+    try:
+        model.save_pretrained(beside, max_shard_size=max_shard_size)
+        tokenizer.save_pretrained(beside)
+        _publish_tokenizer_config(beside, tokenizer_class)
+        if output.exists():
+            output.rename(replaced)
+        beside.rename(output)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _publish_tokenizer_config(folder: Path, tokenizer_class: str) -> None:
+    """Brings tokenizer_config.json to its published form: the family's class, and no token for the unknown.
+
+    Left out, unk_token would be Qwen2Tokenizer's default, added above the vocabulary where a family lacks it.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings |= {"tokenizer_class": tokenizer_class, "unk_token": None}
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise _cannot_write(output, "a file of this name is there", "name another folder")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise _cannot_write(output, "the folder is not empty", "name another folder, or add --overwrite")
+    if not (output / "config.json").is_file():
+        raise _cannot_write(output, "it holds something that is no checkpoint; --overwrite removes checkpoints only",
+                            "name another folder")  # fmt: skip
+
+
+def _cannot_write(output: Path, why: str, mend: str) -> MegatuneError:
+    finding = Finding(what=f"cannot write {output}", where="--output", why=why, mend=mend)
+    return MegatuneError(finding, ExitCode.CANNOT_WRITE)

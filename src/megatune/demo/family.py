@@ -1,0 +1,206 @@
+"""What sets the demo families apart: model type, special tokens, pre-tokenizer and chat template, as declarations."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """One token above the byte-pair vocabulary.
+
+    Attributes:
+        text: the token.
+        special: whether `skip_special_tokens` drops it; published tokenizers keep markup such as <think> visible.
+    """
+
+    text: str
+    special: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoFamily:
+    """A published family in miniature.
+
+    Attributes:
+        model_type: Transformers' model_type.
+        tokenizer_class: the class named in tokenizer_config.json.
+        chat_template: name of the file in templates/.
+        digits_per_token: the longest run of digits the pre-tokenizer keeps together.
+        nfc: whether text is brought to Unicode's composed form first.
+        added_tokens: in the order of their ids, right above the byte-pair vocabulary.
+        adds_bos: whether encoding text puts bos_token in front.
+        stop_tokens: what generation ends on, eos_token first.
+        tie_word_embeddings: as in the family's best-known small models.
+        llama3_rope_scaling: rotary embeddings stretched as Llama 3.1 does.
+        wide_heads: head_dim is twice hidden_size / num_attention_heads, so that nobody takes the two for equal.
+    """
+
+    model_type: str
+    tokenizer_class: str
+    chat_template: str
+    digits_per_token: int
+    nfc: bool
+    added_tokens: tuple[SpecialToken, ...]
+    bos_token: str | None
+    eos_token: str
+    pad_token: str | None
+    adds_bos: bool
+    stop_tokens: tuple[str, ...]
+    tie_word_embeddings: bool
+    rope_theta: float
+    norm_epsilon: float
+    llama3_rope_scaling: bool = False
+    wide_heads: bool = False
+
+
+def _special(*texts: str) -> tuple[SpecialToken, ...]:
+    return tuple(SpecialToken(text) for text in texts)
+
+
+def _visible(*texts: str) -> tuple[SpecialToken, ...]:
+    return tuple(SpecialToken(text, special=False) for text in texts)
+
+
+_VISION_MARKS = _special(
+    "<|quad_start|>", "<|quad_end|>",
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+_CODE_AND_TOOL_MARKS = _visible(
+    "<tool_call>", "</tool_call>",
+    "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
+)  # fmt: skip
+_QWEN2_TOKENS = (
+    *_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *_special("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
+    *_VISION_MARKS,
+    *_CODE_AND_TOOL_MARKS,
+)
+# The published list goes on with reserved tokens up to 256; they carry no meaning and would eat a tiny vocabulary.
+_LLAMA3_RESERVED_AND_HEADERS = _special(
+    "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
+    "<|python_tag|>",
+)  # fmt: skip
+
+_DEEPSEEK_BOS = "<｜begin▁of▁sentence｜>"
+_DEEPSEEK_EOS = "<｜end▁of▁sentence｜>"
+
+FAMILIES: dict[str, DemoFamily] = {
+    "llama": DemoFamily(
+        model_type="llama",
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template="llama3.jinja",
+        digits_per_token=3,
+        nfc=False,
+        added_tokens=(*_special("<|begin_of_text|>", "<|end_of_text|>"), *_LLAMA3_RESERVED_AND_HEADERS),
+        bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>",
+        pad_token=None,  # the published tokenizer names none
+        adds_bos=True,
+        stop_tokens=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
+        tie_word_embeddings=False,
+        rope_theta=500_000.0,
+        norm_epsilon=1e-5,
+        llama3_rope_scaling=True,
+    ),
+    "qwen2": DemoFamily(
+        model_type="qwen2",
+        tokenizer_class="Qwen2Tokenizer",
+        chat_template="qwen2.jinja",
+        digits_per_token=1,
+        nfc=True,
+        added_tokens=_QWEN2_TOKENS,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        adds_bos=False,
+        stop_tokens=("<|im_end|>", "<|endoftext|>"),
+        tie_word_embeddings=True,
+        rope_theta=1_000_000.0,
+        norm_epsilon=1e-6,
+    ),
+    "qwen3": DemoFamily(
+        model_type="qwen3",
+        tokenizer_class="Qwen2Tokenizer",
+        chat_template="qwen3.jinja",
+        digits_per_token=1,
+        nfc=True,
+        added_tokens=(*_QWEN2_TOKENS, *_visible("<tool_response>", "</tool_response>", "<think>", "</think>")),
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        adds_bos=False,
+        stop_tokens=("<|im_end|>", "<|endoftext|>"),
+        tie_word_embeddings=True,
+        rope_theta=1_000_000.0,
+        norm_epsilon=1e-6,
+        wide_heads=True,
+    ),
+    "deepseek_r1_distill_qwen": DemoFamily(
+        model_type="qwen2",
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template="deepseek_r1.jinja",
+        digits_per_token=1,
+        nfc=True,
+        added_tokens=(
+            *_special(_DEEPSEEK_EOS),
+            *_visible("<｜User｜>", "<｜Assistant｜>"),
+            *_special(_DEEPSEEK_BOS),
+            *_visible("<|EOT|>", "<think>", "</think>"),
+            *_VISION_MARKS,
+            *_CODE_AND_TOOL_MARKS,
+        ),
+        bos_token=_DEEPSEEK_BOS,
+        eos_token=_DEEPSEEK_EOS,
+        pad_token=_DEEPSEEK_EOS,
+        adds_bos=True,
+        stop_tokens=(_DEEPSEEK_EOS,),
+        tie_word_embeddings=False,
+        rope_theta=10_000.0,
+        norm_epsilon=1e-6,
+    ),
+    "deepseek_r1_distill_llama": DemoFamily(
+        model_type="llama",
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template="deepseek_r1.jinja",
+        digits_per_token=3,
+        nfc=False,
+        added_tokens=(
+            *_special(_DEEPSEEK_BOS, _DEEPSEEK_EOS),
+            *_LLAMA3_RESERVED_AND_HEADERS,
+            *_visible("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
+            *_special("<｜▁pad▁｜>"),
+        ),
+        bos_token=_DEEPSEEK_BOS,
+        eos_token=_DEEPSEEK_EOS,
+        pad_token=_DEEPSEEK_EOS,
+        adds_bos=True,
+        stop_tokens=(_DEEPSEEK_EOS,),
+        tie_word_embeddings=False,
+        rope_theta=500_000.0,
+        norm_epsilon=1e-5,
+        llama3_rope_scaling=True,
+    ),
+}
+
+
+def demo_family(name: str) -> DemoFamily:
+    """The declaration of a family.
+
+    Raises:
+        MegatuneError: (SETTINGS) no demo family has this name.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    nearest = difflib.get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.4)
+    finding = Finding(
+        what=f"unknown demo family '{name}'",
+        where="--family",
+        why=f"the demo families are {', '.join(FAMILIES)}",
+        mend=f"--family {nearest[0] if nearest else 'qwen3'}",
+    )
+    raise MegatuneError(finding, ExitCode.SETTINGS)

@@ -1,0 +1,1 @@
+"""Text from a checkpoint: one answer, or a chat."""

@@ -1,0 +1,221 @@
+"""Answers and completions from a checkpoint, through Transformers' generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
+from transformers.utils import logging as transformers_logging
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.generation.locate import find_model
+from megatune.generation.options import GenerationOptions, check_options
+
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model wrote.
+
+    Attributes:
+        text: without special tokens.
+        num_tokens: generated, the stop token included.
+        stopped: whether the model ended by itself, with a stop token, and not at the limit of tokens.
+    """
+
+    text: str
+    num_tokens: int
+    stopped: bool
+
+
+class Generator:
+    """A model with its tokenizer, ready to write.
+
+    Args:
+        model: a causal language model, in eval mode.
+        tokenizer: its tokenizer.
+        options: how to write.
+        source: the folder it came from, for messages.
+
+    Raises:
+        MegatuneError: (SETTINGS) options that don't hold; (INPUT) a chat is asked for and there is no chat template.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: GenerationOptions, source: str
+    ) -> None:
+        check_options(options)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.options = options
+        self.source = source
+        if not options.raw:
+            self._check_chat_template()
+
+    @classmethod
+    def load(cls, path: Path, options: GenerationOptions) -> Generator:
+        """Loads a Hugging Face model, a checkpoint-N, or the newest checkpoint of a run, onto this machine's device.
+
+        Raises:
+            MegatuneError: (SETTINGS) options that don't hold; (INPUT) what is missing or can't be read.
+        """
+        check_options(options)
+        folder = find_model(path)
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype="auto", output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise _cannot_load(folder, str(error)) from error
+        # Transformers fills what is missing with random numbers, and its warning is silenced above.
+        missing = sorted(loading["missing_keys"])
+        if missing:
+            raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
+        return cls(model.to(_device()).eval(), tokenizer, options, str(folder))
+
+    def answer(self, messages: list[Message], on_text: Callable[[str], None] | None = None) -> Reply:
+        """Writes the assistant's next message.
+
+        Args:
+            messages: the conversation so far; it ends with the user's message.
+            on_text: gets the text piece by piece, as it is written.
+
+        Raises:
+            MegatuneError: (INPUT) the chat template refuses the messages; (DATA) they fill the model's context.
+        """
+        switches = {}
+        if self.options.enable_thinking is not None:
+            switches["enable_thinking"] = self.options.enable_thinking
+        if self.options.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.options.system}, *messages]
+        try:
+            inputs = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **switches
+            )
+        except TemplateError as error:
+            finding = Finding(f"the chat template refuses the messages: {error}", self.source, mend="try --raw")
+            raise MegatuneError(finding, ExitCode.INPUT) from error
+        return self._generate(inputs, on_text)
+
+    def complete(self, prompt: str, on_text: Callable[[str], None] | None = None) -> Reply:
+        """Continues a text, without the chat template.
+
+        Raises:
+            MegatuneError: (DATA) the text is empty or fills the model's context.
+        """
+        return self._generate(self.tokenizer(prompt, return_tensors="pt"), on_text)
+
+    def reply(self, prompt: str, on_text: Callable[[str], None] | None = None) -> Reply:
+        """One prompt without history: completed where the options say raw, else answered."""
+        if self.options.raw:
+            return self.complete(prompt, on_text)
+        return self.answer([{"role": "user", "content": prompt}], on_text)
+
+    def _generate(self, inputs: Any, on_text: Callable[[str], None] | None) -> Reply:
+        prompt_ids = inputs["input_ids"].to(self.model.device)  # [1, T]
+        num_prompt_tokens = prompt_ids.shape[1]
+        if self.options.seed is not None:
+            torch.manual_seed(self.options.seed)
+        with torch.inference_mode():
+            generated = self.model.generate(
+                input_ids=prompt_ids,
+                attention_mask=inputs["attention_mask"].to(self.model.device),
+                max_new_tokens=self._room_for(num_prompt_tokens),
+                streamer=_Stream(self.tokenizer, on_text) if on_text else None,
+                **self._sampling(),
+            )
+        new_ids = generated[0, num_prompt_tokens:].tolist()
+        text = self.tokenizer.decode(new_ids, skip_special_tokens=True)
+        return Reply(text, len(new_ids), stopped=bool(new_ids) and new_ids[-1] in self._stop_ids())
+
+    def _sampling(self) -> dict[str, Any]:
+        """The options of `generate` that are not left to the model's generation config."""
+        options = self.options
+        chosen = {"do_sample": options.temperature > 0, "repetition_penalty": options.repetition_penalty}
+        if options.temperature > 0:
+            chosen |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def _stop_ids(self) -> list[int]:
+        stop_ids = self.model.generation_config.eos_token_id
+        if stop_ids is None:
+            return []
+        return [stop_ids] if isinstance(stop_ids, int) else list(stop_ids)
+
+    def _room_for(self, num_prompt_tokens: int) -> int:
+        """Tokens that may be generated after a prompt."""
+        if num_prompt_tokens == 0:
+            raise MegatuneError(Finding("the prompt is empty", "--prompt", mend="give some text"), ExitCode.DATA)
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        if context is None:
+            return self.options.max_new_tokens
+        if num_prompt_tokens >= context:
+            finding = Finding(
+                what=f"the prompt has {num_prompt_tokens:,} tokens",
+                where="--prompt",
+                why=f"the model reads {context:,} tokens at most, its answer included",
+                mend="shorten it; in a chat, 'clear' forgets what was said",
+            )
+            raise MegatuneError(finding, ExitCode.DATA)
+        return min(self.options.max_new_tokens, context - num_prompt_tokens)
+
+    def _check_chat_template(self) -> None:
+        template = self.tokenizer.chat_template
+        if template is None:
+            finding = Finding(
+                what="the tokenizer has no chat template",
+                where=self.source,
+                why="it may be a base model, which continues text and doesn't chat",
+                mend="add --raw",
+            )
+            raise MegatuneError(finding, ExitCode.INPUT)
+        if self.options.enable_thinking is not None and "enable_thinking" not in str(template):
+            finding = Finding(
+                what="has no effect",
+                where="--enable_thinking",
+                why=f"the chat template of {self.source} has no such switch",
+                mend="leave it out",
+            )
+            raise MegatuneError(finding, ExitCode.SETTINGS)
+
+
+class _Stream(TextStreamer):
+    """Hands generated text to a function as soon as its last word is whole."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._on_text(text)
+
+
+def _device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _cannot_load(folder: Path, why: str) -> MegatuneError:
+    finding = Finding(
+        what="the model cannot be loaded",
+        where=str(folder),
+        why=why.strip().splitlines()[0] if why.strip() else "",
+        mend="copy or save the model again",
+    )
+    return MegatuneError(finding, ExitCode.INPUT)

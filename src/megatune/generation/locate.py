@@ -1,0 +1,98 @@
+"""Finds the Hugging Face model a user means, and says what is missing where it is none."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def find_model(path: Path) -> Path:
+    """The folder to load: `path` itself, or its newest checkpoint-N where `path` is a run's output without a model.
+
+    Raises:
+        MegatuneError: (INPUT) no such folder, or a folder that lacks what a model needs; one finding for each lack.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise MegatuneError(_no_folder(path), ExitCode.INPUT)
+    folder = path if (path / "config.json").is_file() else _newest_checkpoint(path)
+    if folder is None:
+        finding = Finding(
+            what=f"{path} holds no model",
+            why="it has neither a config.json nor a checkpoint-N folder with one",
+            mend="name a Hugging Face model, a checkpoint-N folder or a run's output_dir",
+        )
+        raise MegatuneError(finding, ExitCode.INPUT)
+    findings = [*_missing_weights(folder), *_missing_tokenizer(folder)]
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    return folder
+
+
+def _newest_checkpoint(path: Path) -> Path | None:
+    steps = {
+        int(match[1]): child
+        for child in path.iterdir()
+        if (match := _CHECKPOINT_NAME.fullmatch(child.name)) and (child / "config.json").is_file()
+    }
+    return steps[max(steps)] if steps else None
+
+
+def _no_folder(path: Path) -> Finding:
+    if path.exists():
+        return Finding(what=f"{path} is a file", mend=f"name the folder: {path.parent}")
+    siblings = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
+    nearest = difflib.get_close_matches(path.name, siblings, n=1)
+    if nearest:
+        return Finding(what=f"there is no folder {path}", mend=f"did you mean {path.parent / nearest[0]}?")
+    if not path.is_absolute() and len(path.parts) == 2:  # the form of a name on the Hub
+        return Finding(
+            what=f"there is no folder {path}",
+            why="models are read from folders, not from the Hub",
+            mend=f"hf download {path} --local-dir {path.name}, then name that folder",
+        )
+    return Finding(what=f"there is no folder {path}", mend="name the folder of a Hugging Face model or of a run")
+
+
+def _missing_weights(folder: Path) -> Iterator[Finding]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            yield Finding(what="not a weight index", where=str(index), mend="copy or save the model again")
+            return
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if missing:
+            yield Finding(
+                what=f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}"
+                + (", …" if len(missing) > 3 else ""),
+                where=str(folder),
+                why=f"{index.name} names them",
+                mend="copy or download the whole model again",
+            )
+    elif not (folder / "model.safetensors").is_file():
+        yield Finding(
+            what="there are no weights",
+            where=str(folder),
+            why="neither model.safetensors nor model.safetensors.index.json is there",
+            mend="name a folder with safetensors weights",
+        )
+
+
+def _missing_tokenizer(folder: Path) -> Iterator[Finding]:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield Finding(
+            what="there is no tokenizer",
+            where=str(folder),
+            why=f"none of {', '.join(_TOKENIZER_FILES)} is there",
+            mend="copy the tokenizer files of the base model into the folder",
+        )

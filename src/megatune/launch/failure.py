@@ -1,0 +1,157 @@
+"""What a rank writes down when it fails, so that the supervisor can tell the first cause from what followed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.launch.context import RankContext
+
+
+class Kind(IntEnum):
+    """What a failure is, and by its number how likely it started the others: the lowest first."""
+
+    ERROR = 0  # raised by the rank's own work, or its death
+    UNAVAILABLE = 1  # somebody else was missing, and this rank says who
+    COLLECTIVE = 2  # a collective operation broke off, as it does when any other rank fails
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The content of rank-K.error.json. Times in seconds since the epoch."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    time: float
+    exit_code: int
+    kind: Kind
+    summary: str
+    timed_out: bool = False
+    findings: tuple[Finding, ...] = ()
+    traceback: str = field(default="", repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"kind": self.kind.name.lower()}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Failure:
+        kind = Kind[fields["kind"].upper()]
+        findings = tuple(Finding(**finding) for finding in fields["findings"])
+        return cls(**fields | {"kind": kind, "findings": findings})
+
+
+def error_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"rank-{rank}.error.json"
+
+
+def write_failure(path: Path, failure: Failure) -> None:
+    """Writes the file whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(failure.to_json(), indent=1))
+    draft.replace(path)
+
+
+def read_failure(path: Path) -> Failure | None:
+    try:
+        return Failure.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def describe_failure(error: BaseException, context: RankContext | None = None) -> Failure:
+    """Everything the report needs of an exception; `context` is None for one raised before there were ranks."""
+    kind = _kind_of(error)
+    return Failure(
+        rank=context.rank if context else 0,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        phase=context.phase if context else "start",
+        step=context.step if context else 0,
+        time=time.time(),
+        exit_code=_exit_code(error, kind),
+        kind=kind,
+        summary="".join(traceback.format_exception_only(error)).strip(),
+        timed_out=_is_timeout(error),
+        findings=error.findings if isinstance(error, MegatuneError) else (),
+        # Without the frame of ours that caught it.
+        traceback="".join(
+            traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        ),
+    )
+
+
+# Errors of torch.distributed by class name, since this room imports no torch.
+_COLLECTIVE_CLASSES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
+_COLLECTIVE_TEXTS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "socket closed",
+    "broken pipe",
+    "timed out waiting",
+    "caused pair closure",
+    "monitoredbarrier",
+)
+_TIMEOUT_TEXTS = ("timed out", "timeout")
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator", "cannot allocate memory", "can't allocate memory")
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
+
+
+def _kind_of(error: BaseException) -> Kind:
+    if isinstance(error, MegatuneError):
+        return Kind.UNAVAILABLE if error.exit_code == ExitCode.UNAVAILABLE else Kind.ERROR
+    if _is_out_of_memory(error):
+        return Kind.ERROR
+    if _is_collective(error) or (error.__cause__ is not None and _is_collective(error.__cause__)):
+        return Kind.COLLECTIVE
+    return Kind.ERROR
+
+
+def _is_collective(error: BaseException) -> bool:
+    if any(base.__name__ in _COLLECTIVE_CLASSES for base in type(error).__mro__):
+        return True
+    # Gloo raises plain RuntimeErrors; a subclass (or an OSError of a download) is something else.
+    return type(error) is RuntimeError and _mentions(error, _COLLECTIVE_TEXTS)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and _mentions(error, _OUT_OF_MEMORY_TEXTS)
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return _mentions(error, _TIMEOUT_TEXTS) or (error.__cause__ is not None and _is_timeout(error.__cause__))
+
+
+def _mentions(error: BaseException, texts: tuple[str, ...]) -> bool:
+    message = str(error).lower()
+    return any(text in message for text in texts)
+
+
+def _exit_code(error: BaseException, kind: Kind) -> int:
+    if isinstance(error, MegatuneError):
+        return int(error.exit_code)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if _is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+        return ExitCode.CANNOT_WRITE
+    return ExitCode.INTERNAL if kind is Kind.ERROR else ExitCode.PROCESS_DIED

@@ -1,0 +1,210 @@
+"""The ranks of this machine as the supervisor sees them: started, beating, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from megatune.errors import ExitCode
+from megatune.launch.devices import count_cpus
+from megatune.launch.failure import Failure
+from megatune.launch.heartbeat import Beat, heartbeat_path, read_beat
+from megatune.launch.protocol import StartRequest
+
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 0.5  # between two looks at the heartbeats, which may be on a network file system
+END_SECONDS = 5.0  # from asking a rank to end to killing it
+FROZEN_SECONDS = 5.0  # a longer gap between two polls means that the supervisor itself did not run
+
+
+@dataclass
+class RankState:
+    """One rank. `ended`: seconds since the epoch. `progressed`: when its last beat came, on the monotonic clock."""
+
+    rank: int
+    pid: int
+    progressed: float
+    beat: Beat | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    ended: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.ended is None
+
+    @property
+    def failed(self) -> bool:
+        return not self.alive and self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
+
+    def overdue(self, now: float, hang_timeout: float) -> bool:
+        """Whether the rank has shown no progress for longer than its phase may take."""
+        limit = self.beat.limit if self.beat and self.beat.limit is not None else hang_timeout
+        return self.alive and now - self.progressed > limit
+
+
+class RankProcesses:
+    """Starts the zygote and keeps a RankState for each rank it starts. As a context manager, leaves no process behind.
+
+    Attributes:
+        ranks: by rank number; empty until the first is started.
+        ready: the zygote's "ready" event, None before.
+        failure: why the target could not be imported, None if it could.
+        lost: the zygote ended while ranks were running, or before it started them.
+    """
+
+    def __init__(self, request: StartRequest) -> None:
+        self.request = request
+        self.ranks: dict[int, RankState] = {}
+        self.ready: dict[str, Any] | None = None
+        self.failure: Failure | None = None
+        self.lost = False
+        self._partial = b""
+        self._polled = self._looked = time.monotonic()
+        self._events, write_end = os.pipe()
+        with tempfile.TemporaryFile() as request_file:
+            request.write(request_file)
+            self._zygote = subprocess.Popen(
+                [sys.executable, "-P", "-m", "megatune.launch.zygote", str(os.getpid()), str(write_end)],
+                stdin=request_file,
+                pass_fds=[write_end],
+                env=rank_environment(os.environ, request.world.nproc_per_node),
+                start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
+            )
+        os.close(write_end)
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.send(signal.SIGKILL)
+        self._zygote.kill()  # its ranks, if any are left, die with it
+        self._zygote.wait()
+        os.close(self._events)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is still to come: ranks to start, or to end."""
+        if self.failure or self.lost:
+            return False
+        return not self.started or bool(self.alive())
+
+    @property
+    def started(self) -> bool:
+        """Whether all ranks are."""
+        return len(self.ranks) == self.request.world.nproc_per_node
+
+    @property
+    def zygote_signal(self) -> int | None:
+        """What killed the zygote of a run that is `lost`, if a signal did."""
+        code = self._zygote.wait(END_SECONDS)  # it has closed its pipe, so it is about to end
+        return -code if code < 0 else None
+
+    def alive(self) -> list[RankState]:
+        return [state for state in self.ranks.values() if state.alive]
+
+    def failed(self) -> list[RankState]:
+        return [state for state in self.ranks.values() if state.failed]
+
+    def overdue(self, hang_timeout: float) -> list[RankState]:
+        now = time.monotonic()
+        return [state for state in self.alive() if state.overdue(now, hang_timeout)]
+
+    def send(self, signum: int) -> None:
+        """Signals each living rank; SIGKILL goes to its whole process group."""
+        for state in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if signum == signal.SIGKILL else os.kill)(state.pid, signum)
+
+    def dump_zygote(self) -> None:
+        """Has the zygote write where its import stands into logs/start.log."""
+        self._zygote.send_signal(signal.SIGUSR1)
+        time.sleep(POLL_SECONDS)
+
+    def poll(self, seconds: float) -> None:
+        """Waits up to `seconds` for the zygote's next news, and looks at the heartbeats now and then."""
+        readable, _, _ = select.select([self._events], [], [], seconds)
+        if readable:
+            self._receive(os.read(self._events, 1 << 16))
+        now = time.monotonic()
+        # While this process did not run (Ctrl-Z, a frozen container), neither did its sense of the ranks' time.
+        frozen = max(0.0, now - self._polled - seconds - FROZEN_SECONDS)
+        self._polled = now
+        for state in self.ranks.values():
+            state.progressed += frozen
+        if readable or now - self._looked >= LOOK_SECONDS:
+            self._look_at_heartbeats(now)
+
+    def _look_at_heartbeats(self, now: float) -> None:
+        self._looked = now
+        for state in self.ranks.values():
+            beat = read_beat(heartbeat_path(self.request.run_dir, state.rank))
+            if beat and (state.beat is None or beat.count != state.beat.count):
+                state.beat = beat
+                state.progressed = now
+
+    def poll_until(self, done: Callable[[], bool], seconds: float) -> None:
+        """Polls until `done`, until nothing is to come, or for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.pending and not done() and (left := deadline - time.monotonic()) > 0:
+            self.poll(min(left, POLL_SECONDS))
+
+    def end(self, *, impatient: Callable[[], bool] = lambda: False) -> None:
+        """Ends every rank: asks them with SIGINT, and kills those that still live after END_SECONDS or `impatient`."""
+        self.send(signal.SIGINT)
+        self.send(signal.SIGCONT)  # a stopped process handles no signal
+        self.poll_until(impatient, END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills every rank. One that even the kernel cannot end, as it waits for a device, is left after a while."""
+        self.send(signal.SIGKILL)
+        self.poll_until(lambda: False, END_SECONDS)
+
+    def _receive(self, data: bytes) -> None:
+        if not data:
+            self.lost = self.pending
+            return
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._note(json.loads(line))
+
+    def _note(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "ready":
+                self.ready = event
+            case "failed":
+                self.failure = Failure.from_json(event["failure"])
+            case "started":
+                self.ranks[event["rank"]] = RankState(event["rank"], event["pid"], time.monotonic())
+            case "exited":
+                state = self.ranks[event["rank"]]
+                state.exit_code, state.signal, state.ended = event["exit_code"], event["signal"], event["time"]
+
+
+def rank_environment(env: Mapping[str, str], nproc: int) -> dict[str, str]:
+    """The environment of zygote and ranks, in place before they import torch; what the user set stays.
+
+    Each rank gets its share of the cores as OpenMP threads: with torch's default, every rank would use all of them.
+    """
+    threads = str(max(1, count_cpus() // nproc))
+    defaults = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": env.get("OMP_NUM_THREADS", threads),
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS would start its threads at import, before the fork
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that an import may ask for GPUs without initialising CUDA
+    }
+    return defaults | dict(env)

@@ -1,0 +1,159 @@
+"""A rank's life: set up, run the target, leave an exit code and, if it failed, a report."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megatune.errors import ExitCode
+from megatune.launch.context import RankContext
+from megatune.launch.failure import Failure, Kind, describe_failure, error_path, write_failure
+from megatune.launch.protocol import StartRequest, die_with_parent, log_path
+from megatune.launch.world import RankEnv
+
+Target = Callable[[RankContext, dict[str, Any]], int | None]
+
+EXIT_SECONDS = 120.0  # from the target's return to the end of the interpreter
+
+
+def load_target(target: str) -> Target:
+    """Imports "package.module:function"."""
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def run_joined(
+    target: str, payload: dict[str, Any], env: RankEnv, run_dir: Path, *, stop_file: Path | None = None
+) -> int:
+    """Runs the target in this process, which torchrun started; nobody else reports, so each rank prints its error.
+
+    Args:
+        target, payload, run_dir, stop_file: as in `supervisor.run_ranks`.
+        env: `world.joined(os.environ)`.
+
+    Returns:
+        DONE or STOPPED; anything else ends the process here (`end_unless_well`).
+    """
+    context = RankContext(env, run_dir.absolute(), stop_file and stop_file.absolute())
+    if context.rank == 0:
+        context.stop_file.unlink(missing_ok=True)
+    error_path(run_dir, context.rank).unlink(missing_ok=True)
+    context.beat("start", 0)
+    with rank_log(context):
+        code = run_target(target, payload, context, log=sys.stderr)
+        end_unless_well(code)
+    return code
+
+
+def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, int]) -> int:
+    """Runs the target in a rank that the zygote started.
+
+    Args:
+        terminal: descriptors of the terminal's stdout and stderr, for rank 0.
+
+    Returns:
+        DONE or STOPPED; anything else ends the process here (`end_unless_well`).
+    """
+    env = request.world.rank_env(local_rank)
+    context = RankContext(env, request.run_dir, request.stop_file)
+    context.beat("start", 0)
+    with rank_log(context) as log:
+        redirect_output(log, terminal, to_terminal=env.rank == 0)
+        code = run_target(request.target, request.payload, context, log=log)
+        end_unless_well(code)
+    return code
+
+
+def end_unless_well(code: int) -> None:
+    """Ends a failed process without the interpreter's tear-down, which may wait for peers that are gone."""
+    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_target(target: str, payload: dict[str, Any], context: RankContext, log: IO[str]) -> int:
+    """Calls the target and turns whatever it does into an exit code; a failure is written to `log` and a file."""
+    try:
+        code = load_target(target)(context, payload) or ExitCode.DONE
+        if code not in (ExitCode.DONE, ExitCode.STOPPED):
+            raise SystemExit(code)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, ExitCode.DONE, ExitCode.STOPPED):
+            return int(error.code or ExitCode.DONE)
+        failure = describe_failure(error, context)
+        with contextlib.suppress(OSError):  # on a full disk the exit code still says that much
+            write_failure(error_path(context.run_dir, context.rank), failure)
+            print_failure(failure, log)
+        return failure.exit_code
+    context.beat("exit", context.step, limit=EXIT_SECONDS)
+    return int(code)
+
+
+def print_failure(failure: Failure, log: IO[str]) -> None:
+    """Into a log, everything; on a terminal that ranks share, what the user can use."""
+    if failure.findings:
+        text = "\n".join(f"megatune: {finding}" for finding in failure.findings)
+    elif failure.kind is Kind.ERROR or log is not sys.stderr:
+        text = f"rank {failure.rank}: {failure.traceback}"
+    else:
+        text = f"megatune: rank {failure.rank} lost its peers: {failure.summary}"
+    print(text, file=log, flush=True)
+
+
+@contextlib.contextmanager
+def rank_log(context: RankContext) -> Iterator[IO[str]]:
+    """Opens the rank's log, below those of earlier runs, and installs the signal handlers that `protocol` lists.
+
+    Signals that arrived since the fork are delivered here. SIGUSR1 and crashes write all stacks into the log.
+    """
+    path = log_path(context.run_dir, f"rank-{context.rank}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", buffering=1) as log:
+        print(f"=== rank {context.rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", file=log)
+        faulthandler.enable(file=log)
+        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+        signal.signal(signal.SIGTERM, lambda *_: context.request_stop())
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A data worker that took SIGTERM for a request could not be ended by its rank.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+        try:
+            yield log
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.enable(file=2)
+
+
+def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: bool) -> None:
+    """Points stdout and stderr to the terminal (rank 0) or to the log (all others), line by line."""
+    for stream, number, saved in zip((sys.stdout, sys.stderr), (1, 2), terminal, strict=True):
+        stream.flush()
+        os.dup2(saved if to_terminal else log.fileno(), number)
+        os.close(saved)
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def main() -> int:
+    """Entry point of a rank that could not be forked: `rank_main LOCAL_RANK ZYGOTE_PID STDOUT STDERR`."""
+    local_rank, zygote, stdout, stderr = map(int, sys.argv[1:])
+    die_with_parent(zygote)
+    request = StartRequest.read(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with contextlib.suppress(Exception):  # run_target meets it again, and reports it
+        load_target(request.target)  # here, while the output is set aside
+    return run_supervised(request, local_rank, (stdout, stderr))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""How a run ended: the first cause, told once on stderr and as report.json."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from megatune.errors import ExitCode, Finding
+from megatune.launch.failure import Failure, Kind, error_path, read_failure
+from megatune.launch.processes import RankState
+from megatune.launch.protocol import log_path
+from megatune.launch.stacks import Standing
+from megatune.launch.world import World
+
+TRACEBACK_LINES = 12
+
+_SIGNAL_REASONS: dict[int, str] = {
+    signal.SIGKILL: "the kernel's out-of-memory killer, or somebody's `kill -9`; `dmesg` tells which",
+    signal.SIGSEGV: "native code crashed",
+    signal.SIGBUS: "a mapped file was cut short, or /dev/shm or a disk is full",
+    signal.SIGABRT: "native code gave up; after a collective operation timed out, NCCL's watchdog does",
+    signal.SIGILL: "a library was built for another processor",
+    signal.SIGFPE: "native code divided by zero",
+}
+_OUT_OF_MEMORY_MENDS = (
+    "a smaller per_device_train_batch_size with more gradient_accumulation_steps; a smaller cutoff_len; larger"
+    " tensor_model_parallel_size or pipeline_model_parallel_size"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        kind: "done", "stopped", "interrupted", "failed" or "hung".
+        rank: the rank that was the first cause; None where none was.
+        findings: what to tell the user.
+        traceback: the first cause's, whole; "" where there is none.
+        summary: the exception of that traceback, as its last lines have it.
+    """
+
+    kind: str
+    exit_code: int
+    rank: int | None = None
+    findings: tuple[Finding, ...] = ()
+    traceback: str = ""
+    summary: str = ""
+
+
+def collect_failures(run_dir: Path, failed: list[RankState]) -> dict[int, Failure]:
+    """What the failed ranks wrote down; those that died of a signal wrote nothing."""
+    failures = {}
+    for state in failed:
+        failure = read_failure(error_path(run_dir, state.rank))
+        if failure is not None and failure.pid == state.pid:
+            failures[state.rank] = failure
+    return failures
+
+
+def kind_of(state: RankState, failure: Failure | None) -> Kind:
+    """An abort ranks below other deaths: native libraries abort a rank that waited in vain for another one."""
+    if failure is not None:
+        return failure.kind
+    return Kind.UNAVAILABLE if state.signal == signal.SIGABRT else Kind.ERROR
+
+
+def first_cause(failed: list[RankState], failures: dict[int, Failure]) -> RankState:
+    """The failed rank that the report blames: the strongest kind, then the earliest."""
+
+    def order(state: RankState) -> tuple[Kind, float]:
+        failure = failures.get(state.rank)
+        return kind_of(state, failure), failure.time if failure else state.ended or 0.0
+
+    return min(failed, key=order)
+
+
+def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) -> Outcome:
+    """The outcome of a run in which ranks failed. `out_of_memory`: the kernel's killer has struck meanwhile."""
+    failures = collect_failures(run_dir, failed)
+    culprit = first_cause(failed, failures)
+    failure = failures.get(culprit.rank)
+    if failure is not None:
+        return raised_outcome(run_dir, failure, culprit.rank)
+    exit_code = ExitCode.PROCESS_DIED
+    why = _SIGNAL_REASONS.get(culprit.signal or 0, "")
+    if culprit.signal is not None:
+        end = f"was killed by {_signal_name(culprit.signal)}"
+        if culprit.signal == signal.SIGKILL and out_of_memory:
+            why = "the kernel's out-of-memory killer: this machine or container is out of main memory"
+    elif culprit.exit_code == ExitCode.CANNOT_WRITE:
+        exit_code = ExitCode.CANNOT_WRITE
+        end, why = "could not write", f"its report could not be written to {run_dir} either: is a disk full?"
+    else:
+        end = f"ended itself with exit code {culprit.exit_code}, without a Python exception"
+    what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_place(culprit)}"
+    mend = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; start again to resume from the last checkpoint"
+    return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, mend=mend),))
+
+
+def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome:
+    """The outcome of a run whose first cause is an exception; `rank` is None where no rank was started yet."""
+    if failure.findings:
+        return Outcome("failed", failure.exit_code, rank, failure.findings, failure.traceback)
+    log = log_path(run_dir, "start" if rank is None else f"rank-{rank}")
+    who = f"rank {rank} on host {failure.host}" if rank is not None else f"host {failure.host}"
+    place = place_text(failure.phase, failure.step) if rank is not None else "before any rank was started"
+    why = mend = ""
+    if failure.exit_code == ExitCode.OUT_OF_MEMORY:
+        verb, mend = "ran out of memory", _OUT_OF_MEMORY_MENDS
+    elif failure.kind is Kind.COLLECTIVE:
+        verb, why = "lost its peers", "no rank of this machine failed before it; see the other machines' reports"
+    else:
+        verb = "failed"
+    finding = Finding(
+        f"{who} {verb} {place}: {failure.summary}", why=why, mend=mend or f"read the full traceback in {log}"
+    )
+    return Outcome("failed", failure.exit_code, rank, (finding,), failure.traceback, failure.summary)
+
+
+def lost_outcome(run_dir: Path, signum: int | None) -> Outcome:
+    """The outcome of a run whose zygote ended by itself, before or after it started the ranks."""
+    end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
+    finding = Finding(
+        f"the process that imports the program and starts the ranks {end}, and the ranks with it",
+        why=_SIGNAL_REASONS.get(signum or 0, ""),
+        mend=f"read {log_path(run_dir, 'start')}; start again to resume from the last checkpoint",
+    )
+    return Outcome("failed", ExitCode.PROCESS_DIED, findings=(finding,))
+
+
+def hung_outcome(run_dir: Path, culprit: RankState, silent_seconds: float, standings: dict[int, Standing]) -> Outcome:
+    """The outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
+    standing = standings[culprit.rank]
+    others = [other for rank, other in standings.items() if rank != culprit.rank]
+    if standing.stopped:
+        why = "its process is stopped (SIGSTOP, or a debugger)"
+    elif standing.process_state == "D":
+        why = "its process waits for a disk or a device that does not answer"
+    elif standing.stack:
+        why = "it is in " + ", called by ".join(standing.stack[:3])
+    else:
+        why = "its process does not answer signals"
+    if others and all(other.in_collective for other in others):
+        why += (
+            "; all ranks wait in collective operations, and this one is behind"
+            if standing.in_collective
+            else "; the other ranks wait for it in a collective operation"
+        )
+    what = (
+        f"rank {culprit.rank} on host {socket.gethostname()} hung {_place(culprit)}:"
+        f" no progress for {silent_seconds:.0f} s"
+    )
+    mend = (
+        f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; start again to resume from the last checkpoint"
+    )
+    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (Finding(what, why=why, mend=mend),))
+
+
+def place_text(phase: str, step: int) -> str:
+    where = f"at step {step}" if step > 0 else "before the first step"
+    return f"{where} ({phase})" if phase else where
+
+
+def _place(state: RankState) -> str:
+    return place_text(state.beat.phase, state.beat.step) if state.beat else "while starting"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def print_outcome(outcome: Outcome, file: TextIO | None = None) -> None:
+    """Tells the user, once; a run that is done needs no telling."""
+    file = file or sys.stderr
+    if outcome.findings and file.isatty():
+        print(file=file)  # rank 0 may have been in the middle of a line
+    if outcome.kind == "failed" and outcome.traceback and outcome.exit_code == ExitCode.INTERNAL:
+        frames = outcome.traceback.rstrip().removesuffix(outcome.summary).splitlines()
+        print("\n".join(frames[-TRACEBACK_LINES:]), file=file)
+    for finding in outcome.findings:
+        print(f"megatune: {finding}", file=file)
+    file.flush()
+
+
+def write_report(
+    run_dir: Path, world: World, outcome: Outcome, ranks: list[RankState], started: float, start_method: str
+) -> None:
+    """report.json: the outcome for machines; report-node-K.json on a machine other than the first."""
+    name = "report.json" if world.node_rank == 0 else f"report-node-{world.node_rank}.json"
+    report = {
+        "outcome": outcome.kind,
+        "exit_code": int(outcome.exit_code),
+        "host": socket.gethostname(),
+        "world": asdict(world) | {"world_size": world.world_size},
+        "started": started,
+        "ended": time.time(),
+        "start_method": start_method,
+        "culprit": outcome.rank,
+        "findings": [asdict(finding) for finding in outcome.findings],
+        "traceback": outcome.traceback,
+        "ranks": [
+            {
+                "rank": state.rank,
+                "pid": state.pid,
+                "exit_code": state.exit_code,
+                "signal": _signal_name(state.signal) if state.signal else None,
+                "ended": state.ended,
+                "last_beat": asdict(state.beat) if state.beat else None,
+            }
+            for state in ranks
+        ],
+    }
+    draft = run_dir / f"{name}.draft"
+    draft.write_text(json.dumps(report, indent=1))
+    draft.replace(run_dir / name)

@@ -1,0 +1,229 @@
+"""How many processes a run has, on which machines, and where they meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.ports import find_free_port
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500  # where several machines meet when MASTER_PORT is not set; torchrun's default too
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnv:
+    """The place of one process in the run, as torchrun's environment variables tell it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    node_rank: int
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that torch.distributed and the libraries around it read."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All processes of a run, seen from one machine ("node")."""
+
+    nnodes: int
+    node_rank: int
+    nproc_per_node: int
+    master_addr: str
+    master_port: int
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+    def rank_env(self, local_rank: int) -> RankEnv:
+        """The place of this machine's process `local_rank`."""
+        return RankEnv(
+            rank=self.node_rank * self.nproc_per_node + local_rank,
+            local_rank=local_rank,
+            world_size=self.world_size,
+            local_world_size=self.nproc_per_node,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            node_rank=self.node_rank,
+        )
+
+
+class _Reader:
+    """Reads whole numbers from an environment and keeps what is wrong with them."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+        self.findings: list[Finding] = []
+
+    def integer(self, key: str, default: int | None, low: int = 0, high: int | None = None) -> int | None:
+        text = self.env.get(key, "").strip()
+        if not text:
+            return default
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < low or (high is not None and value > high):
+            allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
+            self.findings.append(Finding(f"{key}={text} is not a whole number {allowed}", where="environment"))
+            return default
+        return value
+
+
+def decide_world(
+    model_parallel_size: int, *, num_processes: int | None, num_devices: int, env: Mapping[str, str]
+) -> World:
+    """The world of a run that this process starts itself.
+
+    Args:
+        model_parallel_size: processes that one copy of the model takes (tp * pp * cp).
+        num_processes: the run's processes on all machines together, as the user set it; None to decide here.
+        num_devices: GPUs of this machine, 0 on a CPU machine (`devices.count_gpus`).
+        env: NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT are honoured.
+
+    Without num_processes and NPROC_PER_NODE, a machine with GPUs starts one process a GPU, and a CPU machine the
+    fewest processes that hold the model.
+
+    Raises:
+        MegatuneError: SETTINGS, with everything that contradicts.
+    """
+    read = _Reader(env)
+    nnodes = read.integer("NNODES", 1, low=1) or 1
+    node_rank = read.integer("NODE_RANK", 0) or 0
+    nproc_set = read.integer("NPROC_PER_NODE", None, low=1)
+    port_set = read.integer("MASTER_PORT", None, low=1, high=65535)
+    addr_set = env.get("MASTER_ADDR", "").strip()
+    findings = read.findings + _check_nodes(nnodes, node_rank, addr_set, env)
+
+    nproc, contradictions = _decide_nproc(model_parallel_size, nnodes, num_processes, nproc_set, num_devices)
+    findings += contradictions
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    if nnodes == 1:
+        return World(1, 0, nproc, addr_set or LOOPBACK, port_set or find_free_port())
+    return World(nnodes, node_rank, nproc, addr_set, port_set or DEFAULT_PORT)
+
+
+def _check_nodes(nnodes: int, node_rank: int, addr: str, env: Mapping[str, str]) -> list[Finding]:
+    findings = []
+    if node_rank >= nnodes:
+        findings.append(
+            Finding(
+                f"NODE_RANK={node_rank} is outside of NNODES={nnodes}",
+                where="environment",
+                why="machines are numbered from 0",
+                mend=f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine, or NNODES={node_rank + 1}",
+            )
+        )
+    if nnodes > 1 and not addr:
+        findings.append(
+            Finding(
+                f"NNODES={nnodes} without MASTER_ADDR",
+                where="environment",
+                why="the machines cannot find each other",
+                mend="MASTER_ADDR=<host name or address of the machine with NODE_RANK=0>, the same on every machine",
+            )
+        )
+    if nnodes > 1 and not env.get("NODE_RANK", "").strip():
+        findings.append(
+            Finding(
+                f"NNODES={nnodes} without NODE_RANK",
+                where="environment",
+                why="every machine would take itself for the first",
+                mend=f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine",
+            )
+        )
+    return findings
+
+
+def _decide_nproc(
+    model_parallel_size: int, nnodes: int, num_processes: int | None, nproc_set: int | None, num_devices: int
+) -> tuple[int, list[Finding]]:
+    """The processes of this machine, and what contradicts."""
+    findings = []
+    smallest = math.lcm(model_parallel_size, nnodes) // nnodes
+    if num_processes is not None and (num_processes < nnodes or num_processes % nnodes):
+        nearest = max(1, round(num_processes / nnodes)) * nnodes
+        findings.append(
+            Finding(
+                f"num_processes: {num_processes} cannot be spread evenly over NNODES={nnodes} machines",
+                mend=f"num_processes: {nearest}",
+            )
+        )
+        num_processes = None
+    if num_processes is not None and nproc_set is not None and num_processes != nproc_set * nnodes:
+        findings.append(
+            Finding(
+                f"num_processes: {num_processes} contradicts NPROC_PER_NODE={nproc_set}",
+                why=f"{nproc_set} processes on each of {nnodes} machines are {nproc_set * nnodes}",
+                mend=f"leave one of them out, or num_processes: {nproc_set * nnodes}",
+            )
+        )
+        return nproc_set, findings
+    if num_processes is not None:
+        nproc = num_processes // nnodes
+    else:
+        nproc = nproc_set or num_devices or smallest
+    if num_devices and nproc > num_devices:
+        findings.append(
+            Finding(
+                f"{nproc} processes on a machine that shows {num_devices} GPUs",
+                why="each process needs a GPU of its own",
+                mend=f"num_processes: {num_devices * nnodes}, or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU",
+            )
+        )
+    if nproc % smallest:
+        nearest = max(1, nproc // smallest) * smallest * nnodes
+        findings.append(
+            Finding(
+                f"{nproc * nnodes} processes cannot hold whole copies of a model that is spread over"
+                f" {model_parallel_size}",
+                why="the number of processes must be a multiple of tensor * pipeline * context parallel sizes",
+                mend=f"num_processes: {nearest}, or parallel sizes whose product divides {nproc * nnodes}",
+            )
+        )
+    return nproc, findings
+
+
+def joined(env: Mapping[str, str]) -> RankEnv | None:
+    """This process's place when torchrun (or a launcher with its environment) started it, else None.
+
+    RANK, LOCAL_RANK and WORLD_SIZE together say so: some clusters set RANK and WORLD_SIZE alone, for whole machines.
+
+    Raises:
+        MegatuneError: SETTINGS, where the variables contradict.
+    """
+    if not all(env.get(key) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        return None
+    read = _Reader(env)
+    world_size = read.integer("WORLD_SIZE", 1, low=1) or 1
+    rank = read.integer("RANK", 0, high=world_size - 1) or 0
+    local_world_size = read.integer("LOCAL_WORLD_SIZE", world_size, low=1, high=world_size) or 1
+    local_rank = read.integer("LOCAL_RANK", 0, high=local_world_size - 1) or 0
+    node_rank = read.integer("GROUP_RANK", rank // local_world_size) or 0
+    port = read.integer("MASTER_PORT", None, low=1, high=65535)
+    addr = env.get("MASTER_ADDR", "")
+    findings = read.findings
+    for key, missing in (("MASTER_ADDR", not addr), ("MASTER_PORT", not env.get("MASTER_PORT"))):
+        if missing:
+            findings.append(Finding(f"RANK is set without {key}", where="environment", mend="start with torchrun"))
+    if findings or port is None:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    return RankEnv(rank, local_rank, world_size, local_world_size, addr, port, node_rank)

@@ -1,0 +1,149 @@
+"""Starts a machine's ranks as forks of one process that has imported the target's module.
+
+Importing torch, megatron and transformers costs seconds of processor time a process. Forks share what one process has
+imported, so N ranks start in the time of one, and share its memory until they write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+from megatune.launch.failure import describe_failure
+from megatune.launch.protocol import StartRequest, die_with_parent, log_path, send_event, set_process_name
+from megatune.launch.rank_main import load_target, run_supervised
+
+# Threads that survive a fork: their library stops and restarts them around it.
+_FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
+
+
+def main() -> int:
+    """`zygote SUPERVISOR_PID EVENT_FD`, stdin as `protocol` says. Returns in the zygote and in every forked rank."""
+    supervisor, events = map(int, sys.argv[1:])
+    die_with_parent(supervisor)
+    set_process_name("megatune-zygote")
+    # The supervisor alone decides what a Ctrl-C or a SIGTERM to the whole tree means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(events, False)
+    request = StartRequest.read(0)
+    terminal = _set_output_aside(request.run_dir)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+
+    begun = time.monotonic()
+    try:
+        load_target(request.target)
+    except BaseException as error:
+        traceback.print_exc()
+        send_event(events, "failed", failure=describe_failure(error).to_json())
+        return 1
+    hazard = fork_hazard()
+    seconds = round(time.monotonic() - begun, 3)
+    send_event(events, "ready", start="exec" if hazard else "fork", why=hazard, seconds=seconds)
+    return _start_ranks(request, events, terminal, hazard)
+
+
+def _start_ranks(request: StartRequest, events: int, terminal: tuple[int, int], hazard: str) -> int:
+    """Forks the ranks; in each of them, lives its life and returns its exit code."""
+    gc.collect()
+    gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
+    # A signal for a rank that has no handlers yet waits until it has.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    ranks: dict[int, int] = {}
+    zygote = os.getpid()
+    for local_rank in range(request.world.nproc_per_node):
+        env = request.world.rank_env(local_rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: fork_hazard has looked at them
+            pid = os.fork()
+        if pid == 0:
+            _become_rank(zygote, env.rank, env.variables())
+            if hazard:
+                _exec_rank(local_rank, zygote, terminal)
+            os.close(events)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            return run_supervised(request, local_rank, terminal)
+        _make_group_leader(pid)
+        ranks[pid] = env.rank
+        send_event(events, "started", rank=env.rank, pid=pid)
+    _reap(ranks, events)
+    return 0
+
+
+def fork_hazard() -> str:
+    """Why this process must not be forked after its imports; "" where it may.
+
+    A fork has only the thread that called it, and a CUDA driver that was initialised before it is unusable after.
+    """
+    threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    strange = [name for name in threads if name not in _FORK_SAFE_THREADS]
+    if len(strange) > 1:
+        return f"an import started threads ({', '.join(strange)})"
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
+                return "an import initialised CUDA"
+    return ""
+
+
+def _set_output_aside(run_dir: Path) -> tuple[int, int]:
+    """Sends what imports print to logs/start.log; returns where stdout and stderr went, for rank 0."""
+    terminal = os.dup(1), os.dup(2)
+    log = os.open(log_path(run_dir, "start"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    return terminal
+
+
+def _become_rank(zygote: int, rank: int, variables: dict[str, str]) -> None:
+    die_with_parent(zygote)
+    os.setpgid(0, 0)  # so that its data workers can be ended with it
+    set_process_name(f"megatune-rank{rank}")
+    os.environ.update(variables)
+
+
+def _exec_rank(local_rank: int, zygote: int, terminal: tuple[int, int]) -> None:
+    for descriptor in terminal:
+        os.set_inheritable(descriptor, True)
+    arguments = [str(number) for number in (local_rank, zygote, *terminal)]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "megatune.launch.rank_main", *arguments])
+
+
+def _make_group_leader(pid: int) -> None:
+    """As the rank itself does: whoever comes first, the group exists before the supervisor hears of it."""
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+
+
+def _reap(ranks: dict[int, int], events: int) -> None:
+    """Reports the end of each rank and ends what it left behind."""
+    while ranks:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        moment = time.time()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(ended.si_pid, signal.SIGKILL)  # before the rank is reaped, while its group's number is its own
+        pid, status = os.waitpid(ended.si_pid, 0)
+        code = os.waitstatus_to_exitcode(status)  # negative: minus the signal that killed it
+        send_event(
+            events,
+            "exited",
+            rank=ranks.pop(pid),
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            time=moment,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Closed-form answers from the numbers of a model: parameters and floating-point operations."""

@@ -1,0 +1,1 @@
+"""The training room: the loop, its callbacks, and checkpoints that are atomic."""

@@ -1,0 +1,155 @@
+"""The moments of a run that a callback can act on, and what it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainInfo:
+    """A run that begins.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run, those before a resume among them.
+        num_train_epochs: passes over the training rows.
+        global_batch_size: rows per optimizer step.
+    """
+
+    total_steps: int
+    num_train_epochs: float
+    global_batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One optimizer step, over all ranks.
+
+    Attributes:
+        step: optimizer steps done, this one among them.
+        total_steps: optimizer steps of the whole run.
+        epoch: passes over the training rows done, with the fraction.
+        loss: mean over the step's trained tokens.
+        learning_rate: what this step used.
+        grad_norm: L2 norm of all gradients before clipping.
+        num_tokens: trained tokens (labels that are not -100).
+        num_input_tokens: tokens the model has read, without padding.
+        seconds: time of this step alone, without evaluation and saving.
+        tokens_per_second: input tokens per second, over all devices.
+        model_tflops: 10^12 model floating-point operations per second and device.
+        mfu: share of the device's peak that model_tflops is, 0 to 1; None where the peak is not known.
+        memory_gib: most memory a rank has held, GiB (of the device; of the process on a CPU).
+        skipped: gradients overflowed (fp16), so the weights have not changed.
+    """
+
+    step: int
+    total_steps: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    num_tokens: int
+    num_input_tokens: int
+    seconds: float
+    tokens_per_second: float
+    model_tflops: float
+    mfu: float | None
+    memory_gib: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogReport:
+    """The steps since the last log line, as one; names and units as in StepReport.
+
+    Attributes:
+        num_steps: how many steps these are.
+        loss: mean of the steps' losses, as the Transformers Trainer logs it.
+        learning_rate, grad_norm, epoch: of the last of these steps.
+        num_tokens, num_input_tokens, seconds: sums.
+        tokens_per_second, model_tflops, mfu: means over their time.
+        num_skipped: how many of these steps were skipped.
+        elapsed_seconds: since this process began to train, with evaluation and saving.
+        eta_seconds: the remaining steps at the pace of recent ones, without evaluation and saving.
+    """
+
+    step: int
+    total_steps: int
+    epoch: float
+    num_steps: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    num_tokens: int
+    num_input_tokens: int
+    seconds: float
+    tokens_per_second: float
+    model_tflops: float
+    mfu: float | None
+    memory_gib: float
+    num_skipped: int
+    elapsed_seconds: float
+    eta_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """One evaluation, over all ranks.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: passes over the training rows done.
+        loss: mean over all trained tokens of the evaluation rows.
+        perplexity: exp(loss).
+        num_tokens: those tokens.
+        seconds: time it took.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    perplexity: float
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSummary:
+    """A run that ends, in whatever way.
+
+    Attributes:
+        outcome: "finished" did all steps, "stopped" was asked to end and can be resumed, "failed" raised.
+        step: optimizer steps done.
+        seconds: time this process trained, with evaluation and saving.
+        best_checkpoint, best_loss: where the evaluation loss was lowest; None without evaluation.
+    """
+
+    outcome: Literal["finished", "stopped", "failed"]
+    step: int
+    total_steps: int
+    seconds: float
+    best_checkpoint: Path | None = None
+    best_loss: float | None = None
+
+
+class Callback:
+    """Acts beside the training step; every method does nothing unless a subclass says otherwise."""
+
+    def on_train_begin(self, info: TrainInfo) -> None:
+        """Before the first step of this process."""
+
+    def on_step_end(self, report: StepReport) -> None:
+        """After every optimizer step."""
+
+    def on_log(self, report: LogReport) -> None:
+        """After the first step of this process, every logging_steps and the last step."""
+
+    def on_evaluate(self, report: EvalReport) -> None:
+        """After every evaluation."""
+
+    def on_save(self, path: Path) -> None:
+        """After a checkpoint is committed at `path`."""
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        """At the end, also of a run that stopped or failed."""

@@ -1,0 +1,131 @@
+"""training_loss.png: the loss so far, drawn again and again while a run lives."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
+from megatune.training.callbacks.json_lines import read_json_lines
+from megatune.training.callbacks.metrics import METRICS_NAME
+from megatune.training.storage import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLOT_NAME = "training_loss.png"
+_PAUSE_SECONDS = 30.0
+_LARGEST_SHARE = 0.01  # of a run's time that drawing may take
+
+
+class LossPlot(Callback):
+    """Draws metrics.jsonl, with what runs before a resume left in it: at most every 30 s, and at any end of the run."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._metrics = output_dir / METRICS_NAME
+        self._image = output_dir / PLOT_NAME
+        self._next = time.monotonic() + _PAUSE_SECONDS
+
+    def on_log(self, report: LogReport) -> None:
+        self._draw_if_due()
+
+    def on_evaluate(self, report: EvalReport) -> None:
+        self._draw_if_due()
+
+    def on_save(self, path: Path) -> None:
+        self._draw_if_due()
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        draw(self._metrics, self._image)
+
+    def _draw_if_due(self) -> None:
+        begin = time.monotonic()
+        if begin >= self._next:
+            draw(self._metrics, self._image)
+            end = time.monotonic()
+            self._next = end + max(_PAUSE_SECONDS, (end - begin) / _LARGEST_SHARE)
+
+
+def draw(metrics: Path, image: Path) -> bool:
+    """Draw a metrics.jsonl as a PNG: loss raw and smoothed, evaluation loss, learning rate and gradient norm.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    records = read_json_lines(metrics)
+    loss, evaluation = _series(records, "loss"), _series(records, "eval_loss")
+    if not loss[0] and not evaluation[0]:
+        return False
+
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would tell the user about building a font cache
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplot_mosaic([["loss", "loss"], ["rate", "norm"]], height_ratios=[2.6, 1])
+    _draw_loss(axes["loss"], loss, evaluation)
+    _draw_small(axes["rate"], _series(records, "learning_rate"), "learning rate")
+    _draw_small(axes["norm"], _series(records, "grad_norm"), "gradient norm")
+    for panel in axes.values():
+        panel.set_xlabel("optimizer step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.grid(alpha=0.25)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    write_atomically(image, content.getvalue())
+    return True
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Average with weights that fall exponentially, over about a twentieth of the values, to both sides of each."""
+    decay = 1 - 1 / max(1.0, len(values) / 20)
+    before = _decaying_sums(values, decay)
+    after = _decaying_sums(values[::-1], decay)[::-1]
+    return [
+        (sum_before + sum_after - value) / (weight_before + weight_after - 1)
+        for value, (sum_before, weight_before), (sum_after, weight_after) in zip(values, before, after, strict=True)
+    ]
+
+
+def _decaying_sums(values: list[float], decay: float) -> list[tuple[float, float]]:
+    """For each value: the sum of it and its predecessors, each weighted by decay ** distance, and of those weights."""
+    sums, total, weight = [], 0.0, 0.0
+    for value in values:
+        total = value + decay * total
+        weight = 1 + decay * weight
+        sums.append((total, weight))
+    return sums
+
+
+def _draw_loss(axes: Axes, loss: tuple[list[int], list[float]], evaluation: tuple[list[int], list[float]]) -> None:
+    steps, values = loss
+    marker = "o" if len(steps) < 30 else ""
+    if len(steps) > 40:
+        axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1, label="training loss")
+        axes.plot(steps, smooth(values), color="tab:blue", linewidth=1.8, label="training loss, smoothed")
+    elif steps:
+        axes.plot(steps, values, color="tab:blue", marker=marker, markersize=3, linewidth=1.5, label="training loss")
+    if evaluation[0]:
+        axes.plot(*evaluation, color="tab:orange", marker="o", markersize=4, linewidth=1.5, label="evaluation loss")
+    axes.set_title("training loss")
+    axes.set_ylabel("loss (mean over trained tokens)")
+    axes.legend(frameon=False)
+
+
+def _draw_small(axes: Axes, series: tuple[list[int], list[float]], label: str) -> None:
+    axes.plot(*series, color="tab:gray", linewidth=1.2, marker="o" if len(series[0]) == 1 else "")
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+
+
+def _series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and finite values of one key."""
+    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]

@@ -1,0 +1,62 @@
+"""TensorBoard event files, under the tags that the Transformers Trainer uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainInfo, TrainSummary
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_TRAIN_TAGS = (
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "epoch",
+    "tokens_per_second",
+    "model_tflops",
+    "mfu",
+    "memory_gib",
+)
+
+
+class TensorBoard(Callback):
+    """Scalars of every log line and evaluation.
+
+    Args:
+        log_dir: folder of the event files; its name is the run's name in TensorBoard.
+        resume_step: steps done before this process; events after it are hidden by TensorBoard.
+    """
+
+    def __init__(self, log_dir: Path, resume_step: int = 0) -> None:
+        self._log_dir = log_dir
+        self._resume_step = resume_step
+        self._writer: SummaryWriter | None = None
+
+    def on_train_begin(self, info: TrainInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._log_dir), purge_step=self._resume_step + 1, flush_secs=30)
+
+    def on_log(self, report: LogReport) -> None:
+        for tag in _TRAIN_TAGS:
+            self._scalar(f"train/{tag}", getattr(report, tag), report.step)
+
+    def on_evaluate(self, report: EvalReport) -> None:
+        self._scalar("eval/loss", report.loss, report.step)
+        self._scalar("eval/perplexity", report.perplexity, report.step)
+
+    def on_save(self, path: Path) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _scalar(self, tag: str, value: float | None, step: int) -> None:
+        assert self._writer is not None, "on_train_begin comes first"
+        if value is not None:
+            self._writer.add_scalar(tag, value, step)

@@ -1,0 +1,194 @@
+"""Checkpoints: a Hugging Face model as it is, and beside it what a resume needs.
+
+checkpoint-N/training/ holds the optimizer under Hugging Face names (any layout reads them), state.json, and each
+rank's random numbers. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from megatune import __version__
+from megatune.bridge.assemble import Assembly
+from megatune.bridge.load import load_optimizer
+from megatune.bridge.save import save_optimizer, save_weights
+from megatune.config.settings import Settings
+from megatune.engine import device, groups
+from megatune.engine.model import gather_parameters
+from megatune.engine.optimizer import load_scalars, main_shards, scalars
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.flops import num_parameters
+from megatune.training.agreement import on_rank_0
+from megatune.training.storage import CheckpointStore, ensure_room, write_atomically, writing
+
+_TRAINING = "training"
+_STATE = "state.json"
+# Weights in any format, and what belongs to a training run, is not copied from the model's own folder.
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json", ".md", ".png")
+_RUN_FILES = ("run.yaml", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json", "report.json")
+
+
+@dataclass(slots=True)
+class TrainState:
+    """How far a run has come.
+
+    Attributes:
+        step: optimizer steps done.
+        rows_digest: of all that determines the rows (data/key.py).
+        global_batch_size: rows per step; with `seed` it determines which rows a step trains.
+        best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
+    """
+
+    step: int = 0
+    rows_digest: str = ""
+    global_batch_size: int = 0
+    seed: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+
+
+def save_checkpoint(
+    store: CheckpointStore, assembly: Assembly, settings: Settings, state: TrainState, source: Path
+) -> Path:
+    """Write, digest and commit the checkpoint of `state.step`. Collective.
+
+    Args:
+        source: the model's own folder: its tokenizer and configuration go into the checkpoint.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE; earlier checkpoints are as they were.
+    """
+    gather_parameters(assembly.model)
+    needed = _bytes_needed(assembly, settings)
+
+    def begin() -> Path:
+        ensure_room(store.output_dir, needed)
+        return store.begin(state.step)
+
+    folder = on_rank_0(begin)
+    with writing(folder, needed):
+        files = list(_write(folder, assembly, settings, state))
+        if assembly.place.rank == 0:
+            files += _copy_model_files(source, folder, settings)
+    digests = [digest for part in groups.gather(store.digest(state.step, files)) for digest in part]
+    metadata = {"megatune": __version__, "layout": _layout(assembly, settings), "consumed_rows": _consumed(state)}
+    return on_rank_0(lambda: store.commit(state.step, digests, metadata))
+
+
+def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainState) -> Iterator[Path]:
+    yield from save_weights(folder, assembly.parameters, assembly.architecture, assembly.place)
+    if settings.checkpoint.save_only_model:
+        return
+    training = folder / _TRAINING
+    training.mkdir(exist_ok=True)
+    shards = main_shards(assembly.optimizer)
+    yield from save_optimizer(training, assembly.parameters, shards, assembly.architecture, assembly.place)
+    path = training / f"rng-{assembly.place.rank:05d}.safetensors"
+    safetensors.torch.save_file(device.rng_state(), path)
+    yield path
+    if assembly.place.rank == 0:
+        content = {**asdict(state), "optimizer": scalars(assembly.optimizer), "layout": _layout(assembly, settings)}
+        write_atomically(training / _STATE, json.dumps(content, indent=1))
+        yield training / _STATE
+
+
+def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Path]:
+    """Tokenizer, chat template and generation settings as they are; config.json with the dtype that was trained."""
+    written = []
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
+            if path.name in _RUN_FILES:
+                continue
+            shutil.copyfile(path, folder / path.name)
+            written.append(folder / path.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype".
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = settings.precision.params_dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return written
+
+
+def _bytes_needed(assembly: Assembly, settings: Settings) -> int:
+    """Bytes of the checkpoint's tensors."""
+    parameters = num_parameters(assembly.architecture)
+    model = parameters * (4 if settings.precision.params_dtype == "float32" else 2)
+    if settings.checkpoint.save_only_model:
+        return model
+    kinds = {"adam": 2, "sgd": 1}[settings.optimizer.optimizer] + (settings.precision.params_dtype != "float32")
+    return model + 4 * kinds * parameters
+
+
+def _layout(assembly: Assembly, settings: Settings) -> dict[str, Any]:
+    parallel = settings.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "data_parallel_size": assembly.place.dp_size,
+        "params_dtype": settings.precision.params_dtype,
+    }
+
+
+def _consumed(state: TrainState) -> int:
+    return state.step * state.global_batch_size
+
+
+def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, expected: TrainState) -> TrainState:
+    """Restore optimizer, counters and random numbers into an assembly whose weights came from this checkpoint.
+
+    Args:
+        expected: what this run would train on; a run may not go on with other rows or another batch unnoticed.
+
+    Raises:
+        MegatuneError: SETTINGS, naming what was changed; INPUT, when the state cannot be read.
+    """
+    training = checkpoint / _TRAINING
+    content = json.loads((training / _STATE).read_text(encoding="utf-8"))
+    counters, layout = content.pop("optimizer"), content.pop("layout")
+    state = TrainState(**content)
+    _check_unchanged(checkpoint, state, expected)
+    load_optimizer(
+        checkpoint, assembly.parameters, main_shards(assembly.optimizer), assembly.architecture, assembly.place
+    )
+    load_scalars(assembly.optimizer, counters)
+    path = training / f"rng-{assembly.place.rank:05d}.safetensors"
+    # Another layout has other ranks; no number is drawn in training that their states could change.
+    if layout == _layout(assembly, settings) and path.is_file():
+        device.set_rng_state(safetensors.torch.load_file(path))
+    return state
+
+
+def _check_unchanged(checkpoint: Path, state: TrainState, expected: TrainState) -> None:
+    findings = []
+    for name, what in (
+        ("global_batch_size", "rows per step (batch size × accumulation × data-parallel size)"),
+        ("seed", "seed"),
+    ):
+        before, after = getattr(state, name), getattr(expected, name)
+        if before != after:
+            findings.append(
+                Finding(
+                    f"{what} was {before}, and is {after} in this run",
+                    str(checkpoint),
+                    "rows already trained could not be told from those to come",
+                    f"set it to {before} again, or start anew with resume_from_checkpoint: false",
+                )
+            )
+    if state.rows_digest != expected.rows_digest:
+        findings.append(
+            Finding(
+                "the training rows are others than those the run began with",
+                str(checkpoint),
+                "a file of the data sets, the tokenizer, the template or another data setting was changed",
+                "put it back, or start anew with resume_from_checkpoint: false",
+            )
+        )
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)

@@ -1,0 +1,61 @@
+"""Which steps a run takes: where epochs end, what is evaluated and saved when, and which step is the last."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatune.config.settings import Settings
+from megatune.data.order import steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The course of a run; steps are counted from 1.
+
+    Attributes:
+        global_batch_size: rows per optimizer step.
+        steps_per_epoch: the last of them may be a short one.
+        save_every, evaluate_every: steps; 0 for never (the last step is always saved).
+    """
+
+    global_batch_size: int
+    steps_per_epoch: int
+    total_steps: int
+    save_every: int
+    evaluate_every: int
+
+    @classmethod
+    def plan(cls, settings: Settings, num_rows: int, dp_size: int) -> Course:
+        """The course that the settings ask for over this many training rows."""
+        batch = settings.batch
+        size = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * dp_size
+        per_epoch = steps_per_epoch(num_rows, size)
+        max_steps = settings.optimizer.max_steps
+        total = max_steps if max_steps > 0 else math.ceil(settings.optimizer.num_train_epochs * per_epoch)
+        save = {"steps": math.ceil(settings.checkpoint.save_steps), "epoch": per_epoch, "no": 0}
+        evaluate = {"steps": settings.eval_interval, "epoch": per_epoch, "no": 0}
+        return cls(
+            size,
+            per_epoch,
+            total,
+            save[settings.checkpoint.save_strategy],
+            evaluate[settings.evaluation.eval_strategy],
+        )
+
+    @property
+    def num_epochs(self) -> float:
+        """Passes over the rows."""
+        return self.total_steps / self.steps_per_epoch
+
+    def epoch_of(self, step: int) -> float:
+        """Passes done after `step` steps."""
+        return step / self.steps_per_epoch
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint follows this step."""
+        return step == self.total_steps or bool(self.save_every and step % self.save_every == 0)
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        return bool(self.evaluate_every and (step % self.evaluate_every == 0 or step == self.total_steps))

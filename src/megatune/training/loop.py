@@ -1,0 +1,241 @@
+"""The training loop: three named steps for each batch, everything else beside them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatune.bridge.assemble import Assembly
+from megatune.config.settings import Settings
+from megatune.data.batches import Batch, StepLoader
+from megatune.data.order import global_batch_rows
+from megatune.data.prepare import Prepared
+from megatune.engine import device, groups, optimizer
+from megatune.engine.model import gather_parameters
+from megatune.engine.step import forward_backward
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.context import RankContext
+from megatune.objectives.language_model import token_sum
+from megatune.plan.flops import train_flops
+from megatune.training.agreement import on_rank_0
+from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainInfo, TrainSummary
+from megatune.training.checkpoint import TrainState, save_checkpoint
+from megatune.training.course import Course
+from megatune.training.schedule import LearningRateSchedule
+from megatune.training.storage import CheckpointStore, rotate
+
+Outcome = Literal["finished", "stopped"]
+
+
+@dataclass(slots=True)
+class Trainer:
+    """One rank's part of a run.
+
+    Attributes:
+        course: which step ends an epoch, is saved, is evaluated, is the last.
+        state: how far the run has come.
+        source: the folder of the model that the run started from.
+    """
+
+    settings: Settings
+    assembly: Assembly
+    prepared: Prepared
+    course: Course
+    state: TrainState
+    schedule: LearningRateSchedule
+    callbacks: CallbackList
+    store: CheckpointStore
+    context: RankContext
+    source: Path
+    pad_token_id: int
+    _saved_step: int = field(default=-1, init=False)
+
+    def run(self) -> Outcome:
+        """Train from the state to the end, or until someone asks to stop; the last step is always saved."""
+        began = time.monotonic()
+        outcome: Literal["finished", "stopped", "failed"] = "failed"
+        self._saved_step = self.state.step
+        self.callbacks.on_train_begin(
+            TrainInfo(
+                total_steps=self.course.total_steps,
+                num_train_epochs=self.course.num_epochs,
+                global_batch_size=self.course.global_batch_size,
+            )
+        )
+        try:
+            outcome = self._train()
+        finally:
+            self.callbacks.on_train_end(
+                TrainSummary(
+                    outcome=outcome,
+                    step=self.state.step,
+                    total_steps=self.course.total_steps,
+                    seconds=time.monotonic() - began,
+                    best_checkpoint=self.best_checkpoint,
+                    best_loss=self.state.best_loss,
+                )
+            )
+        return outcome
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """Where the evaluation loss was lowest, if that step was saved."""
+        if self.state.best_step is None:
+            return None
+        path = self.store.checkpoint(self.state.best_step)
+        return path if path.is_dir() else None
+
+    def _train(self) -> Outcome:
+        for step, batches in self._loader():
+            self.context.beat("train", step + 1)
+            started = time.monotonic()
+            totals = forward_backward(
+                self.assembly.model, batches, token_sum, raised_hand=self.context.stop_requested()
+            )
+            updated, grad_norm = optimizer.step(self.assembly.optimizer, self.schedule.at(step))
+            self._report(step, totals, updated, grad_norm, started)
+            stops = bool(totals[2] > 0)
+            if self.course.evaluates_at(self.state.step):
+                self._evaluate()
+            if stops or self.course.saves_at(self.state.step):
+                self._save()
+            if stops and self.state.step < self.course.total_steps:
+                return "stopped"
+        return "finished"
+
+    def _loader(self) -> Iterator[tuple[int, list[Batch]]]:
+        parallel, batch, data = self.settings.parallel, self.settings.batch, self.settings.data
+        return iter(
+            StepLoader(
+                self.prepared.train,
+                data_parallel_rank=self.assembly.place.dp_rank,
+                data_parallel_size=self.assembly.place.dp_size,
+                micro_batch_size=batch.per_device_train_batch_size,
+                num_micro_batches=batch.gradient_accumulation_steps,
+                pad_multiple=self._pad_multiple,
+                pad_token_id=self.pad_token_id,
+                same_length=parallel.pipeline_model_parallel_size > 1,
+                seed=self.settings.run.seed,
+                start_step=self.state.step,
+                stop_step=self.course.total_steps,
+                num_workers=data.dataloader_num_workers,
+                pin_memory=data.dataloader_pin_memory,
+            )
+        )
+
+    @property
+    def _pad_multiple(self) -> int:
+        """Sequence parallelism cuts a sequence into equal parts, one for each tensor-parallel rank."""
+        parallel = self.settings.parallel
+        return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+
+    def _report(self, step: int, totals: torch.Tensor, updated: bool, grad_norm: float, started: float) -> None:
+        loss_sum, num_tokens, _ = totals.tolist()
+        loss = loss_sum / max(num_tokens, 1)
+        skipped = not updated and self.settings.precision.fp16 and math.isfinite(loss)
+        if not updated and not skipped:
+            raise self._not_finite(step, loss, grad_norm)
+        seconds = time.monotonic() - started
+        lengths = self.prepared.train.lengths[self._rows_of(step)].tolist()
+        flops = train_flops(self.assembly.architecture, lengths) / self.assembly.place.world_size / seconds
+        peak = device.peak_flops()
+        self.state.step = step + 1
+        self.callbacks.on_step_end(
+            StepReport(
+                step=self.state.step,
+                total_steps=self.course.total_steps,
+                epoch=self.course.epoch_of(self.state.step),
+                loss=loss,
+                learning_rate=self.schedule.at(step),
+                grad_norm=grad_norm,
+                num_tokens=int(num_tokens),
+                num_input_tokens=sum(lengths),
+                seconds=seconds,
+                tokens_per_second=sum(lengths) / seconds,
+                model_tflops=flops / 1e12,
+                mfu=flops / peak if peak else None,
+                memory_gib=device.peak_memory_bytes() / 2**30,
+                skipped=skipped,
+            )
+        )
+
+    def _rows_of(self, step: int) -> list[int]:
+        rows, size = len(self.prepared.train), self.course.global_batch_size
+        return global_batch_rows(rows, size, self.settings.run.seed, step).tolist()
+
+    def _not_finite(self, step: int, loss: float, grad_norm: float) -> MegatuneError:
+        """Name the step, the rows and the gradients; nothing was updated."""
+        shards = optimizer.main_shards(self.assembly.optimizer)
+        mine = [
+            name
+            for local in self.assembly.parameters
+            if local.parameter in shards and not shards[local.parameter].grad.isfinite().all()
+            for name in local.hf_shapes(self.assembly.architecture)
+        ]
+        by_rank = {rank: names for rank, names in enumerate(groups.gather(mine)) if names}
+        where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in list(by_rank.items())[:3])
+        return MegatuneError(
+            Finding(
+                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}",
+                why=f"gradients that are not finite on {where or 'no rank: their norm overflows'}; the step's rows are "
+                f"{self._rows_of(step)[:8]}; the weights are as they were before the step",
+                mend="lower learning_rate, train in bf16 instead of fp16, or look at those rows",
+            ),
+            ExitCode.NOT_FINITE,
+        )
+
+    def _evaluate(self) -> None:
+        """Loss over all evaluation rows, in their order."""
+        rows = self.prepared.evaluation
+        assert rows is not None, "refused by the settings' rules"
+        self.context.beat("evaluate", self.state.step)
+        started = time.monotonic()
+        gather_parameters(self.assembly.model)
+        stages = self.settings.parallel.pipeline_model_parallel_size
+        loader = StepLoader(
+            rows,
+            data_parallel_rank=self.assembly.place.dp_rank,
+            data_parallel_size=self.assembly.place.dp_size,
+            micro_batch_size=self.settings.batch.per_device_eval_batch_size,
+            num_micro_batches=stages,
+            pad_multiple=self._pad_multiple,
+            pad_token_id=self.pad_token_id,
+            same_length=stages > 1,
+            shuffle=False,
+        )
+        loss_sum = num_tokens = 0.0
+        for index, batches in loader:
+            self.context.beat(f"evaluate batch {index}", self.state.step)
+            with torch.no_grad():
+                totals = forward_backward(self.assembly.model, batches, token_sum, forward_only=True).tolist()
+            loss_sum, num_tokens = loss_sum + totals[0], num_tokens + totals[1]
+        loss = loss_sum / num_tokens
+        if self.state.best_loss is None or loss < self.state.best_loss:
+            self.state.best_loss, self.state.best_step = loss, self.state.step
+        self.callbacks.on_evaluate(
+            EvalReport(
+                step=self.state.step,
+                epoch=self.course.epoch_of(self.state.step),
+                loss=loss,
+                perplexity=math.exp(min(loss, 700)),
+                num_tokens=int(num_tokens),
+                seconds=time.monotonic() - started,
+            )
+        )
+
+    def _save(self) -> None:
+        if self._saved_step == self.state.step:
+            return
+        self.context.beat("save", self.state.step)
+        path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
+        self._saved_step = self.state.step
+        keep = {path} | ({self.best_checkpoint} if self.best_checkpoint else set())
+        limit = self.settings.checkpoint.save_total_limit
+        on_rank_0(lambda: rotate(self.store.output_dir, limit, keep))
+        self.callbacks.on_save(path)

@@ -1,0 +1,182 @@
+"""What every rank of a training run does, from meeting the others to the final model."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+from megatune.bridge.assemble import assemble
+from megatune.config.settings import Settings
+from megatune.engine import device, groups
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.context import RankContext
+from megatune.training.agreement import on_rank_0
+from megatune.training.banner import banner
+from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.checkpoint import TrainState, load_checkpoint
+from megatune.training.course import Course
+from megatune.training.loop import Trainer
+from megatune.training.rows import check_vocabulary, load_tokenizer, prepare_on_node
+from megatune.training.schedule import LearningRateSchedule, warmup_steps_of
+from megatune.training.storage import (
+    CheckpointStore,
+    clean_partials,
+    finalize_model,
+    list_checkpoints,
+    newest_verified,
+    verify,
+    write_atomically,
+    writing,
+)
+
+
+def train(context: RankContext, payload: dict[str, Any]) -> int:
+    """The target that `launch` runs in every rank.
+
+    Args:
+        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml.
+
+    Returns:
+        DONE or STOPPED.
+
+    Raises:
+        MegatuneError: whatever keeps the run from starting or going on, with its exit code.
+    """
+    settings: Settings = payload["settings"]
+    context.beat("join", 0)
+    _quiet()
+    groups.join(
+        context.rank,
+        context.world_size,
+        context.local_rank,
+        context.master_addr,
+        context.master_port,
+        timeout=settings.run.ddp_timeout,
+    )
+    try:
+        return _train(context, settings, payload["run_yaml"])
+    finally:
+        groups.leave()
+
+
+def _train(context: RankContext, settings: Settings, run_yaml: str) -> int:
+    assert settings.run.output_dir is not None and settings.model.model_name_or_path is not None
+    output_dir, source = Path(settings.run.output_dir), Path(settings.model.model_name_or_path)
+    on_rank_0(lambda: _open_output(output_dir, run_yaml))
+    prepared, rows_digest = prepare_on_node(context, settings, source)
+    context.beat("load", 0)
+    resumed, notes = on_rank_0(lambda: _choose_checkpoint(settings, output_dir))
+    assembly = assemble(resumed or source, settings)
+    check_vocabulary(prepared, assembly.architecture.vocab_size)
+    course = Course.plan(settings, len(prepared.train), assembly.place.dp_size)
+    state = TrainState(0, rows_digest, course.global_batch_size, settings.run.seed)
+    if resumed is not None:
+        state = load_checkpoint(resumed, assembly, settings, state)
+    trainer = Trainer(
+        settings=settings,
+        assembly=assembly,
+        prepared=prepared,
+        course=course,
+        state=state,
+        schedule=_schedule(settings, course.total_steps),
+        callbacks=_callbacks(context, settings, output_dir, state.step),
+        store=CheckpointStore(output_dir),
+        context=context,
+        source=source,
+        pad_token_id=_pad_token_id(source),
+    )
+    if context.rank == 0:
+        print("\n".join([*notes, *banner(settings, assembly, prepared, course, state, resumed)]), flush=True)
+    _settle_memory()
+    outcome = trainer.run()
+    if outcome == "stopped":
+        if context.rank == 0:
+            print(f"stopped on request after step {state.step}; the same command goes on from there", flush=True)
+        return ExitCode.STOPPED
+    on_rank_0(lambda: _finish(trainer, output_dir))
+    return ExitCode.DONE
+
+
+def _open_output(output_dir: Path, run_yaml: str) -> None:
+    """Tidy what a killed run left in the folder, and note what this one does."""
+    clean_partials(output_dir)
+    with writing(output_dir):
+        write_atomically(output_dir / "run.yaml", run_yaml)
+
+
+def _choose_checkpoint(settings: Settings, output_dir: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and what a user should know about the choice.
+
+    Raises:
+        MegatuneError: INPUT, when the one asked for is not whole, or none of those that are there is.
+    """
+    asked = settings.run.resume_from_checkpoint
+    if isinstance(asked, str):
+        path = Path(asked)
+        if not path.is_dir():
+            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
+        if problems := verify(path):
+            raise MegatuneError(problems, ExitCode.INPUT)
+        return path, []
+    if asked is False or settings.run.overwrite_output_dir:
+        return None, []
+    path, problems = newest_verified(output_dir)
+    if path is None and (asked or list_checkpoints(output_dir)):
+        nothing = Finding(f"resume_from_checkpoint: there is no checkpoint in {output_dir}")
+        mend = Finding(
+            f"{output_dir} holds checkpoints and none can be resumed from",
+            mend="resume_from_checkpoint: false starts anew; another output_dir keeps them",
+        )
+        raise MegatuneError([*problems, mend] if problems else [nothing], ExitCode.INPUT)
+    return path, [f"passed over: {problem}" for problem in problems]
+
+
+def _schedule(settings: Settings, total_steps: int) -> LearningRateSchedule:
+    optimizer = settings.optimizer
+    return LearningRateSchedule(
+        optimizer.learning_rate,
+        optimizer.lr_scheduler_type,
+        optimizer.lr_scheduler_kwargs,
+        warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, total_steps),
+        total_steps,
+    )
+
+
+def _callbacks(context: RankContext, settings: Settings, output_dir: Path, step: int) -> CallbackList:
+    return build_callbacks(settings, output_dir, step) if context.rank == 0 else CallbackList()
+
+
+def _pad_token_id(source: Path) -> int:
+    """Any token does: padding is on the right, so no real token attends to it, and it is not trained."""
+    tokenizer = load_tokenizer(source)
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token) for token in candidates if token is not None)
+
+
+def _finish(trainer: Trainer, output_dir: Path) -> None:
+    """The final model lies in the output folder itself: the best one where that was asked for, else the last."""
+    last = trainer.store.checkpoint(trainer.state.step)
+    best = trainer.best_checkpoint if trainer.settings.evaluation.load_best_model_at_end else None
+    finalize_model(best or last, output_dir)
+    chosen = f" (step {trainer.state.best_step}, the lowest evaluation loss)" if best else ""
+    print(f"the model is in {output_dir}{chosen}", flush=True)
+
+
+def _quiet() -> None:
+    """Transformers' progress bars and advice about generation say nothing about this run."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _settle_memory() -> None:
+    """What start-up made stays; the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    device.synchronize()

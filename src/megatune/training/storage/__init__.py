@@ -1,0 +1,41 @@
+"""Checkpoint folders on disk: whole and verified, or not there.
+
+A checkpoint is written into a hidden folder beside its final name, every file is digested and synced, the manifest is
+written last, and one rename makes it visible. The module does no communication: every rank digests the files it wrote,
+one rank gathers the digests and commits.
+
+The manifest is `checkpoint-N/training/manifest.json`, for a checkpoint that holds the model only too (then it is the
+only file in `training/`, and the checkpoint can be verified but not resumed from).
+"""
+
+from megatune.training.storage.files import ensure_room, write_atomically, writing
+from megatune.training.storage.final import finalize_model
+from megatune.training.storage.lock import OutputLock
+from megatune.training.storage.manifest import FileDigest, Manifest, digest_files, read_manifest, verify
+from megatune.training.storage.store import (
+    CheckpointStore,
+    checkpoint_step,
+    clean_partials,
+    list_checkpoints,
+    newest_verified,
+    rotate,
+)
+
+__all__ = [
+    "CheckpointStore",
+    "FileDigest",
+    "Manifest",
+    "OutputLock",
+    "checkpoint_step",
+    "clean_partials",
+    "digest_files",
+    "ensure_room",
+    "finalize_model",
+    "list_checkpoints",
+    "newest_verified",
+    "read_manifest",
+    "rotate",
+    "verify",
+    "write_atomically",
+    "writing",
+]

@@ -1,0 +1,173 @@
+"""The manifest of a checkpoint: every file's size and digest, and whether they still hold.
+
+Digests find damage (a flipped bit loads from safetensors and torch_dist without a word); they do not prove who wrote
+a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.training.storage.files import write_atomically
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "training/manifest.json"
+TRAINING_FOLDER = "training/"
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """One file of a checkpoint.
+
+    Attributes:
+        name: path inside the checkpoint, with forward slashes.
+        size: bytes.
+        xxh3_128: digest of the content, 32 hexadecimal digits.
+    """
+
+    name: str
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a committed checkpoint says about itself.
+
+    Attributes:
+        step: optimizer steps done.
+        files: every file of the checkpoint but the manifest itself.
+        metadata: what the training loop wrote along (layout, consumed samples, versions).
+    """
+
+    step: int
+    files: tuple[FileDigest, ...]
+    metadata: Mapping[str, Any]
+
+    @property
+    def resumable(self) -> bool:
+        """It holds training state, not the model only."""
+        return any(file.name.startswith(TRAINING_FOLDER) for file in self.files)
+
+
+def digest_files(root: Path, paths: Iterable[Path], *, sync: bool = False) -> list[FileDigest]:
+    """Digest files under `root` in parallel threads, in the order of their names.
+
+    Args:
+        root: the folder that names are relative to.
+        paths: the files, under `root`.
+        sync: also force each file to the disk. Only the machine that wrote a file can, on a shared file system.
+    """
+
+    def one(path: Path) -> FileDigest:
+        size, digest = _digest(path, sync)
+        return FileDigest(path.relative_to(root).as_posix(), size, digest)
+
+    files = sorted(set(paths))
+    with ThreadPoolExecutor(_num_threads(len(files))) as threads:
+        return list(threads.map(one, files))
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Write the manifest of a folder whose files are all in place."""
+    content = {
+        "format_version": FORMAT_VERSION,
+        "step": manifest.step,
+        "metadata": dict(manifest.metadata),
+        "files": [asdict(file) for file in manifest.files],
+    }
+    content = json.loads(json.dumps(content))  # what a reader will get: tuples are lists, all keys are strings
+    content["xxh3_128"] = _digest_of_json(content)
+    path = checkpoint / MANIFEST_NAME
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read a checkpoint's manifest and check it against its own digest (the files are not looked at).
+
+    Raises:
+        MegatuneError: INPUT, where it is absent, damaged or of a format that this version does not read.
+    """
+    try:
+        content = json.loads((checkpoint / MANIFEST_NAME).read_bytes())
+        version, digest = content["format_version"], content.pop("xxh3_128", None)
+    except FileNotFoundError:
+        raise _refused(checkpoint, f"{MANIFEST_NAME} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _refused(checkpoint, f"{MANIFEST_NAME} cannot be read: {error}") from error
+    if version != FORMAT_VERSION:
+        what = f"{MANIFEST_NAME} has format version {version}; this megatune reads version {FORMAT_VERSION}"
+        raise _refused(checkpoint, what, mend="use the version of megatune that wrote it")
+    if digest != _digest_of_json(content):
+        raise _refused(checkpoint, f"{MANIFEST_NAME} is damaged: its digest does not match")
+    files = tuple(FileDigest(**file) for file in content["files"])
+    if outside := [file.name for file in files if _leaves(file.name)]:
+        raise _refused(checkpoint, f"{MANIFEST_NAME} names files outside the checkpoint: {', '.join(outside)}")
+    return Manifest(content["step"], files, content["metadata"])
+
+
+def verify(checkpoint: Path) -> list[Finding]:
+    """Compare every file of a checkpoint with its manifest, reading all of it; no findings mean that it is whole."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except MegatuneError as error:
+        return list(error.findings)
+    with ThreadPoolExecutor(_num_threads(len(manifest.files))) as threads:
+        problems = threads.map(lambda file: _problem(checkpoint, file), manifest.files)
+        return [Finding(problem, where=str(checkpoint)) for problem in problems if problem]
+
+
+def _problem(checkpoint: Path, file: FileDigest) -> str:
+    path = checkpoint / file.name
+    try:
+        size = path.stat().st_size
+        if size != file.size:
+            return f"{file.name} has {size} of {file.size} bytes"
+        _, digest = _digest(path)
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    return "" if digest == file.xxh3_128 else f"{file.name} is damaged: its digest does not match"
+
+
+def _digest(path: Path, sync: bool = False) -> tuple[int, str]:
+    """Bytes and digest of a file; reading and hashing both release the interpreter lock."""
+    state = xxhash.xxh3_128()
+    size = 0
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(1, os.fstat(file.fileno()).st_size))))
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
+            size += count
+        if sync:
+            os.fsync(file.fileno())
+    return size, state.hexdigest()
+
+
+def _digest_of_json(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _refused(checkpoint: Path, what: str, mend: str = "") -> MegatuneError:
+    return MegatuneError(Finding(what, where=str(checkpoint), mend=mend), ExitCode.INPUT)
+
+
+def _leaves(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts
+
+
+def _num_threads(num_files: int) -> int:
+    return max(1, min(num_files, os.cpu_count() or 1, 8))

@@ -1,0 +1,222 @@
+"""Checkpoint folders of one output_dir: begin, commit, find, rotate, clean."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatune.errors import Finding, MegatuneError
+from megatune.training.storage.files import sync_folder, writing
+from megatune.training.storage.manifest import (
+    MANIFEST_NAME,
+    FileDigest,
+    Manifest,
+    digest_files,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+
+_logger = logging.getLogger(__name__)
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+# Hidden, so that nothing takes these folders for checkpoints: being written, set aside by a commit, being deleted.
+_HIDDEN = re.compile(r"\.(checkpoint-\d+)\.(partial|replaced|deleted)")
+
+
+class CheckpointStore:
+    """Writes checkpoints into `output_dir`. One rank calls `begin` and `commit`; every rank may call the rest.
+
+    The order, with barriers of the caller's between the lines:
+
+        one rank     begin(step)
+        every rank   writes its files under partial(step), then digests = digest(step, files)
+        one rank     commit(step, all digests gathered, metadata)
+
+    Every method raises MegatuneError (CANNOT_WRITE) where the disk is full or refuses.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir = Path(output_dir)
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of `step` lies once it is committed."""
+        return self.output_dir / f"checkpoint-{step}"
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written."""
+        return self.output_dir / f".checkpoint-{step}.partial"
+
+    def begin(self, step: int) -> Path:
+        """Make an empty folder to write the checkpoint of `step` into; what an interrupted save left there goes."""
+        partial = self.partial(step)
+        with writing(partial):
+            if partial.exists():
+                _remove(partial)
+            partial.mkdir(parents=True)
+        return partial
+
+    def digest(self, step: int, files: Iterable[Path]) -> list[FileDigest]:
+        """Digest files that this rank wrote under `partial(step)`, and force them to the disk."""
+        partial = self.partial(step)
+        with writing(partial):
+            return digest_files(partial, files, sync=True)
+
+    def commit(self, step: int, digests: Iterable[FileDigest] = (), metadata: Mapping[str, Any] | None = None) -> Path:
+        """Make the checkpoint of `step` visible, whole; an older one of the same step is replaced.
+
+        Args:
+            step: optimizer steps done.
+            digests: what `digest` returned, of all ranks. Files that no rank digested are digested here.
+            metadata: kept in the manifest; anything that json can write.
+
+        Returns:
+            The committed folder.
+
+        Raises:
+            ValueError: a digest that two ranks disagree on, or of a file that is not there or has another size.
+        """
+        partial, final = self.partial(step), self.checkpoint(step)
+        with writing(partial):
+            files = _all_digests(partial, digests)
+            write_manifest(partial, Manifest(step, files, metadata or {}))
+            for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+                sync_folder(folder)
+            self._rename(partial, final)
+        return final
+
+    def _rename(self, partial: Path, final: Path) -> None:
+        replaced = _hidden(final, "replaced")
+        if final.exists():
+            if replaced.exists():
+                _remove(replaced)
+            os.rename(final, replaced)
+        os.rename(partial, final)
+        sync_folder(self.output_dir)
+        if replaced.exists():
+            _remove(replaced)
+
+
+def _all_digests(partial: Path, digests: Iterable[FileDigest]) -> tuple[FileDigest, ...]:
+    """One digest for every file under `partial`, by name."""
+    by_name: dict[str, FileDigest] = {}
+    for file in digests:
+        if by_name.setdefault(file.name, file) != file:
+            raise ValueError(f"two digests of {file.name}: {by_name[file.name]} and {file}")
+    present = {path.relative_to(partial).as_posix(): path for path in partial.rglob("*") if path.is_file()}
+    for name, file in by_name.items():
+        if name not in present or present[name].stat().st_size != file.size:
+            raise ValueError(f"{name} was digested with {file.size} bytes and is missing or has changed since")
+    rest = [path for name, path in present.items() if name not in by_name and name != MANIFEST_NAME]
+    by_name |= {file.name: file for file in digest_files(partial, rest, sync=True)}
+    return tuple(by_name[name] for name in sorted(by_name))
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """The step in a checkpoint's name, None for any other name."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoint-N folders of `output_dir`, smallest step first; none where it does not exist."""
+    if not output_dir.is_dir():
+        return []
+    steps = ((checkpoint_step(path), path) for path in output_dir.iterdir() if path.is_dir())
+    return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]
+
+
+def newest_verified(output_dir: Path) -> tuple[Path | None, list[Finding]]:
+    """The newest checkpoint that is whole and can be resumed from, and why newer ones were passed over.
+
+    The folders themselves are looked at; no file points to the newest one. Where the answer is None and there are
+    findings, training from the start would silently throw work away: the caller refuses or asks.
+    """
+    passed_over: list[Finding] = []
+    for path in reversed(list_checkpoints(output_dir)):
+        problems = verify(path) or _not_resumable(path)
+        if not problems:
+            return path, passed_over
+        passed_over += problems
+    return None, passed_over
+
+
+def _not_resumable(path: Path) -> list[Finding]:
+    try:
+        if read_manifest(path).resumable:
+            return []
+    except MegatuneError as error:  # it changed since it was verified
+        return list(error.findings)
+    return [Finding("holds a model without training state, so no run can resume from it", where=str(path))]
+
+
+def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
+    """Delete the oldest checkpoints beyond `save_total_limit`; call it after a commit.
+
+    Args:
+        output_dir: the folder of the checkpoints.
+        save_total_limit: how many may stay; None keeps all.
+        keep: never deleted, though counted: the one just committed and the best one.
+
+    Returns:
+        What was deleted. The newest is never among them.
+    """
+    if save_total_limit is None:
+        return []
+    checkpoints = list_checkpoints(output_dir)
+    excess = max(0, len(checkpoints) - max(1, save_total_limit))
+    kept = {path.resolve() for path in keep}
+    deleted = [path for path in checkpoints[:-1] if path.resolve() not in kept][:excess]
+    for path in deleted:
+        with writing(path):
+            _remove(path)
+    return deleted
+
+
+def clean_partials(output_dir: Path) -> list[Path]:
+    """Tidy what killed runs left; call it at the start, holding the OutputLock.
+
+    Unfinished checkpoints are removed. One that a commit had set aside is put back where its successor never arrived.
+
+    Returns:
+        The hidden folders that were found.
+    """
+    if not output_dir.is_dir():
+        return []
+    found = sorted(path for path in output_dir.iterdir() if _HIDDEN.fullmatch(path.name))
+    for path in found:
+        match = _HIDDEN.fullmatch(path.name)
+        assert match is not None
+        name, state = match.groups()
+        with writing(path):
+            if state == "replaced" and not (output_dir / name).exists():
+                os.rename(path, output_dir / name)
+            else:
+                _remove(path)
+    return found
+
+
+def _hidden(path: Path, state: str) -> Path:
+    """.checkpoint-N.STATE for checkpoint-N, or for a hidden name of it."""
+    match = _HIDDEN.fullmatch(path.name)
+    return path.with_name(f".{match[1] if match else path.name}.{state}")
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder that, wherever it is interrupted, never looks like a checkpoint on the way.
+
+    What cannot be deleted (a file still open on NFS) is left under its hidden name for `clean_partials`.
+    """
+    deleted = _hidden(path, "deleted")
+    if path != deleted:
+        if deleted.exists():
+            shutil.rmtree(deleted)
+        os.rename(path, deleted)
+    try:
+        shutil.rmtree(deleted)
+    except OSError as error:
+        _logger.warning("cannot delete %s: %s", deleted, error)

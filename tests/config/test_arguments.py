@@ -1,0 +1,30 @@
+"""A command line taken apart into its file, overrides and flags."""
+
+import pytest
+
+from megatune.config.arguments import Arguments, split_arguments
+from megatune.errors import ExitCode, MegatuneError
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], Arguments(None, [], [])),
+        (["run.yaml"], Arguments("run.yaml", [], [])),
+        (["run.yaml", "seed=1", "bf16=true"], Arguments("run.yaml", ["seed=1", "bf16=true"], [])),
+        (["sead=1"], Arguments(None, ["sead=1"], [])),
+        (["run.yaml", "--seed", "1", "--bf16"], Arguments("run.yaml", [], ["--seed", "1", "--bf16"])),
+        (["--seed=1", "run.yaml"], Arguments("run.yaml", [], ["--seed=1"])),
+        (["--dataset", "a", "b", "--seed", "-1"], Arguments(None, [], ["--dataset", "a", "b", "--seed", "-1"])),
+        (["--default_system", "a=b"], Arguments(None, [], ["--default_system", "a=b"])),
+        (["--bf16", "seed=1", "run.yaml"], Arguments("run.yaml", ["seed=1"], ["--bf16"])),
+    ],
+)
+def test_split(words, expected):
+    assert split_arguments(words) == expected
+
+
+def test_two_files_are_one_too_many():
+    with pytest.raises(MegatuneError, match=r"'b.yaml' is one word too many: 'a.yaml' is the settings file") as caught:
+        split_arguments(["a.yaml", "b.yaml"])
+    assert caught.value.exit_code == ExitCode.SETTINGS

@@ -1,0 +1,149 @@
+"""The LLaMA-Factory dialect knows every key that its users write, and dialects are tables."""
+
+from pathlib import Path
+
+import pytest
+
+from megatune.config.dialects.dialect import Dialect, Refused
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.load import load
+from megatune.config.settings import all_settings
+
+# What a LLaMA-Factory file for Megatron training may hold. Never shrinks.
+CONTRACT = Path(__file__).with_name("contract_keys.txt").read_text().split()
+
+MEGATRON_FILE = """
+model_name_or_path: Qwen/Qwen2-7B-Instruct
+do_train: true
+stage: sft
+finetuning_type: full # only support full for now
+dataset: alpaca_en_demo
+preprocessing_num_workers: 8
+cutoff_len: 4096
+template: qwen
+output_dir: saves/mca/qwen2_full
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+num_train_epochs: 2
+learning_rate: 2e-5
+logging_steps: 1
+save_steps: 100
+lr_scheduler_type: cosine
+bf16: true
+tensor_model_parallel_size: 4
+sequence_parallel: true
+pipeline_model_parallel_size: 2
+bias_activation_fusion: true
+apply_rope_fusion: true
+use_distributed_optimizer: true
+overlap_param_gather: true
+overlap_grad_reduce: true
+use_mca: true
+"""
+
+
+@pytest.mark.parametrize("key", CONTRACT)
+def test_every_key_of_the_contract_is_known(key):
+    assert LLAMAFACTORY.knows(key)
+
+
+def test_every_setting_can_be_set_and_every_key_sets_one():
+    assert set(LLAMAFACTORY.keys.values()) == set(all_settings())
+    assert all(LLAMAFACTORY.key_of(path) == info.name for path, info in all_settings().items())
+
+
+def test_no_key_is_refused_without_a_reason():
+    assert all(refused.why for refused in LLAMAFACTORY.not_built.values())
+
+
+def test_a_megatron_file_for_eight_processes_is_read_unchanged(tmp_path):
+    path = tmp_path / "qwen2_full.yaml"
+    path.write_text(MEGATRON_FILE)
+    settings = load(path).require_valid(world_size=8)
+    assert settings.optimizer.learning_rate == 2e-5
+    assert settings.parallel.model_parallel_size == 8
+    assert settings.data.dataset == ["alpaca_en_demo"]
+
+
+OFF = [
+    "packing=false", "neat_packing=false", "streaming=false", "mix_strategy=concat", "interleave_probs=null",
+    "tokenized_path=null", "overwrite_cache=false", "image_max_pixels=null", "freeze_language_model=false",
+    "context_parallel_size=1", "expert_model_parallel_size=1", "expert_tensor_parallel_size=1",
+    "expert_tensor_parallel_size=null", "recompute_granularity=null", "moe_grouped_gemm=false",
+    "account_for_loss_in_pipeline_split=false", "pipeline_model_parallel_layout=null", "calculate_per_token_loss=true",
+    "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=false", "save_hf_model=true",
+    "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none", "do_train=True",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", OFF)
+def test_a_value_that_asks_for_nothing_passes(override):
+    assert load(overrides=[override]).findings == []
+
+
+REFUSED = [
+    "packing=true", "neat_packing=true", "streaming=true", "mix_strategy=interleave_under", "interleave_probs=0.5,0.5",
+    "tokenized_path=cache", "overwrite_cache=true", "preprocessing_batch_size=64", "image_max_pixels=262144",
+    "video_fps=2", "media_dir=data", "freeze_vision_tower=true", "freeze_language_model=true", "finetuning_type=lora",
+    "finetuning_type=freeze", "stage=dpo", "context_parallel_size=2", "expert_model_parallel_size=2",
+    "expert_tensor_parallel_size=2", "recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1",
+    "recompute_modules=[core_attn]", "moe_layer_recompute=true", "moe_grouped_gemm=true",
+    "moe_token_dispatcher_type=alltoall", "moe_aux_loss_coeff=0.01", "moe_router_dtype=fp32",
+    "account_for_embedding_in_pipeline_split=true", "pipeline_model_parallel_layout=Et*3|tL", "report_to=wandb",
+    "report_to=tensorboard,swanlab", "trust_remote_code=true", "transformer_impl=transformer_engine",
+    "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
+    "deepspeed=ds_z3.json", "lora_rank=8",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
+    key = override.partition("=")[0]
+    (finding,) = load(overrides=[override]).findings
+    assert finding.what.startswith(f"{key}: ")
+    assert finding.what.endswith(" is not supported")
+    assert finding.where == override
+    assert finding.why
+    assert finding.mend
+
+
+def test_messages_of_refused_keys(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("stage: dpo\npacking: true\ntransformer_impl: transformer_engine\nmoe_grouped_gemm: true\n")
+    assert "\n".join(str(finding) for finding in load(path).findings).replace(str(path), "run.yaml") == (
+        "run.yaml:1: stage: dpo is not supported\n"
+        "    why: DPO is not built yet\n"
+        "    mend: write stage: sft or stage: pt\n"
+        "run.yaml:2: packing: true is not supported\n"
+        "    why: packing several conversations into one row is not built yet; every row holds one\n"
+        "    mend: remove packing, or write packing: false\n"
+        "run.yaml:3: transformer_impl: transformer_engine is not supported\n"
+        "    why: the engine's own layers are used, on every machine; Transformer Engine is not needed\n"
+        "    mend: remove transformer_impl, or write transformer_impl: local\n"
+        "run.yaml:4: moe_grouped_gemm: true is not supported\n"
+        "    why: mixture of experts is not built yet; dense models have no use for it\n"
+        "    mend: remove moe_grouped_gemm, or write moe_grouped_gemm: false"
+    )
+
+
+def test_the_last_value_decides_whether_a_key_is_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("packing: true\n")
+    assert load(path, ["packing=false"]).findings == []
+
+
+def test_another_dialect_is_a_table():
+    dialect = Dialect(
+        name="other",
+        keys={"lr": "optimizer.learning_rate", "save": "run.output_dir", "output_dir": "run.output_dir"},
+        not_built={"tp_comm_overlap": Refused("needs Transformer Engine", off=(False,))},
+    )
+    loaded = load(flags=["--lr", "1e-5", "--save", "out", "--tp-comm-overlap", "--learning_rate", "1"], dialect=dialect)
+    assert loaded.settings.optimizer.learning_rate == 1e-5
+    assert loaded.settings.run.output_dir == "out"
+    assert loaded.origins["run.output_dir"] == "flag"
+    assert [finding.what for finding in loaded.findings] == [
+        "unknown setting 'learning_rate'",
+        "tp_comm_overlap: true is not supported",
+    ]
+    assert dialect.key_of("run.output_dir") == "save"

@@ -1,0 +1,272 @@
+"""Reading a file, overrides and flags: values, places, and all that is wrong in one report."""
+
+import pytest
+
+from megatune.config.load import load
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, MegatuneError
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Load the text of a file as run.yaml."""
+    monkeypatch.chdir(tmp_path)
+
+    def read_text(text: str, overrides=(), flags=()):
+        data = text if isinstance(text, bytes) else text.encode()
+        (tmp_path / "run.yaml").write_bytes(data)
+        return load("run.yaml", overrides, flags)
+
+    return read_text
+
+
+def report(loaded) -> str:
+    return "\n".join(map(str, loaded.findings))
+
+
+def test_nothing_given_is_all_defaults():
+    loaded = load()
+    assert loaded.settings == Settings()
+    assert set(loaded.origins.values()) == {"default"}
+    assert loaded.findings == []
+
+
+def test_origins_and_precedence(read):
+    loaded = read(
+        "# a comment\nseed: 1\nlearning_rate: 1.0e-4\n\nmax_steps: 5\nbf16: true\n",
+        ["max_steps=6", "learning_rate=2e-4", "learning_rate=3e-4"],
+        ["--learning-rate", "4e-4"],
+    )
+    assert loaded.findings == []
+    assert (loaded.settings.run.seed, loaded.origins["run.seed"]) == (1, "run.yaml:2")
+    assert (loaded.settings.optimizer.max_steps, loaded.origins["optimizer.max_steps"]) == (6, "override")
+    assert (loaded.settings.optimizer.learning_rate, loaded.origins["optimizer.learning_rate"]) == (4e-4, "flag")
+    assert loaded.origins["precision.bf16"] == "run.yaml:6"
+    assert loaded.origins["precision.fp16"] == "default"
+
+
+VALUES = [
+    ("learning_rate: 1e-5", "optimizer.learning_rate", 1e-5),
+    ("learning_rate: '1e-5'", "optimizer.learning_rate", 1e-5),
+    ("learning_rate: 1", "optimizer.learning_rate", 1.0),
+    ("max_steps: 1e3", "optimizer.max_steps", 1000),
+    ("ddp_timeout: 180_000_000", "run.ddp_timeout", 180_000_000),
+    ("bf16: yes", "precision.bf16", True),
+    ("bf16: 'true'", "precision.bf16", True),
+    ("eval_strategy: no", "evaluation.eval_strategy", "no"),
+    ("run_name: 2026-11-20", "run.run_name", "2026-11-20"),
+    ("run_name: 007", "run.run_name", "007"),
+    ("run_name: 1:30", "run.run_name", "1:30"),
+    ("run_name: null", "run.run_name", None),
+    ("run_name: 'null'", "run.run_name", "null"),
+    ("dataset: a", "data.dataset", ["a"]),
+    ("dataset: a, b,c", "data.dataset", ["a", "b", "c"]),
+    ("dataset: [a, 'b, c', 3]", "data.dataset", ["a", "b, c", "3"]),
+    ("dataset:\n  - a\n  - b", "data.dataset", ["a", "b"]),
+    ("dataset: null", "data.dataset", []),
+    ("cutoff_len:", "data.cutoff_len", 2048),
+    ("enable_thinking: null", "data.enable_thinking", None),
+    ("report_to: none", "logging.report_to", ["none"]),
+    ("resume_from_checkpoint: false", "run.resume_from_checkpoint", False),
+    ("resume_from_checkpoint: out/checkpoint-5", "run.resume_from_checkpoint", "out/checkpoint-5"),
+    ("lr_scheduler_kwargs: {min_lr: 1e-6}", "optimizer.lr_scheduler_kwargs", {"min_lr": 1e-6}),
+    ("lr_scheduler_kwargs: '{\"min_lr\": 1e-6}'", "optimizer.lr_scheduler_kwargs", {"min_lr": 1e-6}),
+    ("lr_scheduler_kwargs:\n  num_decay_steps: 5", "optimizer.lr_scheduler_kwargs", {"num_decay_steps": 5}),
+    ("evaluation_strategy: epoch", "evaluation.eval_strategy", "epoch"),
+    ("default_system: |\n  You are\n  kind.", "data.default_system", "You are\nkind.\n"),
+    ("model_name: 小明", "data.model_name", "小明"),
+]
+
+
+@pytest.mark.parametrize(("line", "path", "expected"), VALUES)
+def test_values_of_a_file(read, line, path, expected):
+    loaded = read(line + "\n")
+    group, _, name = path.partition(".")
+    value = getattr(getattr(loaded.settings, group), name)
+    assert report(loaded) == ""
+    assert (value, type(value)) == (expected, type(expected))
+
+
+COMMAND_LINE = [
+    (["default_system=You: are {kind # yes"], [], "data.default_system", "You: are {kind # yes"),
+    (["default_system='a b'"], [], "data.default_system", "a b"),
+    (["dataset=[a,b]"], [], "data.dataset", ["a", "b"]),
+    (["dataset=a,b"], [], "data.dataset", ["a", "b"]),
+    (["run_name="], [], "run.run_name", None),
+    ([], ["--bf16"], "precision.bf16", True),
+    ([], ["--bf16", "True"], "precision.bf16", True),
+    ([], ["--bf16=false"], "precision.bf16", False),
+    ([], ["--max-steps", "-1"], "optimizer.max_steps", -1),
+    ([], ["--dataset", "a", "b"], "data.dataset", ["a", "b"]),
+    ([], ["--lr_scheduler_kwargs", '{"min_lr": 1e-6}'], "optimizer.lr_scheduler_kwargs", {"min_lr": 1e-6}),
+    ([], ["--seed", "1", "--seed", "2"], "run.seed", 2),
+]
+
+
+@pytest.mark.parametrize(("overrides", "flags", "path", "expected"), COMMAND_LINE)
+def test_values_of_a_command_line(overrides, flags, path, expected):
+    loaded = load(overrides=overrides, flags=flags)
+    group, _, name = path.partition(".")
+    assert report(loaded) == ""
+    assert getattr(getattr(loaded.settings, group), name) == expected
+
+
+WRONG = [
+    ("lerning_rate: 1e-5", "run.yaml:1: unknown setting 'lerning_rate'\n    mend: did you mean learning_rate?"),
+    (
+        "zzz: 1",
+        "run.yaml:1: unknown setting 'zzz'\n    mend: remove it; `megatune explain` lists every setting",
+    ),
+    (
+        "seed: x",
+        "run.yaml:1: seed is 'x'\n"
+        "    why: expected a whole number, at least 0, below 4294967296\n"
+        "    mend: write seed: 42, the default",
+    ),
+    (
+        "tensor_model_parallel_size: 0",
+        "run.yaml:1: tensor_model_parallel_size is 0\n"
+        "    why: expected a whole number, at least 1\n"
+        "    mend: write tensor_model_parallel_size: 1",
+    ),
+    (
+        "virtual_pipeline_model_parallel_size: 1",
+        "run.yaml:1: virtual_pipeline_model_parallel_size is 1\n"
+        "    why: expected a whole number, at least 2, or null\n"
+        "    mend: write virtual_pipeline_model_parallel_size: 2, or null",
+    ),
+    (
+        "tensor_model_parallel_size: true",
+        "run.yaml:1: tensor_model_parallel_size is true\n"
+        "    why: expected a whole number, at least 1\n"
+        "    mend: write tensor_model_parallel_size: 1, the default",
+    ),
+    (
+        "lr_scheduler_type: cosin",
+        "run.yaml:1: lr_scheduler_type is 'cosin'\n"
+        "    why: expected one of: cosine, linear, constant, constant_with_warmup, inverse_sqrt, cosine_with_min_lr, "
+        "warmup_stable_decay\n"
+        "    mend: write lr_scheduler_type: cosine",
+    ),
+    (
+        "adam_beta2: 1.5",
+        "run.yaml:1: adam_beta2 is 1.5\n"
+        "    why: expected a number, at least 0, below 1\n"
+        "    mend: write adam_beta2: 0.999, the default",
+    ),
+    (
+        "warmup_ratio: 3",
+        "run.yaml:1: warmup_ratio is 3\n"
+        "    why: expected a number, at least 0, at most 1\n"
+        "    mend: write warmup_ratio: 1",
+    ),
+    (
+        "output_dir: [a]",
+        "run.yaml:1: output_dir is [a]\n    why: expected text, or null\n    mend: remove output_dir, or give it text",
+    ),
+    (
+        "seed: 1\nbf16: true\nseed: 2",
+        "run.yaml:3: seed stands twice, first at run.yaml:1\n    mend: keep one of the two lines",
+    ),
+    (
+        "eval_strategy: no\nevaluation_strategy: epoch",
+        "run.yaml:2: evaluation_strategy sets what eval_strategy sets at run.yaml:1\n"
+        "    mend: keep one of the two lines, eval_strategy by preference",
+    ),
+    ("seed: 1\n\tbf16: true", "run.yaml:2: a tab where YAML takes only spaces\n    mend: indent with spaces"),
+    ("- seed\n- bf16", "run.yaml:1: the file holds a list, not settings\n    mend: write one `key: value` a line"),
+    ("seed", "run.yaml:1: the file holds one value, not settings\n    mend: write one `key: value` a line"),
+    (
+        "seed: 1\n---\nseed: 2",
+        "run.yaml:2: a second document starts here\n    mend: remove the line `---`, or split the file",
+    ),
+    ("[a]: 1", "run.yaml:1: a key must be text\n    mend: write `key: value`"),
+    (b"run_name: \xff", "run.yaml: not UTF-8 text (byte 10)\n    mend: save the file as UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_what_is_wrong_in_a_file_is_told_with_its_line_and_mend(read, text, message):
+    assert report(read(text)) == message
+
+
+HOSTILE = [
+    "a: b: c", "a: [1, 2", "a: 'open", "seed: !!int x", "seed: !!python/object:os.system {}",
+    "lr_scheduler_kwargs: &a [*a]",
+    "lr_scheduler_kwargs: {a: 1, a: 2}", "run_name: \x07", "learning_rate: .nan", "learning_rate: .inf", "seed: 1e400",
+    "learning_rate: " + "9" * 400, "seed: " + "9" * 5000, "? {a: 1}\n: 2", "<<: {seed: 1}", "*a : 1", "a: *b",
+    "%YAML 9",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_file_causes_a_traceback(read, text):
+    loaded = read(text)
+    assert loaded.findings
+    assert all(finding.where.startswith("run.yaml") for finding in loaded.findings)
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "\ufeffseed: 42\n"])
+def test_files_with_nothing_to_say(read, text):
+    loaded = read(text)
+    assert loaded.findings == []
+    assert loaded.settings == Settings()
+
+
+def test_all_problems_are_reported_at_once_in_the_order_of_the_file(read):
+    loaded = read(
+        "lr_scheduler_type: cosin\nbf16: true\nfp16: true\nlerning_rate: 1\npacking: true\ncutoff_len: 0\n"
+        "model_name_or_path: m\noutput_dir: o\n",
+        ["seed=x"],
+    )
+    assert [finding.where for finding in loaded.check()] == [
+        "run.yaml:1", "run.yaml:3", "run.yaml:4", "run.yaml:5", "run.yaml:6", "seed=x", ""
+    ]  # fmt: skip
+    with pytest.raises(MegatuneError, match="dataset is missing") as caught:
+        loaded.require_valid()
+    assert caught.value.exit_code == ExitCode.SETTINGS
+    assert len(caught.value.findings) == 7
+    assert loaded.settings.precision.bf16  # what is valid is kept, for the rules
+
+
+def test_a_refused_setting_is_not_judged_again_by_rules(read):
+    loaded = read("dataset: {a: b}\nmodel_name_or_path: m\noutput_dir: o\n")
+    assert [finding.what for finding in loaded.check()] == ["dataset is {a: b}"]
+    unreadable = read("seed: 1\n\tbf16: true\n")
+    assert len(unreadable.check()) == 1
+
+
+WRONG_COMMAND_LINE = [
+    (["seed"], [], "'seed' is not an override\n    mend: write key=value, without spaces around ="),
+    (["=1"], [], "'=1' is not an override\n    mend: write key=value, without spaces around ="),
+    (["sed=1"], [], "sed=1: unknown setting 'sed'\n    mend: did you mean seed?"),
+    ([], ["seed", "1"], "'seed' is not a flag\n    mend: write --key value, or --key=value"),
+    ([], ["--"], "'--' is not a flag\n    mend: write --key value, or --key=value"),
+    ([], ["--sed", "1"], "--sed: unknown setting 'sed'\n    mend: did you mean seed?"),
+    (
+        [],
+        ["--output_dir", "--bf16"],
+        "--output_dir: output_dir is true\n"
+        "    why: expected text, or null\n"
+        "    mend: remove output_dir, or give it text",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "flags", "message"), WRONG_COMMAND_LINE)
+def test_what_is_wrong_on_a_command_line(overrides, flags, message):
+    assert report(load(overrides=overrides, flags=flags)) == message
+
+
+def test_a_missing_file_ends_with_its_own_exit_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MegatuneError) as caught:
+        load("no.yaml")
+    assert caught.value.exit_code == ExitCode.INPUT
+    assert str(caught.value) == (
+        "there is no settings file no.yaml\n"
+        "    mend: check the path; it is taken from the folder that the command runs in"
+    )
+    with pytest.raises(MegatuneError, match="is a folder") as caught:
+        load(tmp_path)
+    assert caught.value.exit_code == ExitCode.INPUT

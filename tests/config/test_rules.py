@@ -1,0 +1,380 @@
+"""Every rule that spans settings, with its whole message: what, why, and the nearest valid value."""
+
+import dataclasses
+
+import pytest
+
+from megatune.architecture import Architecture
+from megatune.config.load import load
+from megatune.config.rules import RULES, check
+from megatune.config.rules.layout import tensor_parallel_fits
+from megatune.config.rules.problem import Context, multiples_around, nearest
+
+QWEN = Architecture(
+    model_type="qwen2",
+    num_layers=12,
+    hidden_size=96,
+    ffn_hidden_size=192,
+    num_attention_heads=12,
+    num_query_groups=4,
+    kv_channels=8,
+    vocab_size=151_643,  # divided by no tensor-parallel size: vocabularies are padded
+    max_position_embeddings=4096,
+    norm_epsilon=1e-6,
+    rotary_base=1e6,
+)
+BASE = ["model_name_or_path=m", "dataset=d", "output_dir=o"]
+
+
+def messages(*overrides: str, architecture: Architecture | None = QWEN, world_size: int | None = None) -> list[str]:
+    loaded = load(overrides=[*BASE, *overrides])
+    assert loaded.findings == []
+    return [str(finding) for finding in check(loaded.settings, architecture, world_size)]
+
+
+VALID = [
+    [],
+    ["tensor_model_parallel_size=2", "sequence_parallel=true", "pipeline_model_parallel_size=2", "bf16=true"],
+    ["tensor_model_parallel_size=12"],  # a multiple of the key/value heads
+    [
+        "tensor_model_parallel_size=2",
+        "pipeline_model_parallel_size=2",
+        "virtual_pipeline_model_parallel_size=3",
+        "gradient_accumulation_steps=4",
+        "overlap_grad_reduce=true",
+        "overlap_param_gather=true",
+        "num_processes=8",
+    ],
+    ["optimizer=sgd", "fp16=true"],
+    ["cutoff_len=4096"],
+    ["tensor_model_parallel_size=4", "sequence_parallel=true", "cutoff_len=4"],
+    ["eval_strategy=steps", "val_size=0.1", "load_best_model_at_end=true", "save_steps=20", "eval_steps=10"],
+    ["eval_strategy=epoch", "eval_dataset=e", "load_best_model_at_end=true", "save_strategy=epoch"],
+    ["eval_strategy=epoch", "val_size=100"],
+    ["lr_scheduler_type=cosine", "lr_scheduler_kwargs={num_cycles: 0.5}", "warmup_ratio=0.1"],
+    ["lr_scheduler_type=inverse_sqrt", "lr_scheduler_kwargs={timescale: 100}", "warmup_steps=5"],
+    ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 1e-6}"],
+    ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 0.1, num_cycles: 0.5}"],
+    [
+        "lr_scheduler_type=warmup_stable_decay",
+        "lr_scheduler_kwargs={num_decay_steps: 5, num_stable_steps: 5, warmup_type: cosine, decay_type: 1-sqrt,"
+        " min_lr_ratio: 0.1, num_cycles: 0.5}",
+    ],
+    ["lr_scheduler_type=constant_with_warmup", "warmup_steps=0.1"],
+    ["overwrite_output_dir=true", "resume_from_checkpoint=elsewhere/checkpoint-5"],
+]
+
+
+@pytest.mark.parametrize("overrides", VALID)
+def test_what_is_valid_passes(overrides):
+    assert messages(*overrides) == []
+
+
+# overrides -> the one message they cause
+WRONG = [
+    # layout
+    (
+        ["tensor_model_parallel_size=5"],
+        "tensor_model_parallel_size 5 does not split the model's 12 attention heads, "
+        "4 key/value heads, 192 MLP channels\n"
+        "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
+        "    mend: write tensor_model_parallel_size: 4, the nearest that this model allows",
+    ),
+    (
+        ["tensor_model_parallel_size=3"],
+        "tensor_model_parallel_size 3 does not split the model's 4 key/value heads\n"
+        "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
+        "    mend: write tensor_model_parallel_size: 2, the nearest that this model allows",
+    ),
+    (
+        ["tensor_model_parallel_size=24"],
+        "tensor_model_parallel_size 24 does not split the model's 12 attention heads\n"
+        "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
+        "    mend: write tensor_model_parallel_size: 12, the nearest that this model allows",
+    ),
+    (
+        ["pipeline_model_parallel_size=5"],
+        "pipeline_model_parallel_size 5 does not divide the model's 12 layers\n"
+        "    why: every stage holds the same number of layers\n"
+        "    mend: write pipeline_model_parallel_size: 4, the nearest that does",
+    ),
+    (
+        ["pipeline_model_parallel_size=5", "virtual_pipeline_model_parallel_size=2", "gradient_accumulation_steps=5"],
+        "pipeline_model_parallel_size 5 does not divide the model's 12 layers\n"
+        "    why: every stage holds the same number of layers\n"
+        "    mend: write pipeline_model_parallel_size: 6, the nearest that does",
+    ),
+    (
+        ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=4", "gradient_accumulation_steps=2"],
+        "2 stages of 4 virtual stages cut the model's 12 layers into unequal parts\n"
+        "    why: every stage holds the same number of layers\n"
+        "    mend: write virtual_pipeline_model_parallel_size: 3, the nearest that fits",
+    ),
+    (
+        ["pipeline_model_parallel_size=12", "virtual_pipeline_model_parallel_size=2", "gradient_accumulation_steps=12"],
+        "12 stages of 2 virtual stages cut the model's 12 layers into unequal parts\n"
+        "    why: every stage holds the same number of layers\n"
+        "    mend: remove virtual_pipeline_model_parallel_size: each stage holds one layer",
+    ),
+    (
+        ["virtual_pipeline_model_parallel_size=2"],
+        "virtual_pipeline_model_parallel_size 2 with pipeline_model_parallel_size 1\n"
+        "    why: virtual stages interleave the layers of several pipeline stages; there is one\n"
+        "    mend: remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2",
+    ),
+    (
+        ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=3", "gradient_accumulation_steps=6"],
+        "gradient_accumulation_steps 6 is not a multiple of pipeline_model_parallel_size 4\n"
+        "    why: with virtual stages, micro-batches go through the pipeline in rounds of one for each stage\n"
+        "    mend: write gradient_accumulation_steps: 4 or 8",
+    ),
+    (
+        ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=3"],
+        "gradient_accumulation_steps 1 is not a multiple of pipeline_model_parallel_size 4\n"
+        "    why: with virtual stages, micro-batches go through the pipeline in rounds of one for each stage\n"
+        "    mend: write gradient_accumulation_steps: 4",
+    ),
+    (
+        [
+            "pipeline_model_parallel_size=2",
+            "virtual_pipeline_model_parallel_size=2",
+            "gradient_accumulation_steps=2",
+            "overlap_p2p_comm=false",
+        ],
+        "overlap_p2p_comm: false with two pipeline stages and virtual stages\n"
+        "    why: batched messages between the same two processes are mixed up, and gradients are silently wrong\n"
+        "    mend: write overlap_p2p_comm: true",
+    ),
+    (
+        ["sequence_parallel=true"],
+        "sequence_parallel: true with tensor_model_parallel_size 1\n"
+        "    why: it splits the sequence over the tensor-parallel processes; there is one\n"
+        "    mend: remove sequence_parallel, or write tensor_model_parallel_size: 2",
+    ),
+    (
+        ["sequence_parallel=true", "tensor_model_parallel_size=4", "cutoff_len=3"],
+        "cutoff_len 3 is shorter than tensor_model_parallel_size 4\n"
+        "    why: sequence_parallel gives each tensor-parallel process a part of the sequence\n"
+        "    mend: write cutoff_len: 4 or more",
+    ),
+    (
+        ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "num_processes=6"],
+        "6 processes are not a multiple of the 4 that one copy of the model takes\n"
+        "    why: tensor_model_parallel_size 2 times pipeline_model_parallel_size 2 is 4\n"
+        "    mend: write num_processes: 4 or 8",
+    ),
+    (
+        ["overlap_param_gather=true"],
+        "overlap_param_gather: true without overlap_grad_reduce\n"
+        "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
+        "    mend: write overlap_grad_reduce: true, or overlap_param_gather: false",
+    ),
+    (
+        ["overlap_param_gather=true", "use_distributed_optimizer=false"],
+        "overlap_param_gather: true without use_distributed_optimizer and overlap_grad_reduce\n"
+        "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
+        "    mend: write use_distributed_optimizer: true and overlap_grad_reduce: true, or overlap_param_gather: false",
+    ),
+    # precision and length
+    (
+        ["bf16=true", "fp16=true"],
+        "bf16: true and fp16: true\n"
+        "    why: the model computes in one of them\n"
+        "    mend: remove fp16: bf16 needs no loss scaling",
+    ),
+    (
+        ["cutoff_len=4097"],
+        "cutoff_len 4097 is more than the 4096 positions of the model\n"
+        "    why: config.json's max_position_embeddings is what its rotary embeddings were made for\n"
+        "    mend: write cutoff_len: 4096, the longest it allows",
+    ),
+    # learning rate
+    (
+        ["warmup_ratio=0.1", "warmup_steps=5"],
+        "warmup_ratio 0.1 and warmup_steps 5\n"
+        "    why: both set the length of the warm-up\n"
+        "    mend: keep one of the two",
+    ),
+    (
+        ["warmup_steps=5.5"],
+        "warmup_steps 5.5 is neither a share below 1 nor a number of steps\n    mend: write warmup_steps: 6",
+    ),
+    (
+        ["lr_scheduler_type=constant", "warmup_ratio=0.1"],
+        "lr_scheduler_type constant with warmup_ratio 0.1\n"
+        "    why: a constant rate has no warm-up\n"
+        "    mend: write lr_scheduler_type: constant_with_warmup",
+    ),
+    (
+        ["max_steps=0"],
+        "max_steps is 0\n"
+        "    why: nothing would be trained\n"
+        "    mend: write max_steps: 1, or -1 to let num_train_epochs decide",
+    ),
+    (
+        ["lr_scheduler_type=cosine_with_min_lr"],
+        "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate\n"
+        "    why: the lowest rate is not derived from anything else\n"
+        "    mend: write lr_scheduler_kwargs: {min_lr: 5e-06}, a tenth of the highest",
+    ),
+    (
+        ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 1e-6, min_lr_rate: 0.1}"],
+        "lr_scheduler_kwargs has min_lr and min_lr_rate\n    why: both set the lowest rate\n    mend: keep one",
+    ),
+    (
+        ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 1}"],
+        "min_lr 1 is above learning_rate 5e-05\n    mend: write a min_lr of 5e-05 or less",
+    ),
+    (
+        ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: low}"],
+        "lr_scheduler_kwargs: min_lr is 'low'\n"
+        "    why: expected a number, at least 0\n"
+        "    mend: give min_lr a number, at least 0",
+    ),
+    (
+        ["lr_scheduler_type=warmup_stable_decay"],
+        "lr_scheduler_type warmup_stable_decay without num_decay_steps\n"
+        "    why: the steps of the decay are not derived from anything else\n"
+        "    mend: write lr_scheduler_kwargs: {num_decay_steps: 100}, "
+        "with the steps in which the rate falls at the end",
+    ),
+    (
+        ["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs={num_decay_step: 5, num_decay_steps: 5}"],
+        "lr_scheduler_kwargs: warmup_stable_decay does not take 'num_decay_step'\n"
+        "    why: it takes num_decay_steps, num_stable_steps, warmup_type, decay_type, min_lr_ratio, num_cycles\n"
+        "    mend: did you mean num_decay_steps?",
+    ),
+    (
+        ["lr_scheduler_kwargs={min_lr: 1e-6}"],
+        "lr_scheduler_kwargs: linear does not take 'min_lr'\n"
+        "    why: it takes nothing beyond its type\n"
+        "    mend: remove min_lr, or choose another lr_scheduler_type",
+    ),
+    # data and evaluation
+    (
+        ["dataset=null"],
+        "dataset is missing\n    mend: write dataset: NAME, one or more of the names in dataset_info.json",
+    ),
+    (
+        ["model_name_or_path=null"],
+        "model_name_or_path is missing\n    mend: write model_name_or_path: FOLDER, a Hugging Face checkpoint",
+    ),
+    (
+        ["output_dir="],
+        "output_dir is missing\n    mend: write output_dir: FOLDER, for checkpoints, logs and the final model",
+    ),
+    (
+        ["overwrite_output_dir=true", "resume_from_checkpoint=true"],
+        "overwrite_output_dir: true and resume_from_checkpoint: true\n"
+        "    why: one starts over, the other goes on from the newest checkpoint of the same folder\n"
+        "    mend: remove one of the two",
+    ),
+    (
+        ["train_on_prompt=true", "mask_history=true"],
+        "train_on_prompt: true and mask_history: true\n"
+        "    why: one trains on every turn, the other on the last answer only\n"
+        "    mend: remove one of the two",
+    ),
+    (
+        ["eval_strategy=epoch", "val_size=0.1", "eval_dataset=e"],
+        "val_size 0.1 and eval_dataset\n"
+        "    why: both say what to evaluate on\n"
+        "    mend: remove val_size, so that all of the training data is trained on",
+    ),
+    (
+        ["eval_strategy=epoch", "val_size=10.4"],
+        "val_size 10.4 is neither a share below 1 nor a number of rows\n    mend: write val_size: 10 for 10 rows",
+    ),
+    (
+        ["eval_strategy=steps"],
+        "eval_strategy steps without val_size or eval_dataset\n"
+        "    why: there is nothing to evaluate on\n"
+        "    mend: write val_size: 0.1 to hold out a tenth of the rows, "
+        "name an eval_dataset, or write eval_strategy: no",
+    ),
+    (
+        ["val_size=0.1"],
+        "val_size with eval_strategy no\n"
+        "    why: the held-out rows would be neither trained on nor evaluated\n"
+        "    mend: write eval_strategy: epoch, or remove val_size",
+    ),
+    (
+        ["eval_dataset=e"],
+        "eval_dataset with eval_strategy no\n"
+        "    why: it would not be read\n"
+        "    mend: write eval_strategy: epoch, or remove eval_dataset",
+    ),
+    (
+        ["load_best_model_at_end=true"],
+        "load_best_model_at_end: true with eval_strategy no\n"
+        "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
+        "    mend: write eval_strategy: steps, or load_best_model_at_end: false",
+    ),
+    (
+        ["load_best_model_at_end=true", "eval_strategy=epoch", "val_size=2"],
+        "load_best_model_at_end: true with save_strategy steps and eval_strategy epoch\n"
+        "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
+        "    mend: write save_strategy: epoch",
+    ),
+    (
+        ["load_best_model_at_end=true", "eval_strategy=steps", "val_size=2", "save_steps=50", "eval_steps=20"],
+        "load_best_model_at_end: true with save_steps 50, which is not a multiple of eval_steps 20\n"
+        "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
+        "    mend: write save_steps: 40 or 60",
+    ),
+    (
+        ["report_to=tensorboard,none"],
+        "report_to has none and tensorboard\n    mend: remove none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG)
+def test_what_is_wrong_is_told_with_the_nearest_valid_value(overrides, message):
+    assert messages(*overrides) == [message]
+
+
+def test_every_rule_is_tested():
+    contexts = [Context(load(overrides=[*BASE, *overrides]).settings, QWEN, None) for overrides, _ in WRONG]
+    assert [rule.__name__ for rule in RULES if not any(list(rule(context)) for context in contexts)] == []
+
+
+def test_the_world_that_was_started_goes_before_num_processes():
+    layout = ("tensor_model_parallel_size=4", "pipeline_model_parallel_size=2")
+    assert messages(*layout, world_size=16) == []
+    assert messages(*layout, world_size=4) == [
+        "4 processes are not a multiple of the 8 that one copy of the model takes\n"
+        "    why: tensor_model_parallel_size 4 times pipeline_model_parallel_size 2 is 8\n"
+        "    mend: start 8 processes, or change the layout"
+    ]
+
+
+def test_without_an_architecture_its_rules_say_nothing():
+    assert messages("tensor_model_parallel_size=5", "pipeline_model_parallel_size=7", architecture=None) == []
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", range(1, 17))
+def test_the_nearest_tensor_parallel_size_is_valid_and_none_is_nearer(groups, tp):
+    model = dataclasses.replace(QWEN, num_attention_heads=16, num_query_groups=groups, ffn_hidden_size=48)
+    if tensor_parallel_fits(model, tp):
+        assert messages(f"tensor_model_parallel_size={tp}", architecture=model) == []
+        return
+    (message,) = messages(f"tensor_model_parallel_size={tp}", architecture=model)
+    named = int(message.rpartition("size: ")[2].partition(",")[0])
+    assert messages(f"tensor_model_parallel_size={named}", architecture=model) == []
+    nearer = range(tp - abs(tp - named) + 1, tp + abs(tp - named))
+    assert not any(size > 0 and tensor_parallel_fits(model, size) for size in nearer)
+
+
+def test_a_finding_points_at_the_line_that_was_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("dataset: d\nmodel_name_or_path: m\noutput_dir: o\n\nsequence_parallel: true\n")
+    loaded = load("run.yaml", ["bf16=true"], ["--fp16"])
+    assert [finding.where for finding in loaded.check()] == ["run.yaml:5", "flag"]
+
+
+def test_nearest_and_multiples():
+    assert nearest(3, [1, 2, 4]) == 2
+    assert multiples_around(7, 4) == (4, 8)
+    assert multiples_around(3, 4) == (4,)

@@ -1,0 +1,344 @@
+"""What each template writes, by hand, and token for token as Transformers' apply_chat_template writes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizer_kit import chat_template, deepseek_tokenizer, llama3_tokenizer, plain_tokenizer, qwen_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from megatune.data.encode import Encoded, Encoder
+from megatune.data.formats import Conversation, Message, RowError, ToolCall
+from megatune.data.templates import Thinking, Turn, load_template
+from megatune.data.templates.chat_template import ChatTemplate
+from megatune.errors import MegatuneError
+
+ASK = (Message("user", "1 + 1?"), Message("assistant", "2"), Message("user", "Sure?"), Message("assistant", "Yes"))
+TWO_TURNS = Conversation(ASK)
+WITH_SYSTEM = Conversation(ASK, system="Be brief.")
+THOUGHT = "<think>\nAdd them.\n</think>\n\n2"
+THINKS_FIRST = Conversation((ASK[0], Message("assistant", THOUGHT), *ASK[2:]))
+THINKS_LAST = Conversation((*ASK[:3], Message("assistant", "<think>\nIt is.\n</think>\n\nYes")))
+WEATHER = {
+    "name": "get_weather",
+    "description": "Tells the weather",
+    "parameters": {"type": "object", "properties": {}},
+}
+CALLS = Conversation(
+    (
+        Message("user", "Warm in Paris and 京都?"),
+        Message(
+            "assistant", "", (ToolCall("get_weather", {"city": "Paris"}), ToolCall("get_weather", {"city": "京都"}))
+        ),
+        Message("tool", '{"degrees": 20}'),
+        Message("tool", '{"degrees": 9}'),
+        Message("assistant", "In Paris."),
+    ),
+    tools=(WEATHER,),
+)
+
+
+def rendered(name: str, conversation: Conversation, tokenizer: PreTrainedTokenizerFast, **thinking: Any) -> list[Turn]:
+    turns = load_template(name, tokenizer).render(conversation, Thinking(**thinking))
+    return [Turn(tuple(filter(None, turn.prompt)), turn.answer) for turn in turns]
+
+
+def encoded_ids(name: str, conversation: Conversation, tokenizer: PreTrainedTokenizerFast, **options: Any) -> list[int]:
+    encoder = Encoder(tokenizer, load_template(name, tokenizer), cutoff_len=10_000, **options)
+    (result,) = encoder.encode([conversation])
+    assert isinstance(result, Encoded), result
+    return result.rows[0].input_ids.tolist()
+
+
+def reference_ids(conversation: Conversation, tokenizer: PreTrainedTokenizerFast, **variables: Any) -> list[int]:
+    """Transformers' own tokens of the conversation."""
+    chat: list[dict[str, Any]] = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    for message in conversation.messages:
+        calls = [
+            {"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls
+        ]
+        chat.append({"role": message.role, "content": message.content, **({"tool_calls": calls} if calls else {})})
+    tools = [{"type": "function", "function": tool} for tool in conversation.tools] or None
+    return tokenizer.apply_chat_template(chat, tools=tools, return_dict=False, **variables)
+
+
+def test_qwen() -> None:
+    assert rendered("qwen", TWO_TURNS, qwen_tokenizer()) == [
+        Turn(
+            (
+                "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
+                "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n",
+            ),
+            ("2<|im_end|>\n",),
+        ),
+        Turn(("<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",), ("Yes<|im_end|>\n",)),
+    ]
+
+
+def test_llama3() -> None:
+    assert rendered("llama3", WITH_SYSTEM, llama3_tokenizer()) == [
+        Turn(
+            (
+                "<|begin_of_text|>",
+                "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>",
+                "<|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            ),
+            ("2<|eot_id|>",),
+        ),
+        Turn(
+            (
+                "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            ),
+            ("Yes<|eot_id|>",),
+        ),
+    ]
+
+
+def test_deepseek3() -> None:
+    assert rendered("deepseek3", WITH_SYSTEM, deepseek_tokenizer()) == [
+        Turn(("<｜begin▁of▁sentence｜>", "Be brief.", "<｜User｜>1 + 1?<｜Assistant｜>"), ("2<｜end▁of▁sentence｜>",)),
+        Turn(("<｜User｜>Sure?<｜Assistant｜>",), ("Yes<｜end▁of▁sentence｜>",)),
+    ]
+
+
+ASK_1 = "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+ASK_2 = "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "first", "second"),
+    [
+        # An answer without reasoning gets an empty thought, trained or as part of the prompt.
+        ({"enable": True}, Turn((ASK_1,), (f"{THOUGHT}<|im_end|>\n",)), Turn((ASK_2,), (EMPTY, "Yes<|im_end|>\n"))),
+        ({"enable": None}, Turn((ASK_1,), (f"{THOUGHT}<|im_end|>\n",)), Turn((ASK_2, EMPTY), ("Yes<|im_end|>\n",))),
+        # Thinking off takes the reasoning out.
+        ({"enable": False}, Turn((ASK_1, EMPTY), ("2<|im_end|>\n",)), Turn((ASK_2, EMPTY), ("Yes<|im_end|>\n",))),
+        # As history, an answer has no reasoning and no empty thought either.
+        (
+            {"enable": True, "drop_history": True},
+            Turn((ASK_1,), ("2<|im_end|>\n",)),
+            Turn((ASK_2,), (EMPTY, "Yes<|im_end|>\n")),
+        ),
+        (
+            {"enable": False, "drop_history": True},
+            Turn((ASK_1,), ("2<|im_end|>\n",)),
+            Turn((ASK_2, EMPTY), ("Yes<|im_end|>\n",)),
+        ),
+    ],
+)
+def test_qwen3_thinking(thinking: dict[str, Any], first: Turn, second: Turn) -> None:
+    assert rendered("qwen3", THINKS_FIRST, qwen_tokenizer(), **thinking) == [first, second]
+
+
+def test_qwen3_nothink_leaves_answers_as_they_are() -> None:
+    turns = rendered("qwen3_nothink", THINKS_FIRST, qwen_tokenizer(), enable=False)
+    assert [turn.answer for turn in turns] == [(f"{THOUGHT}<|im_end|>\n",), ("Yes<|im_end|>\n",)]
+
+
+def test_deepseekr1_thinks() -> None:
+    turns = rendered("deepseekr1", TWO_TURNS, deepseek_tokenizer())
+    assert [turn.answer for turn in turns] == [(EMPTY, "2<｜end▁of▁sentence｜>"), (EMPTY, "Yes<｜end▁of▁sentence｜>")]
+
+
+def test_qwen_tools() -> None:
+    first, second = rendered("qwen3_nothink", CALLS, qwen_tokenizer())
+    # Without a system message the description of the tools starts the system turn.
+    assert first.prompt[0].startswith("<|im_start|>system\n# Tools\n\nYou may call one or more functions")
+    assert '<tools>\n{"type": "function", "function": {"name": "get_weather"' in first.prompt[0]
+    assert first.answer == (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "京都"}}\n</tool_call><|im_end|>\n',
+    )
+    assert second.prompt == (
+        '<|im_start|>user\n<tool_response>\n{"degrees": 20}\n</tool_response>\n'
+        '<tool_response>\n{"degrees": 9}\n</tool_response><|im_end|>\n<|im_start|>assistant\n',
+    )
+
+
+def test_llama3_tools() -> None:
+    first, second = rendered("llama3", CALLS, llama3_tokenizer())
+    assert "Today Date: 26 Jul 2024\n\nYou have access to the following functions." in first.prompt[1]
+    assert first.answer == (
+        '[{"name": "get_weather", "parameters": {"city": "Paris"}}, '
+        '{"name": "get_weather", "parameters": {"city": "京都"}}]<|eot_id|>',
+    )
+    assert second.prompt[0].startswith('<|start_header_id|>ipython<|end_header_id|>\n\n{"degrees": 20}\n{"degrees": 9}')
+
+
+def test_plain_tools() -> None:
+    city = {"type": "string", "description": "Where", "enum": ["Paris", "Rome"]}
+    days = {"type": "array", "items": {"type": "integer"}}
+    schema = {"type": "object", "properties": {"city": city, "days": days}, "required": ["city"]}
+    conversation = Conversation(CALLS.messages, "Be brief.", ({**WEATHER, "parameters": schema},))
+    first, second = rendered("deepseek3", conversation, deepseek_tokenizer())
+    assert first.prompt[1] == (
+        "Be brief.You have access to the following tools:\n> Tool Name: get_weather\n"
+        "Tool Description: Tells the weather\nTool Args:\n"
+        "  - city (string, required): Where, should be one of [Paris, Rome]\n"
+        "  - days (array): , where each item should be integer\n\n"
+        "Use the following format if using a tool:\n```\nAction: tool name (one of [get_weather])\n"
+        "Action Input: the input to the tool, in a JSON format representing the kwargs "
+        '(e.g. ```{"input": "hello world", "num_beams": 5}```)\n```\n'
+    )
+    assert first.answer[0].startswith('Action: get_weather\nAction Input: {"city": "Paris"}\nAction: get_weather\n')
+    assert second.prompt == ('<｜User｜>{"degrees": 20}\n{"degrees": 9}<｜Assistant｜>',)
+
+
+def test_a_call_after_text_and_thought() -> None:
+    content = "<think>\nLook.\n</think>\n\nLet me see."
+    call = Message("assistant", content, (ToolCall("get_weather", {}),))
+    (turn,) = rendered("qwen3", Conversation((ASK[0], call)), qwen_tokenizer())
+    assert turn.answer == (
+        f'{content}\n<tool_call>\n{{"name": "get_weather", "arguments": {{}}}}\n</tool_call><|im_end|>\n',
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "conversation", "tokenizer"),
+    [
+        ("qwen", TWO_TURNS, qwen_tokenizer()),
+        ("qwen", WITH_SYSTEM, qwen_tokenizer()),
+        ("qwen", CALLS, qwen_tokenizer()),
+        ("qwen3_nothink", WITH_SYSTEM, qwen_tokenizer()),
+        ("llama3", TWO_TURNS, llama3_tokenizer()),
+        ("llama3", WITH_SYSTEM, llama3_tokenizer()),
+        ("deepseek3", WITH_SYSTEM, deepseek_tokenizer()),
+        ("default", TWO_TURNS, qwen_tokenizer()),
+        ("default", CALLS, qwen_tokenizer()),
+        ("default", THINKS_FIRST, qwen_tokenizer("qwen3")),
+        ("default", THINKS_LAST, qwen_tokenizer("qwen3")),
+        ("default", WITH_SYSTEM, llama3_tokenizer()),
+        ("default", WITH_SYSTEM, deepseek_tokenizer()),
+    ],
+)
+def test_tokens_are_those_of_apply_chat_template(
+    name: str, conversation: Conversation, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert encoded_ids(name, conversation, tokenizer) == reference_ids(conversation, tokenizer)
+
+
+@pytest.mark.parametrize("conversation", [TWO_TURNS, THINKS_FIRST, THINKS_LAST])
+def test_qwen3_with_masked_history_is_what_the_model_sees_when_used(conversation: Conversation) -> None:
+    tokenizer = qwen_tokenizer("qwen3")
+    assert encoded_ids("qwen3", conversation, tokenizer, mask_history=True) == reference_ids(conversation, tokenizer)
+
+
+def test_default_finds_answers() -> None:
+    (first, second) = rendered("default", TWO_TURNS, qwen_tokenizer())
+    assert first.prompt[0].endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
+    assert (first.answer, second.answer) == (("2<|im_end|>\n",), ("Yes<|im_end|>\n",))
+    assert second.prompt == (ASK_2,)
+
+
+def test_default_finds_answers_that_lose_their_reasoning_as_history() -> None:
+    turns = rendered("default", THINKS_FIRST, qwen_tokenizer("qwen3"))
+    assert turns == [Turn((ASK_1,), ("2<|im_end|>\n",)), Turn((ASK_2,), (f"{EMPTY}Yes<|im_end|>\n",))]
+
+
+@pytest.mark.parametrize("enable", [False, None])
+def test_default_counts_an_empty_thought_to_the_prompt(enable: bool | None) -> None:
+    turns = rendered("default", THINKS_FIRST, qwen_tokenizer("qwen3"), enable=enable)
+    assert turns == [Turn((ASK_1,), ("2<|im_end|>\n",)), Turn((ASK_2 + EMPTY,), ("Yes<|im_end|>\n",))]
+
+
+def test_default_keeps_reasoning_where_thinking_is_open_and_drops_it_where_it_is_off() -> None:
+    answers = {
+        enable: rendered("default", THINKS_LAST, qwen_tokenizer("qwen3"), enable=enable)[1].answer
+        for enable in (None, False)
+    }
+    assert answers == {None: ("<think>\nIt is.\n</think>\n\nYes<|im_end|>\n",), False: ("Yes<|im_end|>\n",)}
+
+
+def test_default_trusts_generation_markers() -> None:
+    tokenizer = qwen_tokenizer("marked")
+    turns = rendered("default", WITH_SYSTEM, tokenizer)
+    assert [turn.answer for turn in turns] == [("2<|im_end|>",), ("Yes<|im_end|>",)]
+    assert turns[1].prompt == ("\n" + ASK_2,)
+    text = "".join(piece for turn in turns for piece in (*turn.prompt, *turn.answer))
+    chat = [{"role": "system", "content": "Be brief."}, *({"role": m.role, "content": m.content} for m in ASK)]
+    whole = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == whole["input_ids"][:-1]  # all but the newline after the last answer
+    trained = [token for token, mask in zip(whole["input_ids"], whole["assistant_masks"], strict=True) if mask]
+    assert trained == [t for turn in turns for t in tokenizer(turn.answer[0], add_special_tokens=False)["input_ids"]]
+
+
+def test_default_system_replaces_the_templates_own() -> None:
+    for name in ("qwen", "default"):
+        (turn, _) = load_template(name, qwen_tokenizer(), "Speak French.").render(TWO_TURNS, Thinking())
+        assert "".join(turn.prompt).startswith("<|im_start|>system\nSpeak French.<|im_end|>\n<|im_start|>user")
+
+
+def test_default_refuses_tools_that_the_chat_template_leaves_out() -> None:
+    with pytest.raises(RowError, match="no place for tools"):
+        rendered("default", CALLS, llama3_tokenizer())
+
+
+def test_default_names_the_answer_it_cannot_find() -> None:
+    tokenizer = qwen_tokenizer()
+    # Numbers the messages from the last: every turn changes what is before it.
+    tokenizer.chat_template = chat_template("qwen2").replace(
+        "message.content +", "message.content + loop.revindex|string +"
+    )
+    with pytest.raises(RowError, match="writes an answer otherwise than it asks for it") as caught:
+        ChatTemplate(tokenizer).render(TWO_TURNS, Thinking())
+    assert caught.value.detail == "answer 1"
+
+
+def test_a_chat_template_that_raises_drops_the_row() -> None:
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = "{% if messages|length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + (
+        chat_template("qwen2")
+    )
+    with pytest.raises(RowError) as caught:
+        rendered("default", TWO_TURNS, tokenizer)
+    assert (caught.value.reason, caught.value.detail) == ("the chat template refuses the conversation", "one turn only")
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "exit_code", "message"),
+    [
+        ("qwen33", qwen_tokenizer(), 64, "template: 'qwen33' is unknown\n    mend: nearest: qwen3, qwen"),
+        (
+            "default",
+            plain_tokenizer(),
+            66,
+            "template: default does not fit this model's tokenizer\n    why: the tokenizer has no chat template\n"
+            "    mend: train a model whose tokenizer has a chat template or the tokens of one of qwen, qwen3, "
+            "qwen3_nothink, llama3, deepseek3, deepseekr1",
+        ),
+        (
+            "qwen",
+            llama3_tokenizer(),
+            66,
+            "template: qwen does not fit this model's tokenizer\n"
+            "    why: the tokenizer does not have <|im_start|>, <|im_end|> as one token\n"
+            "    mend: templates that fit it: default, llama3",
+        ),
+        (
+            "llama3",
+            qwen_tokenizer(),
+            66,
+            "template: llama3 does not fit this model's tokenizer\n    why: the tokenizer does not have a bos_token, "
+            "<|start_header_id|>, <|end_header_id|>, <|eot_id|> as one token\n"
+            "    mend: templates that fit it: default, qwen, qwen3, qwen3_nothink",
+        ),
+        (
+            "default",
+            deepseek_tokenizer("deepseekr1"),
+            66,
+            "template: default does not fit this model's tokenizer\n    why: answers cannot be told from prompts: "
+            "the chat template writes an answer otherwise than it asks for it (answer 1)\n"
+            "    mend: templates that fit it: deepseek3, deepseekr1",
+        ),
+    ],
+)
+def test_refusals(name: str, tokenizer: PreTrainedTokenizerFast, exit_code: int, message: str) -> None:
+    with pytest.raises(MegatuneError) as caught:
+        load_template(name, tokenizer)
+    assert str(caught.value) == message
+    assert caught.value.exit_code == exit_code

@@ -1,0 +1,155 @@
+"""Chat templates render exactly the text that the published ones render, written out by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megatune.demo.family import demo_family
+from megatune.demo.tokenizer import make_tokenizer
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+WEATHER_JSON = '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TOOL_TURNS = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain"},
+    {"role": "tool", "content": "wind"},
+    {"role": "assistant", "content": "Wet."},
+]
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "<think>\nGreet.\n</think>\n\nHello"},
+    {"role": "user", "content": "Bye"},
+]
+
+
+@cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    return make_tokenizer(demo_family(name), 400)
+
+
+def render(name: str, messages: list[dict[str, Any]], **switches: Any) -> str:
+    return tokenizer_of(name).apply_chat_template(messages, tokenize=False, **switches)
+
+
+def test_qwen2_has_a_default_system_message() -> None:
+    assert render("qwen2", [{"role": "user", "content": "Hi"}], add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_qwen2_keeps_the_given_system_message_and_every_answer_whole() -> None:
+    assert render("qwen2", [{"role": "system", "content": "Be brief."}, *CHAT]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nGreet.\n</think>\n\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
+    )
+
+
+QWEN_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n"
+    f"<tools>\n{WEATHER_JSON}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n"
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+)
+QWEN_CALL_AND_RESPONSES = (
+    '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>\n'
+    "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nwind\n</tool_response><|im_end|>\n"
+)
+
+
+def test_qwen2_tools() -> None:
+    assert render("qwen2", TOOL_TURNS, tools=[WEATHER]) == (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n"
+        + QWEN_TOOLS
+        + "<|im_start|>user\nWeather?<|im_end|>\n"
+        + QWEN_CALL_AND_RESPONSES
+        + "<|im_start|>assistant\nWet.<|im_end|>\n"
+    )
+
+
+def test_qwen3_tools_and_the_empty_reasoning_of_the_last_answer() -> None:
+    assert render("qwen3", TOOL_TURNS, tools=[WEATHER]) == (
+        "<|im_start|>system\n"
+        + QWEN_TOOLS
+        + "<|im_start|>user\nWeather?<|im_end|>\n"
+        + QWEN_CALL_AND_RESPONSES
+        + "<|im_start|>assistant\n<think>\n\n</think>\n\nWet.<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("switches", "ending"),
+    [({}, ""), ({"enable_thinking": True}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")],
+)
+def test_qwen3_drops_earlier_reasoning_and_has_a_thinking_switch(switches: dict[str, bool], ending: str) -> None:
+    assert render("qwen3", CHAT, add_generation_prompt=True, **switches) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n" + ending
+    )
+
+
+def test_qwen3_keeps_the_reasoning_of_the_last_answer() -> None:
+    assert render("qwen3", CHAT[:2]) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nGreet.\n</think>\n\nHello<|im_end|>\n"
+    )
+
+
+LLAMA_SYSTEM = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{environment}"
+    "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n{system}<|eot_id|>"
+)
+
+
+def test_llama3_headers() -> None:
+    messages = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": " Hi "}]
+    assert render("llama", messages, add_generation_prompt=True) == (
+        LLAMA_SYSTEM.format(environment="", system="Be brief.")
+        + "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        + "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_llama3_tools() -> None:
+    indented = (
+        '{\n    "type": "function",\n    "function": {\n        "name": "weather",\n'
+        '        "parameters": {\n            "type": "object"\n        }\n    }\n}\n\n'
+    )
+    assert render("llama", TOOL_TURNS[:3], tools=[WEATHER]) == (
+        LLAMA_SYSTEM.format(environment="Environment: ipython\n", system="")
+        + "<|start_header_id|>user<|end_header_id|>\n\nGiven the following functions, please respond with a JSON for a "
+        "function call with its proper arguments that best answers the given prompt.\n\nRespond in the format "
+        '{"name": function name, "parameters": dictionary of argument name and its value}.Do not use variables.\n\n'
+        + indented
+        + "Weather?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        + '{"name": "weather", "parameters": {"city": "Oslo"}}<|eot_id|>'
+        + '<|start_header_id|>ipython<|end_header_id|>\n\n"rain"<|eot_id|>'
+    )
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1_distill_qwen", "deepseek_r1_distill_llama"])
+def test_deepseek_r1_cuts_earlier_reasoning_and_starts_by_thinking(name: str) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert render(name, messages, add_generation_prompt=True) == (
+        "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜>\n\nHello<｜end▁of▁sentence｜>"
+        "<｜User｜>Bye<｜Assistant｜><think>\n"
+    )
+
+
+def test_deepseek_r1_tool_calls() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [TOOL_TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call, call]}, *TOOL_TURNS[2:]]
+    written = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Oslo"}\n```<｜tool▁call▁end｜>'
+    assert render("deepseek_r1_distill_qwen", messages) == (
+        "<｜begin▁of▁sentence｜><｜User｜>Weather?<｜Assistant｜><｜tool▁calls▁begin｜>"
+        + f"{written}\n{written}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+        + "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain<｜tool▁output▁end｜>\n"
+        + "<｜tool▁output▁begin｜>wind<｜tool▁output▁end｜><｜tool▁outputs▁end｜>Wet.<｜end▁of▁sentence｜>"
+    )

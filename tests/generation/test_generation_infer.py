@@ -1,0 +1,153 @@
+"""What is written is what Transformers' generate writes, streamed or not, and what would have no effect is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import CONTEXT, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatune.errors import ExitCode, MegatuneError
+from megatune.generation.infer import Generator
+from megatune.generation.options import GenerationOptions, check_options
+
+QUESTION = [{"role": "user", "content": "Who are you? 你是谁？"}]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory, "qwen3")
+
+
+@pytest.fixture(scope="module")
+def generator(qwen3: Path) -> Generator:
+    return Generator.load(qwen3, GenerationOptions(max_new_tokens=8))
+
+
+def with_options(generator: Generator, **changes: Any) -> Generator:
+    options = dataclasses.replace(generator.options, **changes)
+    return Generator(generator.model, generator.tokenizer, options, generator.source)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_r1_distill_llama"])
+def test_a_greedy_answer_is_that_of_generate(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tiny_model(tmp_path_factory, family)
+    reply = Generator.load(folder, GenerationOptions(max_new_tokens=24)).answer(QUESTION)
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    generated = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert reply.text == tokenizer.decode(generated, skip_special_tokens=True)
+    assert reply.num_tokens == len(generated)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_streamed_pieces_make_the_whole_answer(generator: Generator, seed: int) -> None:
+    sampled = with_options(generator, temperature=2.0, top_k=2000, seed=seed, max_new_tokens=40)
+    pieces: list[str] = []
+    streamed = sampled.answer(QUESTION, pieces.append)
+    assert "".join(pieces) == streamed.text
+    assert streamed == sampled.answer(QUESTION)
+    assert len(pieces) > 1
+
+
+def test_the_seed_decides_a_sampled_answer(generator: Generator) -> None:
+    answers = [
+        with_options(generator, temperature=2.0, seed=seed, max_new_tokens=20).answer(QUESTION).text
+        for seed in (1, 1, 2)
+    ]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_top_k_one_is_greedy(generator: Generator) -> None:
+    assert with_options(generator, temperature=5.0, top_k=1).answer(QUESTION) == generator.answer(QUESTION)
+
+
+def test_a_repetition_penalty_reaches_the_model(generator: Generator) -> None:
+    punished = with_options(generator, repetition_penalty=5.0, max_new_tokens=30, raw=True).complete("a b c")
+    inputs = generator.tokenizer("a b c", return_tensors="pt")
+    generated = generator.model.generate(**inputs, max_new_tokens=30, do_sample=False, repetition_penalty=5.0)
+    new_ids = generated[0, inputs["input_ids"].shape[1] :]
+    assert punished.text == generator.tokenizer.decode(new_ids, skip_special_tokens=True)
+    assert punished.text != with_options(generator, max_new_tokens=30, raw=True).complete("a b c").text
+
+
+def test_raw_continues_the_text_itself(generator: Generator) -> None:
+    raw = with_options(generator, raw=True)
+    inputs = generator.tokenizer("The river", return_tensors="pt")
+    generated = generator.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert raw.reply("The river").text == generator.tokenizer.decode(generated, skip_special_tokens=True)
+
+
+def test_the_system_message_and_the_thinking_switch_reach_the_model(generator: Generator) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    assert with_options(generator, system="Be brief.").answer(QUESTION) == generator.answer([system, *QUESTION])
+    without_thinking = with_options(generator, enable_thinking=False).answer(QUESTION)
+    prompt = generator.tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
+    assert without_thinking == with_options(generator, raw=True).complete(prompt)
+
+
+def test_stopped_says_whether_the_model_ended_by_itself(generator: Generator) -> None:
+    reply = generator.answer(QUESTION)
+    assert (reply.num_tokens, reply.stopped) == (8, False)
+    first = generator.model.generation_config.eos_token_id
+    inputs = generator.tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    third = generator.model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -1].item()
+    try:
+        generator.model.generation_config.eos_token_id = third
+        reply = generator.answer(QUESTION)
+        assert (reply.num_tokens <= 3, reply.stopped) == (True, True)
+    finally:
+        generator.model.generation_config.eos_token_id = first
+
+
+def test_the_context_bounds_prompt_and_answer(generator: Generator) -> None:
+    raw = with_options(generator, raw=True, max_new_tokens=1000)
+    num_tokens = len(generator.tokenizer("a b c d")["input_ids"])
+    assert raw.complete("a b c d").num_tokens <= CONTEXT - num_tokens
+    with pytest.raises(MegatuneError, match="64 tokens at most") as raised:
+        raw.complete("a b c d " * 20)
+    assert raised.value.exit_code == ExitCode.DATA
+
+
+def test_an_empty_prompt_is_refused(generator: Generator) -> None:
+    with pytest.raises(MegatuneError, match="empty") as raised:
+        with_options(generator, raw=True).complete("")
+    assert raised.value.exit_code == ExitCode.DATA
+
+
+def test_every_option_out_of_range_is_named() -> None:
+    options = GenerationOptions(
+        max_new_tokens=0, temperature=-1.0, top_p=1.5, top_k=0, repetition_penalty=0.0, raw=True, system="s"
+    )
+    with pytest.raises(MegatuneError) as raised:
+        check_options(options)
+    assert raised.value.exit_code == ExitCode.SETTINGS
+    assert [finding.where for finding in raised.value.findings] == [
+        "--max_new_tokens",
+        "--temperature",
+        "--top_p",
+        "--top_k",
+        "--repetition_penalty",
+        "--system",
+    ]
+
+
+def test_sampling_options_without_sampling_are_refused() -> None:
+    with pytest.raises(MegatuneError) as raised:
+        check_options(GenerationOptions(top_p=0.9, top_k=20))
+    assert [finding.where for finding in raised.value.findings] == ["--top_p", "--top_k"]
+
+
+def test_a_thinking_switch_that_the_template_lacks_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(MegatuneError, match="no such switch") as raised:
+        Generator.load(tiny_model(tmp_path_factory, "llama"), GenerationOptions(enable_thinking=False))
+    assert raised.value.exit_code == ExitCode.SETTINGS

@@ -1,0 +1,141 @@
+"""Whatever goes wrong, the right rank is named, once, with the right exit code, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import LIMIT
+
+from megatune.errors import ExitCode
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named(launch, rank):
+    run = launch("die", payload={"rank": rank, "signal": signal.SIGKILL})
+    code, _, stderr = run.finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert f"rank {rank} on host" in stderr
+    assert "was killed by SIGKILL at step 7 (forward)" in stderr
+    assert "out-of-memory killer" in stderr
+    assert run.report()["culprit"] == rank
+
+
+def test_a_rank_that_vanishes_is_named(launch):
+    code, _, stderr = launch("vanish").finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert "rank 1" in stderr
+    assert "exit code 9" in stderr
+
+
+def test_the_raising_rank_is_named_and_not_the_one_that_lost_it(launch):
+    run = launch("fail")
+    code, _, stderr = run.finish()
+    assert code == ExitCode.INTERNAL
+    assert stderr.count("Traceback") == 1
+    assert stderr.count("no gradient for layer 3") == 2  # the source line, and the message
+    assert "rank 1 on host" in stderr
+    assert "at step 7 (backward): ValueError: no gradient for layer 3" in stderr
+    assert "rank 0" not in stderr
+    assert "ValueError: no gradient" in (run.run_dir / "logs" / "rank-1.log").read_text()
+    assert run.report()["culprit"] == 1
+
+
+def test_findings_of_all_ranks_are_told_once_without_a_traceback(launch):
+    code, _, stderr = launch("fail_user", nproc=3).finish()
+    assert code == ExitCode.DATA
+    assert stderr == "megatune: data.json: no row is left\n    mend: raise cutoff_len\n"
+
+
+def test_out_of_memory_has_its_exit_code(launch):
+    code, _, stderr = launch("fail_memory").finish()
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert "rank 1" in stderr
+    assert "per_device_train_batch_size" in stderr
+
+
+def test_a_full_disk_has_its_exit_code_though_it_hides_the_report(launch):
+    code, _, stderr = launch("fail_disk").finish()
+    assert code == ExitCode.CANNOT_WRITE
+    assert "rank 1" in stderr
+    assert "could not write" in stderr
+
+
+def test_a_target_that_cannot_be_imported(launch):
+    run = launch("launch_no_such_module:run")
+    code, _, stderr = run.finish()
+    assert code == ExitCode.INTERNAL
+    assert "before any rank was started: ModuleNotFoundError: No module named 'launch_no_such_module'" in stderr
+    assert "Traceback" in (run.run_dir / "logs" / "start.log").read_text()
+
+
+def test_a_crash_while_importing_the_target(launch):
+    run = launch("launch_crash:run")
+    code, _, stderr = run.finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert "starts the ranks was killed by SIGSEGV" in stderr
+    assert "launch_crash.py" in (run.run_dir / "logs" / "start.log").read_text()
+
+
+def test_an_import_that_takes_too_long(launch):
+    run = launch("launch_slow:run", start_timeout=1.0)
+    code, _, stderr = run.finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert "launch_slow was not imported within 1 s" in stderr
+    assert "launch_slow.py" in (run.run_dir / "logs" / "start.log").read_text()
+
+
+def test_a_death_of_the_zygote_is_reported(launch):
+    run = launch("run_on")
+    run.wait_for_step(0, 1)
+    zygote = psutil.Process(run.rank_pids()[0]).parent()
+    os.kill(zygote.pid, signal.SIGKILL)
+    code, _, stderr = run.finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert "starts the ranks was killed by SIGKILL" in stderr
+
+
+@pytest.mark.parametrize(("stopped", "why"), [(True, "its process is stopped"), (False, "it is in stuck_in_user_code")])
+def test_a_hung_rank_is_named(launch, stopped, why):
+    run = launch("hang", payload={"stopped": stopped}, hang_timeout=1.0)
+    begun = time.monotonic()
+    code, _, stderr = run.finish()
+    assert time.monotonic() - begun < 10
+    assert code == ExitCode.PROCESS_DIED
+    assert "rank 1 on host" in stderr
+    assert "hung at step 7 (forward)" in stderr
+    assert why in stderr
+    assert "in linger" in (run.run_dir / "logs" / "rank-0.log").read_text()
+    assert run.report()["outcome"] == "hung"
+
+
+def test_a_phase_states_its_own_limit(launch):
+    code, _, stderr = launch("hang", payload={"stopped": False, "limit": 0.5}, hang_timeout=LIMIT).finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert "rank 1" in stderr
+
+
+def test_the_rank_waited_for_is_named_and_not_the_one_that_timed_out(launch):
+    code, _, stderr = launch("wait_in_vain").finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert "rank 1" in stderr
+    assert "rank 0" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("kill", ExitCode.PROCESS_DIED, "was killed by SIGKILL at step 3"),
+        ("raise", ExitCode.INTERNAL, "ValueError: rank 1 had a reason"),
+        ("hang", ExitCode.PROCESS_DIED, "the other ranks wait for it in a collective operation"),
+    ],
+)
+def test_a_real_all_reduce_that_breaks_off(launch, how, code, text):
+    run = launch("launch_collective:break_off", payload={"how": how}, hang_timeout=1.0)
+    ended, _, stderr = run.finish()
+    assert ended == code
+    assert "rank 1 on host" in stderr
+    assert text in stderr

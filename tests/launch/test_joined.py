@@ -1,0 +1,68 @@
+"""Ranks that another launcher started, with torchrun's environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import HERE, LIMIT
+
+from megatune.errors import ExitCode
+from megatune.launch.failure import error_path, read_failure
+from megatune.launch.heartbeat import heartbeat_path, read_beat
+from megatune.launch.world import RankEnv
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from megatune.launch.rank_main import run_joined
+from megatune.launch.world import joined
+sys.exit(run_joined(f"launch_targets:{sys.argv[1]}", json.loads(sys.argv[3]), joined(os.environ), Path(sys.argv[2])))
+"""
+PLACE = RankEnv(1, 1, 2, 2, "127.0.0.1", 29500, 0).variables() | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def join(tmp_path):
+    def start(target: str, payload: str = "{}") -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, target, tmp_path, payload],
+            env=os.environ | PLACE,
+            cwd=HERE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def test_a_joined_rank_runs_and_beats(join, tmp_path):
+    process = join("finish", '{"word": "hello"}')
+    stdout, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == ExitCode.DONE
+    assert stdout.startswith("rank 1 of 2 says hello\n")
+    assert read_beat(heartbeat_path(tmp_path, 1)).phase == "exit"
+
+
+def test_a_joined_rank_stops_on_sigterm(join, tmp_path):
+    process = join("run_on")
+    deadline = time.monotonic() + LIMIT
+    while read_beat(heartbeat_path(tmp_path, 1)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == ExitCode.STOPPED
+
+
+def test_a_joined_rank_tells_findings_without_a_traceback(join, tmp_path):
+    process = join("fail_user")
+    _, stderr = process.communicate(timeout=LIMIT)
+    assert process.returncode == ExitCode.DATA
+    assert stderr == "megatune: data.json: no row is left\n    mend: raise cutoff_len\n"
+    assert read_failure(error_path(tmp_path, 1)).rank == 1

@@ -1,0 +1,137 @@
+"""Ranks that end well: what they print where, what they are given, how they stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import HERE, LIMIT, is_running, wait_until
+from launch_targets import PATIENCE
+
+from megatune.errors import ExitCode
+
+
+def test_output_of_rank_0_reaches_the_terminal_and_that_of_others_their_logs(launch):
+    run = launch("finish", payload={"word": "hello"})
+    code, stdout, stderr = run.finish()
+    assert code == ExitCode.DONE
+    assert stdout.splitlines()[0] == "rank 0 of 2 says hello"
+    assert "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1" in stdout
+    assert stderr == "rank 0 warns\n"
+    log = (run.run_dir / "logs" / "rank-1.log").read_text()
+    assert "rank 1 of 2 says hello\nrank 1 warns\nRANK=1 LOCAL_RANK=1" in log
+    report = run.report()
+    assert (report["outcome"], report["exit_code"], report["start_method"]) == ("done", 0, "fork")
+    assert [rank["last_beat"]["phase"] for rank in report["ranks"]] == ["exit", "exit"]
+
+
+def test_a_target_that_must_not_be_forked_is_imported_by_each_rank(launch):
+    run = launch("launch_threaded:finish", payload={"word": "hello"})
+    code, stdout, stderr = run.finish()
+    assert code == ExitCode.DONE
+    assert stdout.startswith("rank 0 of 2 says hello\n"), "the import's noise belongs into the log"
+    assert stderr == "rank 0 warns\n"
+    assert run.report()["start_method"] == "exec"
+
+
+def test_sigterm_has_the_ranks_save_and_stop(launch):
+    run = launch("run_on", nproc=3)
+    run.wait_for_step(0, 1, 2)
+    run.process.terminate()
+    code, _, stderr = run.finish()
+    assert (code, stderr) == (ExitCode.STOPPED, "")
+    assert run.report()["outcome"] == "stopped"
+
+
+def test_sigterm_has_ranks_stop_that_were_not_forked(launch):
+    run = launch("launch_threaded:run_on")
+    run.wait_for_step(0, 1)
+    run.process.terminate()
+    assert run.finish()[0] == ExitCode.STOPPED
+
+
+def test_the_stop_file_stops_the_run_and_the_next_run_starts(launch, tmp_path):
+    stop_file = tmp_path / "STOP"
+    run = launch("run_on", stop_file_name=str(stop_file))
+    run.wait_for_step(0, 1)
+    stop_file.touch()
+    assert run.finish()[0] == ExitCode.STOPPED
+    again = launch("finish", payload={"word": "again"}, stop_file_name=str(stop_file))
+    assert again.finish()[0] == ExitCode.DONE
+    assert not stop_file.exists()
+
+
+@pytest.mark.parametrize("how", ["grace is over", "second signal"])
+def test_ranks_that_do_not_stop_are_killed(launch, how):
+    run = launch("ignore_stop", grace=0.5 if how == "grace is over" else 60)
+    run.wait_for_step(0, 1)
+    run.process.terminate()
+    if how == "second signal":
+        run.wait_for_step(0, 1, step=8)
+        run.process.send_signal(signal.SIGINT)
+    code, _, stderr = run.finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert "ranks 0, 1 had not stopped" in stderr
+
+
+def test_ctrl_c_ends_everything_with_one_line(launch):
+    run = launch("run_on")
+    run.wait_for_step(0, 1)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    code, _, stderr = run.finish()
+    assert (code, stderr) == (ExitCode.INTERRUPTED, "megatune: interrupted\n")
+
+
+def test_kill_of_the_supervisor_leaves_no_orphans(launch):
+    run = launch("ignore_stop")
+    run.wait_for_step(0, 1)
+    ranks = run.members()
+    assert len(ranks) >= 2
+    run.process.kill()
+    run.process.communicate(timeout=LIMIT)
+    run.assert_no_orphans()
+
+
+def test_what_a_rank_leaves_behind_ends_with_it(launch):
+    run = launch("leave_child")
+    assert run.finish()[0] == ExitCode.DONE
+    worker = int((run.run_dir / "worker").read_text())
+    wait_until(lambda: not is_running(worker))
+
+
+def test_a_rank_can_end_its_workers(launch):
+    begun = time.monotonic()
+    assert launch("leave_daemon").finish()[0] == ExitCode.DONE
+    assert time.monotonic() - begun < PATIENCE / 2
+
+
+def test_a_taken_port_is_named_before_any_rank_starts(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from megatune.errors import MegatuneError\n"
+        "from megatune.launch.supervisor import run_ranks; from megatune.launch.world import World\n"
+        "world = World(1, 0, 2, '127.0.0.1', int(sys.argv[1]))\n"
+        "try: run_ranks('launch_targets:finish', {}, world, Path(sys.argv[2]))\n"
+        "except MegatuneError as error: print(error); sys.exit(error.exit_code)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ended = subprocess.run(
+            [sys.executable, "-c", script, str(port), str(tmp_path)], capture_output=True, text=True, timeout=LIMIT
+        )
+    assert ended.returncode == ExitCode.UNAVAILABLE
+    assert f"port {port} of this machine is taken by process {os.getpid()}" in ended.stdout
+    assert not any(Path(tmp_path).iterdir())
+
+
+def test_launch_imports_no_torch():
+    script = (
+        "import sys, megatune.launch.supervisor, megatune.launch.devices, megatune.launch.rank_main\n"
+        "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT, cwd=HERE)

@@ -1,0 +1,182 @@
+"""The house of the project: imports point down its floors, and everyone keeps to the rules of the rooms."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "megatune"
+
+# A room imports from rooms below it, and from itself. "" is the package's own __init__.py, with the version.
+FLOORS = {
+    5: {"__main__"},
+    4: {"cli"},
+    3: {"training", "rl", "generation", "verify"},
+    2: {"bridge", "objectives", "demo"},
+    1: {"engine", "data", "plan", "launch"},
+    0: {"config", "families"},
+    -1: {"errors", "architecture", ""},
+}
+FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+WITHOUT_TORCH = {"config", "families", "launch", "plan", "errors", "architecture", ""}
+MOST_LINES = 500
+MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|work|farm|opt|tmp|Users)/[A-Za-z]")
+
+
+class Import(NamedTuple):
+    """One imported module, absolute, and where."""
+
+    place: str  # "src/megatune/cli/main.py:7"
+    room: str  # of the importing file
+    module: str  # "megatune.engine.step"
+
+
+def room_of(module: str) -> str:
+    """The room of a module of this package: "megatune.engine.step" -> "engine"."""
+    return [*module.split("."), ""][1]
+
+
+def imports_of(source: str, module: str, place: str, *, is_package: bool) -> Iterator[Import]:
+    """Every import of a source text, wherever it stands: in functions and under TYPE_CHECKING, too."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".")
+            kept = len(parts) - node.level + is_package
+            base = ".".join([*(parts[:kept] if node.level else []), *([node.module] if node.module else [])])
+            names = [base]
+            if base == "megatune":  # `from megatune import engine` names a room, `__version__` does not
+                names = [f"megatune.{alias.name}" if is_room(alias.name) else base for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
+            names = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+        yield from (Import(f"{place}:{node.lineno}", room_of(module), name) for name in names)
+
+
+def is_room(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+
+
+def all_imports() -> Iterator[Import]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        yield from imports_of(
+            path.read_text(encoding="utf-8"), module, str(path.relative_to(ROOT)), is_package=is_package
+        )
+
+
+def upward(found: Import) -> str | None:
+    """What is wrong with an import by the floors; None where nothing is."""
+    if found.module.split(".")[0] != "megatune" or room_of(found.module) == found.room:
+        return None
+    target = room_of(found.module)
+    for room in (found.room, target):
+        if room not in FLOOR_OF:
+            return (
+                f"{found.place}: the room {room!r} has no floor: give it one in the design and in {Path(__file__).name}"
+            )
+    here, there = FLOOR_OF[found.room], FLOOR_OF[target]
+    if there < here or (here == there == -1):
+        return None
+    return f"{found.place}: {found.room} (floor {here}) imports {target} (floor {there}): {found.module}"
+
+
+def test_imports_point_down() -> None:
+    imports = list(all_imports())
+    assert {found.room for found in imports} >= {"cli", "training", "bridge", "engine", "data", "config"}
+    assert not (wrong := [problem for found in imports if (problem := upward(found))]), "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("import megatune.cli.main", "engine (floor 1) imports cli (floor 4)"),
+        ("from megatune import bridge", "engine (floor 1) imports bridge (floor 2)"),
+        ("def f():\n    from megatune.data.rows import TokenRows", "engine (floor 1) imports data (floor 1)"),
+        ("if TYPE_CHECKING:\n    from megatune.training import loop", "engine (floor 1) imports training (floor 3)"),
+        ("from ..training.loop import train", "engine (floor 1) imports training (floor 3)"),
+        ("import importlib\nimportlib.import_module('megatune.cli')", "engine (floor 1) imports cli (floor 4)"),
+    ],
+)
+def test_the_rule_finds(source: str, problem: str) -> None:
+    found = list(imports_of(source, "megatune.engine.step", "step.py", is_package=False))
+    assert [text for each in found if (text := upward(each)) and problem in text and text.startswith("step.py:")]
+
+
+def test_the_rule_allows() -> None:
+    source = (
+        "import torch\nfrom megatune import __version__\nfrom .layers import norm\nfrom megatune.config import load"
+    )
+    found = list(imports_of(source, "megatune.engine.step", "step.py", is_package=False))
+    assert len(found) == 4
+    assert not [text for each in found if (text := upward(each))]
+
+
+def test_only_the_engine_imports_megatron() -> None:
+    found = [each for each in all_imports() if each.module.split(".")[0] == "megatron"]
+    assert found
+    assert not (wrong := [f"{each.place}: {each.room}" for each in found if each.room != "engine"]), "\n".join(wrong)
+
+
+def test_rooms_without_torch() -> None:
+    wrong = [
+        f"{each.place}: {each.room} imports {each.module}"
+        for each in all_imports()
+        if each.room in WITHOUT_TORCH and each.module.split(".")[0] in ("torch", "transformers", "megatron", "datasets")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_without_torch_when_they_run() -> None:
+    modules = sorted(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).with_suffix("").parts[0] in WITHOUT_TORCH
+    )
+    assert "megatune.config.load" in modules
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def written_files() -> list[Path]:
+    """Everything that people of this project write."""
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    ).stdout.split("\n")  # fmt: skip
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def test_no_file_is_too_long() -> None:
+    files = [path for path in written_files() if path.suffix == ".py"]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert len(lines) > 50
+    wrong = [f"{path.relative_to(ROOT)}: {count} lines" for path, count in lines.items() if count > MOST_LINES]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_machine_paths() -> None:
+    wrong = []
+    for path in written_files():
+        if path.suffix in (".py", ".md", ".yaml", ".toml", ".txt", ".sh", "") and path.name != "LICENSE":
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if MACHINE_PATH.search(line):
+                    wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not wrong, "\n".join(wrong)
