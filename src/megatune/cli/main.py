@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatune import __version__
-from megatune.cli import demo_model, infer
+from megatune.cli import demo_model, infer, train
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
-_MODULES = (infer, demo_model)
+_MODULES = (train, infer, demo_model)
 
 _NOT_BUILT = {
     "dpo": "preference training is not built yet; train and sft fine-tune on conversations",
@@ -35,7 +35,7 @@ exit codes: 0 done, 64 settings, 65 data, 66 input missing or refused, 69 a serv
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that reports mistakes as findings. It takes no abbreviations: a later flag would change what they mean."""
+    """argparse that reports mistakes as findings, and takes no abbreviations: a new flag would change their meaning."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -84,9 +84,9 @@ def _run(words: list[str]) -> int:
     if not words[0].startswith("-") and words[0] not in verbs:
         raise _unknown_verb(words[0], list(verbs))
     arguments, unknown = parser.parse_known_args(words)
-    if getattr(arguments, "takes_settings", False):
-        # A verb whose words are settings reads them itself: argparse would lose their order.
-        arguments.words = words[1:]
+    if hasattr(arguments, "words"):
+        # Settings, which the verb reads itself: argparse would take flags out of their order.
+        arguments.words = words[words.index(arguments.verb) + 1 :]
     elif unknown:
         raise _unknown_words(unknown, verbs[arguments.verb])
     return int(arguments.run(arguments))

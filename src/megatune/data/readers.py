@@ -187,7 +187,7 @@ def _decoded(raw: bytes, path: Path, first_line: int) -> str:
     if first_line == 1:
         if raw.startswith(_UTF16_BOMS):
             raise _unreadable(str(path), "the file is UTF-16", "save it as UTF-8")
-        pass
+        raw = raw.removeprefix(_UTF8_BOM)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

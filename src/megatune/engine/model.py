@@ -9,7 +9,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -52,6 +57,7 @@ class DecoderModel(GPTModel):
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
+        _mark_tensor_parallel(self)
         self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(torch.cuda.current_device())
         size = self.vocab_size // tp_size
         # Rows of this rank's part of the vocabulary that are real; the rest only pads it.
@@ -73,6 +79,16 @@ class DecoderModel(GPTModel):
             logits = logits.clone()
             logits[..., self.num_vocabulary_rows :] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
+
+
+def _mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Mark the weights that tensor parallelism cuts. Megatron-Core does so only where it draws them at random; an
+    unmarked weight passes for a copy, and all but one rank's part of it is missing in the norm of the gradient."""
+    dims: dict[type, int] = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        dim = dims.get(type(module))
+        if dim is not None and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def transformer_config(

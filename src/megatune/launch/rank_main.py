@@ -125,14 +125,33 @@ def rank_log(context: RankContext) -> Iterator[IO[str]]:
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
         signal.signal(signal.SIGTERM, lambda *_: context.request_stop())
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # A data worker that took SIGTERM for a request could not be ended by its rank.
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        _spare_forks_the_handler()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             yield log
         finally:
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.enable(file=2)
+
+
+def _spare_forks_the_handler() -> None:
+    """Has SIGTERM end the rank's own children (data workers, checkpoint writers), which could not be ended otherwise.
+
+    It is held back during a fork: one that came before the child is set up would be lost.
+    """
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def release_in_child() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        release()
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+        after_in_parent=release,
+        after_in_child=release_in_child,
+    )
 
 
 def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: bool) -> None:

@@ -1,1 +1,1 @@
-"""Proof that a layout computes what Transformers computes."""
+"""The proof: what the engine computes in a layout, against what plain Transformers computes from the same checkpoint."""

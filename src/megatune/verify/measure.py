@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,36 +11,45 @@ from torch import Tensor
 
 from megatune.bridge.assemble import Assembly
 from megatune.bridge.save import save_gradients
+from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch
-from megatune.engine import step
-from megatune.engine.groups import tensor_parallel_group
-from megatune.engine.optimizer import main_shards
-from megatune.objectives.language_model import IGNORED, token_sum
-from megatune.verify.reference import Sample
+from megatune.engine import groups, step
+from megatune.engine.groups import Place
+from megatune.engine.optimizer import load_scalars, main_shards, scalars
+from megatune.objectives.language_model import token_sum
+from megatune.verify.numbers import write_logits, write_loss
+from megatune.verify.samples import IGNORED, Sample
+
+# fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above.
+FP16_LOSS_SCALE = 1024.0
 
 
-def random_samples(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> list[Sample]:
-    """Rows of random tokens; about a third of each row's tokens, its first part, is not trained."""
-    generator = random.Random(seed)
-    samples = []
-    for length in lengths:
-        tokens = tuple(generator.randrange(vocab_size) for _ in range(length))
-        untrained = generator.randrange(length // 2 + 1)
-        samples.append(Sample(tokens, (IGNORED,) * untrained + tokens[untrained:]))
-    return samples
+def num_micro_batches(num_samples: int, micro_batch_size: int, dp_size: int, parallel: ParallelSettings) -> int:
+    """Micro-batches of each data-parallel rank: with virtual stages they come in rounds of one a pipeline stage."""
+    needed = math.ceil(num_samples / (micro_batch_size * dp_size))
+    round_size = parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size else 1
+    return math.ceil(needed / round_size) * round_size
 
 
-def deal(samples: Sequence[Sample], assembly: Assembly, settings_micro_batch: int, pad_multiple: int) -> list[Batch]:
-    """This data-parallel rank's micro-batches, all of one length: sample j goes to slot (m · dp + rank) · b + i."""
-    place = assembly.place
-    per_step = settings_micro_batch * place.dp_size
-    longest = max(len(sample.input_ids) for sample in samples)
-    length = -(-longest // pad_multiple) * pad_multiple
+def deal(
+    samples: Sequence[Sample], place: Place, parallel: ParallelSettings, *, micro_batch_size: int = 1
+) -> list[Batch]:
+    """This data-parallel rank's micro-batches, all of one length.
+
+    Sample j takes slot j = (m · dp + rank) · b + i, for micro-batch m and its row i; slots beyond the samples hold
+    padding, which trains nothing.
+    """
+    length = _padded_length(samples, parallel)
     batches = []
-    for first in range(0, len(samples), per_step):
-        start = first + place.dp_rank * settings_micro_batch
-        batches.append(_batch(samples[start : start + settings_micro_batch], settings_micro_batch, length))
+    for m in range(num_micro_batches(len(samples), micro_batch_size, place.dp_size, parallel)):
+        start = (m * place.dp_size + place.dp_rank) * micro_batch_size
+        batches.append(_batch(samples[start : start + micro_batch_size], micro_batch_size, length))
     return batches
+
+
+def _padded_length(samples: Sequence[Sample], parallel: ParallelSettings) -> int:
+    multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return math.ceil(max(len(sample.input_ids) for sample in samples) / multiple) * multiple
 
 
 def _batch(samples: Sequence[Sample], rows: int, length: int) -> Batch:
@@ -53,34 +62,51 @@ def _batch(samples: Sequence[Sample], rows: int, length: int) -> Batch:
     return Batch(input_ids, labels, torch.arange(length).expand(rows, length).contiguous())
 
 
+def measure(
+    assembly: Assembly,
+    samples: Sequence[Sample],
+    parallel: ParallelSettings,
+    folder: Path,
+    *,
+    micro_batch_size: int = 1,
+) -> None:
+    """Compute all numbers and write them into a folder that exists, as `numbers` says; collective.
+
+    Where gradients are computed in fp16 they are written as they are there, multiplied by FP16_LOSS_SCALE.
+    """
+    state = scalars(assembly.optimizer)
+    if "loss_scale" in state:
+        load_scalars(assembly.optimizer, {**state, "loss_scale": FP16_LOSS_SCALE})
+    measure_logits(assembly, samples, parallel, folder)
+    loss = measure_loss(assembly, deal(samples, assembly.place, parallel, micro_batch_size=micro_batch_size))
+    if assembly.place.rank == 0:
+        write_loss(folder, loss)
+    shards = main_shards(assembly.optimizer)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    groups.barrier()
+
+
 def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
     """Mean loss over all trained tokens of all ranks; its gradient is left in the parameters."""
     loss_sum, num_tokens, _ = step.forward_backward(assembly.model, batches, token_sum).tolist()
     return loss_sum / num_tokens
 
 
-def measure_logits(assembly: Assembly, samples: Sequence[Sample], pad_multiple: int) -> list[Tensor] | None:
-    """Logits of each sample, [s, vocabulary] on the CPU, on rank 0; None elsewhere. Every replica computes all samples.
+def measure_logits(
+    assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path
+) -> None:
+    """Write the logits of each sample. Every replica computes all samples; the last stage of the first writes them."""
+    place = assembly.place
+    count = num_micro_batches(len(samples), 1, 1, parallel)
+    batches = [_batch(samples[index : index + 1], 1, _padded_length(samples, parallel)) for index in range(count)]
+    found = list(_whole_logits(assembly, samples, step.logits(assembly.model, batches)))
+    if place.is_last_stage and (place.tp_rank, place.dp_rank) == (0, 0):
+        write_logits(folder, found)
 
-    Args:
-        samples: with virtual stages a multiple of the pipeline's size of them.
-    """
-    longest = max(len(sample.input_ids) for sample in samples)
-    length = -(-longest // pad_multiple) * pad_multiple
-    whole = []
-    for sample, mine in zip(samples, step.logits(assembly.model, [_batch([s], 1, length) for s in samples]), strict=False):
+
+def _whole_logits(assembly: Assembly, samples: Sequence[Sample], slices: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Put the tensor-parallel ranks' parts of the vocabulary together, and leave out padding of both kinds."""
+    for sample, mine in zip(samples, slices, strict=False):  # `slices` is empty before the last stage
         parts = [torch.empty_like(mine) for _ in range(assembly.place.tp_size)]
-        torch.distributed.all_gather(parts, mine.contiguous(), group=tensor_parallel_group())
-        whole.append(torch.cat(parts, -1)[0, : len(sample.input_ids), : assembly.architecture.vocab_size].cpu())
-    # The last stage of a pipeline holds them; rank 0 is on the first.
-    gathered: list[list[Tensor]] = [[]] * assembly.place.world_size
-    sends = (assembly.place.tp_rank, assembly.place.dp_rank) == (0, 0)
-    torch.distributed.all_gather_object(gathered, whole if sends else [])
-    return next(part for part in gathered if part) if assembly.place.rank == 0 else None
-
-
-def write_gradients(assembly: Assembly, folder: Path) -> None:
-    """Write every parameter's gradient under its Hugging Face name, as `grad/NAME` in safetensors files."""
-    shards = main_shards(assembly.optimizer)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
-    torch.distributed.barrier()
+        torch.distributed.all_gather(parts, mine.contiguous(), group=groups.tensor_parallel_group())
+        yield torch.cat(parts, -1)[0, : len(sample.input_ids), : assembly.architecture.vocab_size].cpu()

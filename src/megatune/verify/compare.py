@@ -1,0 +1,113 @@
+"""Errors of one computation against another, and what they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatune.verify.numbers import Numbers
+
+# fp32: another order of the same sums. A gap of orders of magnitude is a bug.
+LOGITS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-5
+
+# 16 bits: our rounding errors against those that Transformers makes in the same dtype, both measured against fp32 with
+# the same weights. Tensor parallelism rounds each partial sum once more, before adding: of errors that are independent
+# and alike, 2 where there was 1 make up 1.41 times as much.
+SIXTEEN_BIT_ROOM = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far one computation is from the truth.
+
+    Attributes:
+        logits: the largest difference, as a share of the largest logit.
+        loss: relative.
+        gradients: relative L2 error of each parameter's gradient, by Hugging Face name; infinite where only one of
+            the computations has it.
+        loss_reach: the relative error of the loss that these logits could make at most: a cross-entropy moves by up to
+            twice as much as the logits do.
+    """
+
+    logits: float
+    loss: float
+    gradients: dict[str, float]
+    loss_reach: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One compared quantity: "logits", "loss", or the Hugging Face name of the parameter whose gradient it is."""
+
+    name: str
+    error: float
+    tolerance: float
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= self.tolerance
+
+
+def compare(computed: Numbers, truth: Numbers) -> Errors:
+    """The errors of `computed`. What is not finite is infinitely wrong."""
+    gap, largest = 0.0, 0.0
+    for sample in range(truth.num_samples):
+        expected = truth.logits(sample).double()
+        gap = _worst(gap, (computed.logits(sample).double() - expected).abs().max().item())
+        largest = _worst(largest, expected.abs().max().item())
+    return Errors(
+        logits=_relative(gap, largest),
+        loss=_relative(abs(computed.loss - truth.loss), abs(truth.loss)),
+        gradients={name: _gradient_error(computed, truth, name) for name in sorted(computed.names | truth.names)},
+        loss_reach=_relative(2 * gap, abs(truth.loss)),
+    )
+
+
+def _gradient_error(computed: Numbers, truth: Numbers, name: str) -> float:
+    if name not in computed.names or name not in truth.names:
+        return math.inf
+    expected = truth.gradient(name).double()
+    difference = computed.gradient(name).double() - expected
+    return _relative(torch.linalg.vector_norm(difference).item(), torch.linalg.vector_norm(expected).item())
+
+
+def _worst(one: float, other: float) -> float:
+    """The larger one; unlike `max`, never loses a NaN."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def _relative(gap: float, size: float) -> float:
+    if not math.isfinite(gap) or not math.isfinite(size):
+        return math.inf
+    if size == 0:
+        return 0.0 if gap == 0 else math.inf
+    return gap / size
+
+
+def judge(errors: Errors, stock: Errors | None = None) -> list[Difference]:
+    """Every quantity beside what its error may be.
+
+    Args:
+        stock: the errors of Transformers where 16 bits are computed in, None for fp32.
+    """
+    return list(_judge_fp32(errors) if stock is None else _judge_sixteen_bits(errors, stock))
+
+
+def _judge_fp32(errors: Errors) -> Iterator[Difference]:
+    yield Difference("logits", errors.logits, LOGITS_TOLERANCE)
+    yield Difference("loss", errors.loss, LOSS_TOLERANCE)
+    for name, error in errors.gradients.items():
+        yield Difference(name, error, GRADIENT_TOLERANCE)
+
+
+def _judge_sixteen_bits(errors: Errors, stock: Errors) -> Iterator[Difference]:
+    yield Difference("logits", errors.logits, SIXTEEN_BIT_ROOM * stock.logits)
+    # A mean loss is right by chance more often than logits are, so its own error in Transformers is no measure.
+    yield Difference("loss", errors.loss, SIXTEEN_BIT_ROOM * stock.loss_reach)
+    for name, error in errors.gradients.items():
+        yield Difference(name, error, SIXTEEN_BIT_ROOM * stock.gradients.get(name, 0.0))

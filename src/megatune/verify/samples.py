@@ -1,0 +1,33 @@
+"""Token rows to compare on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row of tokens: labels[t] belongs to input_ids[t] as in Transformers, -100 where it is not trained."""
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+def random_samples(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> list[Sample]:
+    """Rows of random tokens; up to a half of each row, its first part, is not trained."""
+    generator = random.Random(seed)
+    samples = []
+    for length in lengths:
+        tokens = tuple(generator.randrange(vocab_size) for _ in range(length))
+        untrained = generator.randrange(length // 2 + 1)
+        samples.append(Sample(tokens, (IGNORED,) * untrained + tokens[untrained:]))
+    return samples
+
+
+def uneven_lengths(num_samples: int, longest: int) -> list[int]:
+    """Lengths from `longest` down to half of it, so that micro-batches hold different numbers of trained tokens."""
+    return [longest - index * (longest // 2) // num_samples for index in range(num_samples)]
