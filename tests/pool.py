@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -14,9 +16,12 @@ from typing import Any
 
 _PRELOAD = ["megatune.verify.measure", "megatune.verify.reference", "transformers.models.auto.modeling_auto"]
 
+COLLECTIVE_SECONDS = 30  # a rank whose peers are gone gives up after this
+SETTLE_SECONDS = 2.0  # after a first failure, for others to fail for reasons of their own
+
 
 class RankPool:
-    """Processes forked from one that has imported everything.
+    """Processes forked from one that has imported everything; nothing starts before the first `run`.
 
     Args:
         size: the most ranks that a case may ask for.
@@ -25,20 +30,24 @@ class RankPool:
     def __init__(self, size: int) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*_PRELOAD, __name__])
+        self._context.set_forkserver_preload(_PRELOAD)
         self._size = size
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
         """Call function(*args) on `world_size` ranks that can talk to each other; answers by rank.
 
-        A rank that fails or has no answer after `limit` seconds fails the case, by its number, and the pool starts anew.
+        A rank that fails or has no answer after `limit` seconds fails the case, by its number; the pool starts anew.
+
+        Args:
+            function: of a module that can be imported here; test modules can.
         """
         assert world_size <= self._size
         self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-                pipe.send((rank, world_size, os.path.join(folder, "store"), function, args))
+                # The function's module may lie in a folder that pytest put on the path after this process started.
+                pipe.send((rank, world_size, os.path.join(folder, "store"), sys.path, pickle.dumps((function, args))))
             answers = self._collect(world_size, limit)
         failed = {rank: text for rank, (text, _) in answers.items() if text}
         silent = [rank for rank in range(world_size) if rank not in answers]
@@ -53,7 +62,8 @@ class RankPool:
         answers: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + limit
         while len(answers) < world_size:
-            ready = wait([pipe for pipe, rank in pipes.items() if rank not in answers], deadline - time.monotonic())
+            waiting = [pipe for pipe, rank in pipes.items() if rank not in answers]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
@@ -62,8 +72,7 @@ class RankPool:
                 except EOFError:
                     answers[pipes[pipe]] = ("the process died", None)
             if any(text for text, _ in answers.values()):
-                # The others wait for the failed rank; give those that failed on their own a moment to say so.
-                deadline = min(deadline, time.monotonic() + 2)
+                deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
         return answers
 
     def _start(self) -> None:
@@ -85,24 +94,28 @@ class RankPool:
 
 
 def _serve(pipe: Connection) -> None:
-    import datetime
-
     import torch
-
-    from megatune.engine import groups
 
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
-            rank, world_size, path, function, args = pipe.recv()
-            try:
-                store = torch.distributed.FileStore(path, world_size)
-                torch.distributed.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=30)
-                )
-                answer = ("", function(*args))
-            except BaseException:
-                answer = (traceback.format_exc(), None)
-            with contextlib.suppress(Exception):
-                groups.leave()
-            pipe.send(answer)
+            pipe.send(_answer(*pipe.recv()))
+
+
+def _answer(rank: int, world_size: int, store_path: str, path: list[str], call: bytes) -> tuple[str, Any]:
+    """Run one case: a traceback, empty where it went well, and the function's answer."""
+    import torch
+
+    from megatune.engine import groups
+
+    sys.path[:] = path
+    try:
+        store = torch.distributed.FileStore(store_path, world_size)
+        groups.meet(store, rank, world_size, timeout=COLLECTIVE_SECONDS)
+        function, args = pickle.loads(call)
+        return "", function(*args)
+    except BaseException:
+        return traceback.format_exc(), None
+    finally:
+        with contextlib.suppress(Exception):
+            groups.leave()

@@ -135,17 +135,6 @@ WRONG = [
         "    mend: write gradient_accumulation_steps: 4",
     ),
     (
-        [
-            "pipeline_model_parallel_size=2",
-            "virtual_pipeline_model_parallel_size=2",
-            "gradient_accumulation_steps=2",
-            "overlap_p2p_comm=false",
-        ],
-        "overlap_p2p_comm: false with two pipeline stages and virtual stages\n"
-        "    why: batched messages between the same two processes are mixed up, and gradients are silently wrong\n"
-        "    mend: write overlap_p2p_comm: true",
-    ),
-    (
         ["sequence_parallel=true"],
         "sequence_parallel: true with tensor_model_parallel_size 1\n"
         "    why: it splits the sequence over the tensor-parallel processes; there is one\n"

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -101,6 +101,7 @@ def test_share_budget(prompt: int, answer: int, budget: int, expected: tuple[int
 LENGTHS = st.integers(0, 5000)
 
 
+@settings(deadline=None)
 @given(LENGTHS, LENGTHS, st.integers(1, 4096))
 def test_a_budget_is_used_up_and_not_exceeded(prompt: int, answer: int, budget: int) -> None:
     kept_prompt, kept_answer = share_budget(prompt, answer, budget)
@@ -124,6 +125,7 @@ def pretraining_rows(text: str, cutoff_len: int, tokenizer: PreTrainedTokenizerF
     return [row.input_ids.tolist() for row in result.rows]
 
 
+@settings(deadline=None)
 @given(st.text(min_size=1, max_size=60), st.integers(2, 12))
 def test_each_token_of_a_text_is_trained_once(text: str, cutoff_len: int) -> None:
     ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]

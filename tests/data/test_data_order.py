@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatune.data.order import epoch_order, global_batch_rows, sample_order, split_order, steps_per_epoch
@@ -10,6 +10,7 @@ from megatune.data.order import epoch_order, global_batch_rows, sample_order, sp
 SEEDS = st.integers(0, 2**32)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), SEEDS, st.integers(0, 5))
 def test_an_epoch_has_each_row_once(num_rows: int, seed: int, epoch: int) -> None:
     order = epoch_order(num_rows, seed, epoch)
@@ -29,6 +30,7 @@ def test_unshuffled_is_the_order_of_rows() -> None:
     assert epoch_order(5, seed=1, epoch=3, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 20), SEEDS)
 def test_steps_of_an_epoch_concatenate_to_its_order(num_rows: int, batch: int, seed: int) -> None:
     steps = steps_per_epoch(num_rows, batch)

@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from conftest import LIMIT
+from launch_run import LIMIT
 
 from megatune.errors import ExitCode
 

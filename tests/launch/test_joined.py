@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from conftest import HERE, LIMIT
+from launch_run import HERE, LIMIT
 
 from megatune.errors import ExitCode
 from megatune.launch.failure import error_path, read_failure

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import HERE, LIMIT, is_running, wait_until
+from launch_run import HERE, LIMIT, is_running, wait_until
 from launch_targets import PATIENCE
 
 from megatune.errors import ExitCode

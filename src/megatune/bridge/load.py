@@ -34,9 +34,7 @@ def check_keys(folder: SafetensorsFolder, architecture: Architecture) -> None:
     names = folder.names()
     # With tied embeddings Transformers ignores an output layer that a checkpoint carries all the same.
     ignored = [*family.ignored_keys, *([r"lm_head\.weight"] if architecture.tie_word_embeddings else [])]
-    unknown = [
-        name for name in names - expected.keys() if not any(re.fullmatch(pattern, name) for pattern in ignored)
-    ]
+    unknown = [name for name in names - expected.keys() if not any(re.fullmatch(pattern, name) for pattern in ignored)]
     findings = [
         Finding(f"{len(keys)} keys {problem}: {_some(keys)}", str(folder.folder), why, mend)
         for keys, problem, why, mend in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -64,7 +65,7 @@ def local_parameters(
 
 def _named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, int, torch.nn.Parameter]]:
     """Names as the weight map has them, with the layer's number over all pipeline stages beside them."""
-    decoder = chunk
+    decoder: Any = chunk
     while hasattr(decoder, "module"):  # DDP and mixed-precision wrappers
         decoder = decoder.module
     for name, parameter in decoder.named_parameters():

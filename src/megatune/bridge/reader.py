@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -39,12 +38,15 @@ class SafetensorsFolder:
             try:
                 file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             except (ValueError, KeyError, TypeError) as error:
-                raise MegatuneError(Finding(f"is not an index of weights: {error}", str(index)), ExitCode.INPUT) from None
-            missing = sorted(file for file in set(file_of.values()) if not (self.folder / file).is_file())
+                raise MegatuneError(
+                    Finding(f"is not an index of weights: {error}", str(index)), ExitCode.INPUT
+                ) from None
+            files = set(file_of.values())
+            missing = sorted(file for file in files if not (self.folder / file).is_file())
             if missing:
                 raise MegatuneError(
                     Finding(
-                        f"{len(missing)} of {len(set(file_of.values()))} weight files are missing: {', '.join(missing[:3])}",
+                        f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}",
                         str(index),
                         mend="download the checkpoint again",
                     ),
@@ -118,4 +120,6 @@ class SafetensorsFolder:
 
 
 def _damaged(path: Path, error: Exception) -> Finding:
-    return Finding(f"cannot be read as safetensors: {error}", str(path), "the file is damaged or cut short", "copy it again")
+    return Finding(
+        f"cannot be read as safetensors: {error}", str(path), "the file is damaged or cut short", "copy it again"
+    )

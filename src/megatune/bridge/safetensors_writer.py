@@ -62,7 +62,7 @@ class SafetensorsWriter:
         entry = self._pending.pop()
         assert (entry.name, entry.shape, entry.dtype) == (name, tuple(tensor.shape), tensor.dtype), entry
         flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-        self._file.write(memoryview(flat.numpy()))
+        self._file.write(flat.numpy().data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -26,7 +26,7 @@ from megatune.families.weights import Layout
 # Hugging Face's own limit of a weight file.
 MAX_FILE_BYTES = 5 * 10**9
 
-# (parameter, kind) -> this rank's slice, whole over data-parallel ranks; asked on every rank of a tensor-parallel group.
+# (parameter, kind) -> this rank's slice, whole over data-parallel ranks; asked on every rank of a group.
 _Provider = Callable[[LocalParameter, str], Tensor]
 
 
@@ -87,9 +87,7 @@ def save_gradients(
 ) -> list[Path]:
     """Write the gradients that `forward_backward` left, fp32, as `gradient*.safetensors`, tensors named grad/NAME."""
     tensors = {param: {"grad": shard.grad} for param, shard in shards.items()}
-    return _save_shards(
-        folder, "gradient", ["grad"], parameters, shards, tensors, architecture, place, MAX_FILE_BYTES
-    )
+    return _save_shards(folder, "gradient", ["grad"], parameters, shards, tensors, architecture, place, MAX_FILE_BYTES)
 
 
 def _save_shards(
@@ -160,7 +158,9 @@ class _Writing:
                 continue
             if ours and file.tp_rank == self.place.tp_rank:
                 path = self.folder / file.name
-                with SafetensorsWriter(path, [entry for local in file.parameters for entry in self._entries(local)]) as out:
+                with SafetensorsWriter(
+                    path, [entry for local in file.parameters for entry in self._entries(local)]
+                ) as out:
                     for name, tensor in self._tensors(file, provide, reduces_over_dp):
                         out.write(name, tensor)
                 written.append(path)
@@ -263,7 +263,9 @@ class _Writing:
             for entry in self._entries(local)
         }
         gathered: list[dict[str, tuple[str, int]]] = [{}] * self.place.world_size
-        torch.distributed.all_gather_object(gathered, mine if (self.place.tp_rank, self.place.dp_rank) == (0, 0) else {})
+        torch.distributed.all_gather_object(
+            gathered, mine if (self.place.tp_rank, self.place.dp_rank) == (0, 0) else {}
+        )
         merged = {name: value for part in gathered for name, value in part.items()}
         if self.place.rank != 0 or len({file for file, _ in merged.values()}) == 1:
             return []

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatune import __version__
-from megatune.cli import demo_model, infer, train
+from megatune.cli import demo_model, infer, train, verify
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
-_MODULES = (train, infer, demo_model)
+_MODULES = (train, verify, infer, demo_model)
 
 _NOT_BUILT = {
     "dpo": "preference training is not built yet; train and sft fine-tune on conversations",

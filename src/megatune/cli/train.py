@@ -81,9 +81,7 @@ def _decide_world(settings: Settings) -> tuple[World | None, tuple[Finding, ...]
 
     size = settings.parallel.model_parallel_size
     try:
-        world = decide_world(
-            size, num_processes=settings.run.num_processes, num_devices=count_gpus(), env=os.environ
-        )
+        world = decide_world(size, num_processes=settings.run.num_processes, num_devices=count_gpus(), env=os.environ)
     except MegatuneError as error:
         return None, error.findings
     return world, ()

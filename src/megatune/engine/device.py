@@ -175,7 +175,7 @@ def install() -> None:
         _answer_cuda_calls()
         # Megatron-Core compiles its fusions when it is imported; on a CPU that would ask for a C++ compiler.
         compiler, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
-    import megatron.core
+    import megatron.core  # noqa: F401  (imported for its effect)
 
     if not HAS_GPU:
         torch.compile = compiler

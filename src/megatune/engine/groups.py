@@ -47,25 +47,31 @@ def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *
     Raises:
         MegatuneError: UNAVAILABLE, naming the address and how many were expected.
     """
-    global _store
-    device.select(local_rank)
     limit = datetime.timedelta(seconds=timeout)
+    device.select(local_rank)
     try:
-        _store = torch.distributed.TCPStore(
+        store = torch.distributed.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False
         )
-        torch.distributed.init_process_group(
-            device.BACKEND, store=_store, rank=rank, world_size=world_size, timeout=limit
-        )
+        meet(store, rank, world_size, timeout=timeout)
     except (torch.distributed.DistError, RuntimeError) as error:
         raise MegatuneError(
             Finding(
-                f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at {address}:{port}",
+                f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at "
+                f"{address}:{port}",
                 why=str(error).splitlines()[0],
                 mend="check MASTER_ADDR and MASTER_PORT on every node, and that every node was started",
             ),
             ExitCode.UNAVAILABLE,
         ) from error
+
+
+def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout: float) -> None:
+    """Meet the other ranks through a store that all of them reach; see `join`."""
+    global _store
+    _store = store
+    limit = datetime.timedelta(seconds=timeout)
+    torch.distributed.init_process_group(device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> Place:

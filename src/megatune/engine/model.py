@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -33,9 +35,8 @@ from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.rotary import fused_rotary, inverse_frequencies
 from megatune.families.weights import padded_vocab_size
 
-
 # A pipeline chunk as the rest of the project sees it.
-Chunk = DistributedDataParallel
+Chunk: TypeAlias = DistributedDataParallel
 
 
 class DecoderModel(GPTModel):
@@ -129,8 +130,8 @@ def transformer_config(
         # The stock scaling of fp16 scores by layer is not what Transformers computes.
         apply_query_key_layer_scaling=False,
         calculate_per_token_loss=True,
-        # With virtual stages on two pipeline ranks a batch holds several messages between the same two ranks, which gloo
-        # confuses; one by one they are exact.
+        # With virtual stages on two pipeline ranks a batch holds several messages between the same two ranks, which
+        # gloo confuses; one by one they are exact.
         overlap_p2p_comm=parallel.overlap_p2p_comm and parallel.virtual_pipeline_model_parallel_size is not None,
         batch_p2p_comm=parallel.virtual_pipeline_model_parallel_size is None,
         deallocate_pipeline_outputs=device.SENDS_HOLD_MEMORY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
@@ -24,7 +25,7 @@ _LOSS_SCALE_WINDOW = 1000
 
 
 # The optimizer as the rest of the project sees it.
-Optimizer = ChainedOptimizer
+Optimizer: TypeAlias = ChainedOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ def build_optimizer(
         overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Megatron-LM's scheduler does this; the optimizer alone would decay norms and biases, too.
+        group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
     # The loss is scaled where Megatron-Core's schedules start the backward pass.
     model[0].config.grad_scale_func = optimizer.scale_loss
     _init_state(optimizer, settings)
@@ -101,7 +105,10 @@ def main_shards(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, MainSha
     """This rank's share of the optimizer, by model parameter. Under the distributed optimizer a data-parallel rank
     holds a part of some parameters and nothing of others."""
     return {
-        param: shard for part in optimizer.chained_optimizers if part.optimizer is not None for param, shard in _shards(part)
+        param: shard
+        for part in optimizer.chained_optimizers
+        if part.optimizer is not None
+        for param, shard in _shards(part)
     }
 
 
@@ -152,7 +159,10 @@ def scalars(optimizer: ChainedOptimizer) -> dict[str, float]:
         if scaler:
             state = scaler.state_dict()
             values["loss_scale"] = float(state["scale"])
-            values["growth_tracker"], values["hysteresis_tracker"] = state["growth_tracker"], state["hysteresis_tracker"]
+            values["growth_tracker"], values["hysteresis_tracker"] = (
+                state["growth_tracker"],
+                state["hysteresis_tracker"],
+            )
     return values
 
 

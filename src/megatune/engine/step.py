@@ -19,9 +19,12 @@ LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class MicroBatch(Protocol):
     """Token rows of one micro-batch, int64 [b, s]. `labels` are shifted: labels[:, t] is to be predicted at t."""
 
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor
+    @property
+    def input_ids(self) -> Tensor: ...
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def position_ids(self) -> Tensor: ...
 
 
 def forward_backward(

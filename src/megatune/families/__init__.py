@@ -34,7 +34,9 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MegatuneError(
-            Finding("there is no config.json", str(folder), "it says what the model is", "give the checkpoint's own folder"),
+            Finding(
+                "there is no config.json", str(folder), "it says what the model is", "give the checkpoint's own folder"
+            ),
             ExitCode.INPUT,
         ) from None
     except (OSError, ValueError) as error:

@@ -12,7 +12,9 @@ EMBEDDING = Weight(
     Layout.VOCABULARY,
     (HFTensor("model.embed_tokens.weight", ("vocab_size", "hidden_size")),),
 )
-FINAL_NORM = Weight("decoder.final_layernorm.weight", Layout.REPLICATED, (HFTensor("model.norm.weight", ("hidden_size",)),))
+FINAL_NORM = Weight(
+    "decoder.final_layernorm.weight", Layout.REPLICATED, (HFTensor("model.norm.weight", ("hidden_size",)),)
+)
 OUTPUT_LAYER = Weight(
     "output_layer.weight", Layout.VOCABULARY, (HFTensor("lm_head.weight", ("vocab_size", "hidden_size")),)
 )

@@ -1,8 +1,8 @@
 """The vocabulary of a weight map: how Hugging Face tensors make up one engine tensor, and how it is cut over ranks.
 
 A map is data, and every entry is invertible: `segments` says which rows (or columns) of which Hugging Face tensors
-make up the slice of one tensor-parallel rank, in order. Loading reads those segments, saving writes them back; sharding,
-parameter counting and key accounting come from the same entries.
+make up the slice of one tensor-parallel rank, in order. Loading reads those segments, saving writes them back;
+sharding, parameter counting and key accounting come from the same entries.
 """
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ def banner(
     )
     masters = "" if settings.precision.params_dtype == "float32" else ", fp32 master weights and gradients"
     kind = "distributed " if parallel.use_distributed_optimizer else ""
-    yield f"numbers    {settings.precision.params_dtype}{masters}; {kind}{settings.optimizer.optimizer}; attention: {device.attention()}"
+    yield (
+        f"numbers    {settings.precision.params_dtype}{masters}; {kind}{settings.optimizer.optimizer}; "
+        f"attention: {device.attention()}"
+    )
     yield from (f"data       {line}" for line in prepared.report.lines())
     batch = settings.batch
     yield (

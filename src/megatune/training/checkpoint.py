@@ -178,7 +178,7 @@ def _check_unchanged(checkpoint: Path, state: TrainState, expected: TrainState) 
                     f"{what} was {before}, and is {after} in this run",
                     str(checkpoint),
                     "rows already trained could not be told from those to come",
-                    f"set it to {before} again, or start anew with resume_from_checkpoint: false",
+                    f"set it to {before} again, or start anew with overwrite_output_dir: true",
                 )
             )
     if state.rows_digest != expected.rows_digest:
@@ -187,7 +187,7 @@ def _check_unchanged(checkpoint: Path, state: TrainState, expected: TrainState) 
                 "the training rows are others than those the run began with",
                 str(checkpoint),
                 "a file of the data sets, the tokenizer, the template or another data setting was changed",
-                "put it back, or start anew with resume_from_checkpoint: false",
+                "put it back, or start anew with overwrite_output_dir: true",
             )
         )
     if findings:

@@ -23,10 +23,12 @@ from megatune.training.rows import check_vocabulary, load_tokenizer, prepare_on_
 from megatune.training.schedule import LearningRateSchedule, warmup_steps_of
 from megatune.training.storage import (
     CheckpointStore,
+    checkpoint_step,
     clean_partials,
     finalize_model,
     list_checkpoints,
     newest_verified,
+    remove_checkpoints,
     verify,
     write_atomically,
     writing,
@@ -63,7 +65,8 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
 
 
 def _train(context: RankContext, settings: Settings, run_yaml: str) -> int:
-    assert settings.run.output_dir is not None and settings.model.model_name_or_path is not None
+    assert settings.run.output_dir is not None
+    assert settings.model.model_name_or_path is not None
     output_dir, source = Path(settings.run.output_dir), Path(settings.model.model_name_or_path)
     on_rank_0(lambda: _open_output(output_dir, run_yaml))
     prepared, rows_digest = prepare_on_node(context, settings, source)
@@ -90,6 +93,7 @@ def _train(context: RankContext, settings: Settings, run_yaml: str) -> int:
     )
     if context.rank == 0:
         print("\n".join([*notes, *banner(settings, assembly, prepared, course, state, resumed)]), flush=True)
+    on_rank_0(lambda: _clear_way(settings, output_dir, resumed, state.step))
     _settle_memory()
     outcome = trainer.run()
     if outcome == "stopped":
@@ -102,6 +106,8 @@ def _train(context: RankContext, settings: Settings, run_yaml: str) -> int:
 
 def _open_output(output_dir: Path, run_yaml: str) -> None:
     """Tidy what a killed run left in the folder, and note what this one does."""
+    with writing(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
     clean_partials(output_dir)
     with writing(output_dir):
         write_atomically(output_dir / "run.yaml", run_yaml)
@@ -123,15 +129,39 @@ def _choose_checkpoint(settings: Settings, output_dir: Path) -> tuple[Path | Non
         return path, []
     if asked is False or settings.run.overwrite_output_dir:
         return None, []
-    path, problems = newest_verified(output_dir)
-    if path is None and (asked or list_checkpoints(output_dir)):
+    newest, problems = newest_verified(output_dir)
+    if newest is None and (asked or list_checkpoints(output_dir)):
         nothing = Finding(f"resume_from_checkpoint: there is no checkpoint in {output_dir}")
         mend = Finding(
             f"{output_dir} holds checkpoints and none can be resumed from",
-            mend="resume_from_checkpoint: false starts anew; another output_dir keeps them",
+            mend="overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them",
         )
         raise MegatuneError([*problems, mend] if problems else [nothing], ExitCode.INPUT)
-    return path, [f"passed over: {problem}" for problem in problems]
+    return newest, [f"passed over: {problem}" for problem in problems]
+
+
+def _clear_way(settings: Settings, output_dir: Path, resumed: Path | None, step: int) -> None:
+    """Remove checkpoints of another course of the run, beyond the step that this one begins at: the next resume would
+    take them for this run's. Only where the user said so.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE, when there are some and the user did not.
+    """
+    beyond = [path for path in list_checkpoints(output_dir) if (checkpoint_step(path) or 0) > step]
+    asked = settings.run.resume_from_checkpoint
+    if not beyond or (resumed is not None and not isinstance(asked, str)):
+        return  # what an automatic resume passed over is damaged, and is replaced when the run comes to it
+    if not settings.run.overwrite_output_dir:
+        names = ", ".join(path.name for path in beyond[-3:])
+        raise MegatuneError(
+            Finding(
+                f"{output_dir} holds {names} of an earlier run",
+                why=f"this run begins at step {step}, and the next resume could not tell them from its own",
+                mend="overwrite_output_dir: true deletes them; another output_dir keeps them",
+            ),
+            ExitCode.CANNOT_WRITE,
+        )
+    remove_checkpoints(beyond)
 
 
 def _schedule(settings: Settings, total_steps: int) -> LearningRateSchedule:

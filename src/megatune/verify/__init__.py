@@ -1,1 +1,1 @@
-"""The proof: what the engine computes in a layout, against what plain Transformers computes from the same checkpoint."""
+"""The proof: what the engine computes in a layout, against what plain Transformers computes."""

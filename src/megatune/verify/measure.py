@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatune.bridge.assemble import Assembly
+from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.save import save_gradients
 from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch
 from megatune.engine import groups, step
 from megatune.engine.groups import Place
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
-from megatune.objectives.language_model import token_sum
+from megatune.launch.context import RankContext
+from megatune.objectives.language_model import IGNORED, token_sum
 from megatune.verify.numbers import write_logits, write_loss
-from megatune.verify.samples import IGNORED, Sample
-
-# fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above.
-FP16_LOSS_SCALE = 1024.0
+from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 
 
 def num_micro_batches(num_samples: int, micro_batch_size: int, dp_size: int, parallel: ParallelSettings) -> int:
@@ -92,9 +91,7 @@ def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
     return loss_sum / num_tokens
 
 
-def measure_logits(
-    assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path
-) -> None:
+def measure_logits(assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path) -> None:
     """Write the logits of each sample. Every replica computes all samples; the last stage of the first writes them."""
     place = assembly.place
     count = num_micro_batches(len(samples), 1, 1, parallel)
@@ -110,3 +107,21 @@ def _whole_logits(assembly: Assembly, samples: Sequence[Sample], slices: Sequenc
         parts = [torch.empty_like(mine) for _ in range(assembly.place.tp_size)]
         torch.distributed.all_gather(parts, mine.contiguous(), group=groups.tensor_parallel_group())
         yield torch.cat(parts, -1)[0, : len(sample.input_ids), : assembly.architecture.vocab_size].cpu()
+
+
+def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
+    """What every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`."""
+    settings, samples = payload["settings"], payload["samples"]
+    groups.join(
+        context.rank,
+        context.world_size,
+        context.local_rank,
+        context.master_addr,
+        context.master_port,
+        timeout=settings.run.ddp_timeout,
+    )
+    context.beat("load", 0)
+    assembly = assemble(payload["model_dir"], settings)
+    context.beat("measure", 0)
+    measure(assembly, samples, settings.parallel, Path(payload["folder"]))
+    groups.leave()

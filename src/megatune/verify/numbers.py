@@ -1,8 +1,8 @@
 """Logits, loss and gradients of one computation, in a folder: models do not fit into memory twice.
 
-    loss.json               {"loss": mean over all trained tokens}
-    logits.safetensors      the sample's number -> its logits, [s, vocabulary]
-    gradient*.safetensors   grad/HUGGING_FACE_NAME -> its gradient
+loss.json               {"loss": mean over all trained tokens}
+logits.safetensors      the sample's number -> its logits, [s, vocabulary]
+gradient*.safetensors   grad/HUGGING_FACE_NAME -> its gradient
 """
 
 from __future__ import annotations

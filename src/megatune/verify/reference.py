@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatune.launch.context import RankContext
+from megatune.objectives.language_model import IGNORED
 from megatune.verify.numbers import write_gradients, write_logits, write_loss
-from megatune.verify.samples import IGNORED, Sample
+from megatune.verify.samples import Sample
 
 
 @dataclass(slots=True)
@@ -54,9 +57,7 @@ def compute_reference(
         with torch.set_grad_enabled(gradients):
             output = model(input_ids=torch.tensor([sample.input_ids], device=device)).logits[0]
             labels = torch.tensor(sample.labels[1:], device=device)
-            loss = torch.nn.functional.cross_entropy(
-                output[:-1].float(), labels, reduction="sum", ignore_index=IGNORED
-            )
+            loss = torch.nn.functional.cross_entropy(output[:-1].float(), labels, reduction="sum", ignore_index=IGNORED)
         if gradients:
             (loss * (loss_scale / total)).backward()
         logits.append(output.detach().cpu())
@@ -86,3 +87,16 @@ def write_reference(
     write_loss(folder, reference.loss)
     write_logits(folder, reference.logits)
     write_gradients(folder, reference.gradients)
+
+
+def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
+    """What the one process of the reference does: write `payload["folders"]`, each with arguments of its own."""
+    for folder, dtypes in payload["folders"].items():
+        context.beat("reference", 0)
+        write_reference(
+            payload["model_dir"],
+            payload["samples"],
+            Path(folder),
+            loss_scale=payload["loss_scale"],
+            **{key: getattr(torch, dtype) for key, dtype in dtypes.items()},
+        )

@@ -6,7 +6,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IGNORED = -100
+from megatune.objectives.language_model import IGNORED
+
+# fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above. All sides multiply
+# their loss by this where they compute in fp16; relative errors are the same.
+FP16_LOSS_SCALE = 1024.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,10 +90,6 @@ def virtual_stages(context: Context) -> Iterator[Problem]:
         why = "with virtual stages, micro-batches go through the pipeline in rounds of one for each stage"
         mend = f"write gradient_accumulation_steps: {either(multiples_around(steps, pp))}"
         yield Problem(("batch.gradient_accumulation_steps", _VPP, _PP), what, why, mend)
-    if pp == 2 and not parallel.overlap_p2p_comm:
-        what = "overlap_p2p_comm: false with two pipeline stages and virtual stages"
-        why = "batched messages between the same two processes are mixed up, and gradients are silently wrong"
-        yield Problem(("parallel.overlap_p2p_comm", _VPP, _PP), what, why, "write overlap_p2p_comm: true")
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:

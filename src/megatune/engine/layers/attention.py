@@ -74,4 +74,6 @@ def reference_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
     scores = torch.einsum("sbnd,tbnd->bnst", query, key) / math.sqrt(d)
     future = torch.ones(s, s, dtype=torch.bool, device=query.device).triu(1)
-    return torch.einsum("bnst,tbnd->sbnd", scores.masked_fill(future, -torch.inf).softmax(-1), value).reshape(s, b, n * d)
+    return torch.einsum("bnst,tbnd->sbnd", scores.masked_fill(future, -torch.inf).softmax(-1), value).reshape(
+        s, b, n * d
+    )

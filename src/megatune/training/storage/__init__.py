@@ -18,6 +18,7 @@ from megatune.training.storage.store import (
     clean_partials,
     list_checkpoints,
     newest_verified,
+    remove_checkpoints,
     rotate,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "list_checkpoints",
     "newest_verified",
     "read_manifest",
+    "remove_checkpoints",
     "rotate",
     "verify",
     "write_atomically",

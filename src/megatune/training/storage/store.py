@@ -171,10 +171,15 @@ def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path
     excess = max(0, len(checkpoints) - max(1, save_total_limit))
     kept = {path.resolve() for path in keep}
     deleted = [path for path in checkpoints[:-1] if path.resolve() not in kept][:excess]
-    for path in deleted:
+    remove_checkpoints(deleted)
+    return deleted
+
+
+def remove_checkpoints(checkpoints: Iterable[Path]) -> None:
+    """Delete checkpoints; an interruption leaves none that looks whole and is not."""
+    for path in checkpoints:
         with writing(path):
             _remove(path)
-    return deleted
 
 
 def clean_partials(output_dir: Path) -> list[Path]:

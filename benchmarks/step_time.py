@@ -1,0 +1,189 @@
+"""Time of a training step against the Transformers Trainer: same model, tokens and threads, one process each, fp32.
+
+Each engine lives in a process of its own. They take turns, step by step, so that both see the same machine.
+The Trainer needs accelerate: pip install -c constraints.txt -e '.[benchmarks]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from reporting import add_output_flag, finish
+
+LIMIT = 600.0  # seconds for an engine to be ready, or to do one step
+LEARNING_RATE = 1e-4
+WARMUP = 2  # steps of each engine that are not measured
+VOCABULARY = 8192
+
+
+def rows_of_step(step: int, arguments: argparse.Namespace) -> list[list[int]]:
+    """Random tokens, the same for both engines."""
+    generator = random.Random(step)
+    return [[generator.randrange(VOCABULARY) for _ in range(arguments.tokens)] for _ in range(arguments.rows)]
+
+
+def serve_transformers(pipe: Connection, model: str, arguments: argparse.Namespace) -> None:
+    """The Trainer's own loop; a callback waits for the word before each step and answers (seconds, loss) after it."""
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+    from transformers.utils import logging
+
+    torch.set_num_threads(arguments.threads)
+    logging.disable_progress_bar()
+    num_steps = arguments.pairs + WARMUP
+    data = [{"input_ids": row, "labels": row} for step in range(num_steps) for row in rows_of_step(step, arguments)]
+
+    class Turns(TrainerCallback):
+        begun = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            pipe.recv()
+            self.begun = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seconds = time.perf_counter() - self.begun
+            control.should_log = True
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in logs:
+                pipe.send((self.seconds, float(logs["loss"])))
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any) -> torch.utils.data.Sampler:
+            return torch.utils.data.SequentialSampler(data)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = InOrder(
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa"),
+            args=TrainingArguments(
+                output_dir=folder, per_device_train_batch_size=arguments.rows, max_steps=num_steps, use_cpu=True,
+                learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
+                save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+            ),
+            train_dataset=data,
+            callbacks=[Turns()],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        pipe.send("ready")
+        trainer.train()
+
+
+def serve_megatune(pipe: Connection, model: str, arguments: argparse.Namespace) -> None:
+    """The engine's step as the training loop calls it."""
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    from megatune.bridge.assemble import assemble
+    from megatune.config.groups.optimizer import OptimizerSettings
+    from megatune.config.settings import Settings
+    from megatune.data.batches import Batch
+    from megatune.engine import groups, optimizer
+    from megatune.engine.step import forward_backward
+    from megatune.launch.world import LOOPBACK, find_free_port
+    from megatune.objectives.language_model import IGNORED, token_sum
+
+    groups.join(0, 1, 0, LOOPBACK, find_free_port(), timeout=60.0)
+    settings = Settings(optimizer=OptimizerSettings(learning_rate=LEARNING_RATE, weight_decay=0.0, max_grad_norm=1.0))
+    assembly = assemble(model, settings)
+    positions = torch.arange(arguments.tokens).expand(arguments.rows, -1).contiguous()
+    pipe.send("ready")
+    for step in range(arguments.pairs + WARMUP):
+        input_ids = torch.tensor(rows_of_step(step, arguments))
+        labels = torch.cat((input_ids[:, 1:], torch.full((arguments.rows, 1), IGNORED)), 1)
+        pipe.recv()
+        begun = time.perf_counter()
+        totals = forward_backward(assembly.model, [Batch(input_ids, labels, positions)], token_sum)
+        optimizer.step(assembly.optimizer, LEARNING_RATE)
+        loss_sum, num_tokens = totals.tolist()[:2]
+        pipe.send((time.perf_counter() - begun, loss_sum / num_tokens))
+    groups.leave()
+
+
+def take(pipe: Connection) -> Any:
+    """The next answer of an engine."""
+    if not pipe.poll(LIMIT):
+        sys.exit(f"no answer in {LIMIT:.0f} s")
+    try:
+        return pipe.recv()
+    except EOFError:
+        sys.exit("an engine ended early; its error is above")
+
+
+def one_step(pipe: Connection) -> tuple[float, float]:
+    """Seconds and loss of an engine's next step, done while the other waits."""
+    pipe.send("go")
+    return take(pipe)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--pairs", type=int, default=10, metavar="N", help="steps of each engine that are measured (10)"
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each engine (1)")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help="of the model (8)")
+    parser.add_argument("--hidden", type=int, default=512, metavar="N", help="hidden size of the model (512)")
+    parser.add_argument("--rows", type=int, default=4, metavar="N", help="rows of a step (4)")
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="tokens of a row (512)")
+    add_output_flag(parser)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    from megatune.demo.checkpoint import make_checkpoint
+
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_checkpoint(
+            "qwen3", Path(folder) / "model", num_layers=arguments.layers, hidden_size=arguments.hidden,
+            num_attention_heads=8, num_query_groups=4, vocab_size=VOCABULARY,
+        )  # fmt: skip
+        pipes, processes = [], []
+        for serve in (serve_transformers, serve_megatune):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, str(model), arguments), daemon=True)
+            process.start()
+            theirs.close()
+            assert take(ours) == "ready"
+            pipes.append(ours)
+            processes.append(process)
+        answers: list[list[tuple[float, float]]] = [[], []]
+        for pair in range(arguments.pairs + WARMUP):
+            for engine in (0, 1) if pair % 2 else (1, 0):  # neither is always the one after
+                answers[engine].append(one_step(pipes[engine]))
+        for process in processes:
+            process.join(60)
+
+    times = [[seconds for seconds, _ in of[WARMUP:]] for of in answers]
+    ratios = [mine / theirs for theirs, mine in zip(*times, strict=True)]
+    gap = max(abs(mine[1] - theirs[1]) / theirs[1] for theirs, mine in zip(*answers, strict=True))
+    rows = [
+        (name, f"{statistics.median(values):.3f}", f"{min(values):.3f} to {max(values):.3f}", ratio)
+        for name, values, ratio in (
+            ("Transformers Trainer", times[0], "1"),
+            ("megatune", times[1], f"{statistics.median(ratios):.3f}"),
+        )
+    ]
+    note = (
+        f"Seconds of a step; medians of {arguments.pairs} pairs, one step of each engine at a time, after {WARMUP} "
+        "that are not counted. The ratio is the median of the pairs' ratios, which lie "
+        f"from {min(ratios):.3f} to {max(ratios):.3f}. qwen3, {arguments.layers} layers, hidden {arguments.hidden}, "
+        f"vocabulary {VOCABULARY}, {arguments.rows} × {arguments.tokens} tokens a step, {arguments.threads} thread(s), "
+        f"fp32, AdamW, clipping. The losses of the steps agree within {gap:.1e} relative: both did the same work."
+    )
+    name = "step-time" if arguments.threads == 1 else f"step-time-{arguments.threads}-threads"
+    finish(name, "Step time against the Transformers Trainer",
+           ("engine", "median", "range", "ratio"), rows, note, arguments.output)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

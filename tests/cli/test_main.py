@@ -1,0 +1,153 @@
+"""The command line around the verbs: help, refusals, reports and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatune import __version__
+from megatune.cli import main as main_module
+from megatune.cli.main import main, report
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]:
+    """Puts a function in the place of what `megatune infer` runs."""
+
+    def replace(function: Callable[[], int]) -> None:
+        monkeypatch.setattr(main_module.infer, "run", lambda arguments: function())
+
+    return replace
+
+
+def test_help_is_light() -> None:
+    program = (
+        "import sys; from megatune.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'megatron', 'datasets', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    seconds = time.monotonic() - begun
+    assert done.returncode == 0, done.stderr
+    for name in ("train", "sft", "pt", "verify", "infer", "demo-model"):
+        assert f"\n    {name}" in done.stdout
+    for name in main_module._NOT_BUILT:
+        assert f"\n    {name} " not in done.stdout
+    assert seconds < 2.5  # 0.1 s on a calm machine; this one may be busy
+
+
+def test_console_script_and_module() -> None:
+    script = Path(sys.executable).parent / "megatune"
+    for command in ([str(script)], [sys.executable, "-m", "megatune"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, f"megatune {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "usage: megatune"),
+        (["trian"], "did you mean `megatune train`?"),
+        (["qqq"], "one of: train, sft, pt, verify, infer, demo-model"),
+        (["run.yaml"], "megatune train run.yaml"),
+        (["infer"], "megatune infer: the following arguments are required: MODEL"),
+        (["infer", "x", "--promt", "y"], "did you mean --prompt?"),
+        (["infer", "x", "--temp", "0"], "'--temp' is not known here"),  # no abbreviations
+        (["infer", "x", "--top_k", "many"], "invalid int value: 'many'"),
+        (["--loud", "infer", "x"], "'--loud' is not known here"),
+        (["sft", "--learning_rte", "1e-5"], "did you mean learning_rate?"),
+        (["dpo", "--stage", "dpo"], "megatune dpo: not built yet"),
+        (["plan", "run.yaml"], "megatune plan: not built yet"),
+        (["explain"], "docs/settings.md"),
+    ],
+)
+def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == ExitCode.SETTINGS
+    output = capsys.readouterr()
+    assert says in output.err
+    assert output.out == ""
+
+
+def test_settings_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # argparse alone would take --seed and what follows it apart.
+    seen: list[list[str]] = []
+    monkeypatch.setattr(main_module.train, "run", lambda arguments: seen.append(arguments.words) or 0)
+    words = ["--learning_rate", "1", "run.yaml", "seed=3", "--report_to", "none", "bf16=true"]
+    assert main(["train", *words]) == 0
+    assert main(["sft", *words]) == 0
+    assert seen == [words, words]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_findings_are_reported_whole(count: int, verb: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = [Finding(f"what {i}", f"run.yaml:{i}", f"why {i}", f"mend {i}") for i in range(count)]
+
+    def run() -> int:
+        raise MegatuneError(findings, ExitCode.DATA)
+
+    verb(run)
+    assert main(["infer", "model"]) == ExitCode.DATA
+    text = capsys.readouterr().err
+    for i in range(count):
+        assert f"run.yaml:{i}: what {i}\n    why: why {i}\n    mend: mend {i}\n" in text
+    assert text.count("\n\n") == (count if count > 1 else 0)
+    assert text.endswith("\n\n3 problems\n") == (count > 1)
+
+
+def test_interrupt(verb: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> int:
+        raise KeyboardInterrupt
+
+    verb(run)
+    assert main(["infer", "model"]) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_internal_error(
+    verb: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run() -> int:
+        raise RuntimeError("two\nlines")
+
+    verb(run)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("MEGATUNE_DEBUG", raising=False)
+    assert main(["infer", "model"]) == ExitCode.INTERNAL
+    text = capsys.readouterr().err
+    (written,) = tmp_path.iterdir()
+    assert text.startswith("internal error: RuntimeError: two lines\n")
+    assert str(written) in text
+    assert "Traceback" not in text
+    assert "Traceback" in written.read_text(encoding="utf-8")
+
+    monkeypatch.setenv("MEGATUNE_DEBUG", "1")
+    assert main(["infer", "model"]) == ExitCode.INTERNAL
+    assert "Traceback" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [written]
+
+
+def test_closed_pipe_is_quiet() -> None:
+    program = "import sys; from megatune.cli import main as m\n" \
+              "def run(arguments):\n    for _ in range(100_000): print('a line')\n    return 0\n" \
+              "m.infer.run = run; sys.exit(m.main(['infer', 'model']))"  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == ExitCode.CANNOT_WRITE
+    process.stderr.close()
+
+
+def test_report_of_one_string() -> None:
+    assert report(MegatuneError("no place to write")) == "no place to write"

@@ -1,0 +1,167 @@
+"""Optimizer steps from a Hugging Face checkpoint, saved, against the same steps by Transformers and torch.optim.
+
+Four micro-batches a step, with uneven numbers of trained tokens. A difference is measured against the norm of the
+tensor's update: at most 1e-3 with Adam, whose first step is the sign of the gradient and so magnifies rounding where
+gradients vanish, at most 1e-5 with SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import LAYOUTS, MORE_LAYOUTS, Layout
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatune.bridge.assemble import assemble
+from megatune.bridge.save import save_weights
+from megatune.config.settings import Settings
+from megatune.engine.model import gather_parameters
+from megatune.engine.optimizer import step
+from megatune.verify.measure import deal, measure_loss
+from megatune.verify.reference import compute_reference, load_reference_model
+from megatune.verify.samples import Sample, random_samples
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+NUM_SAMPLES = 8
+ACCUMULATION = 4
+
+# fp32 rounds a weight w to within |w| · 6e-8. Learning rates are such that updates are large against that: about 1 % of
+# a weight with Adam, of the weights' own size with SGD, whose tolerance is closer.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {
+        "optimizer": "adam",
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0,
+    },
+    "sgd": {
+        "optimizer": "sgd",
+        "learning_rate": 10.0,
+        "weight_decay": 0.01,
+        "sgd_momentum": 0.9,
+        "max_grad_norm": 1.0,
+    },
+}
+# Gradients may vanish by chance: of tied qwen3's layers.3.self_attn.v_proj one has a gradient of 5.5e-11 (in fp64,
+# with a root mean square of 1.8e-3), where fp32 rounds by 1e-9, in Transformers as in the engine. With an epsilon of 1e-8
+# its first update is decided by rounding and alone makes up 4e-3 of the tensor's; an epsilon above the rounding keeps
+# such elements out of it.
+OPTIMIZERS["adam, larger epsilon"] = OPTIMIZERS["adam"] | {"adam_epsilon": 1e-6}
+TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "sgd": 1e-5}
+
+
+def step_samples(index: int) -> list[Sample]:
+    """The rows of one step, of lengths that no other step has."""
+    lengths = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8]
+    return random_samples(301, lengths, seed=index)
+
+
+@pytest.fixture(scope="module")
+def plain_steps(model_dir) -> Iterator[Any]:
+    """Weights before and after steps by Transformers and torch.optim, computed once for each case."""
+    made: dict[Any, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+
+    def make(family: str, tied: bool, optimizer: str, num_steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        key = (family, tied, optimizer, num_steps)
+        if key not in made:
+            made[key] = _plain_steps(model_dir(family, tied=tied), OPTIMIZERS[optimizer], num_steps)
+        return made[key]
+
+    return make
+
+
+def _plain_steps(
+    model_dir: Path, settings: dict[str, Any], num_steps: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = load_reference_model(model_dir, torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    # Neither norms nor biases decay.
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": settings["weight_decay"]},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    if settings["optimizer"] == "adam":
+        betas = (settings["adam_beta1"], settings["adam_beta2"])
+        optimizer = torch.optim.AdamW(groups, settings["learning_rate"], betas, settings["adam_epsilon"])
+    else:
+        optimizer = torch.optim.SGD(groups, settings["learning_rate"], settings["sgd_momentum"])
+    for index in range(num_steps):
+        compute_reference(model, step_samples(index))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+        assert norm > settings["max_grad_norm"], "the step is to be clipped"
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def engine_steps(model_dir: Path, settings: Settings, num_steps: int, folder: Path) -> None:
+    """On every rank."""
+    assembly = assemble(model_dir, settings)
+    rows = NUM_SAMPLES // (ACCUMULATION * assembly.place.dp_size)
+    for index in range(num_steps):
+        batches = deal(step_samples(index), assembly.place, settings.parallel, micro_batch_size=rows)
+        assert len(batches) == ACCUMULATION
+        measure_loss(assembly, batches)
+        updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)
+        assert updated
+    gather_parameters(assembly.model)
+    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place)
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def update_errors(before: dict[str, Tensor], expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+    """‖found - expected‖ / ‖expected - before‖ of each tensor."""
+    assert found.keys() == expected.keys()
+    return {
+        name: ((found[name] - after).norm() / (after - before[name]).norm()).item() for name, after in expected.items()
+    }
+
+
+def assert_same_steps(pool, plain_steps, model_dir, layout: Layout, family, tied, optimizer, num_steps, folder) -> None:
+    settings = layout.settings(optimizer=OPTIMIZERS[optimizer])
+    pool.run(layout.world_size, engine_steps, model_dir(family, tied=tied), settings, num_steps, folder, limit=120)
+    errors = update_errors(*plain_steps(family, tied, optimizer, num_steps), saved(folder))
+    # NaN is a failure, too.
+    assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= TOLERANCES[optimizer]}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_one_step_equals_plain_transformers(pool, plain_steps, model_dir, tmp_path, family, tied, layout, optimizer):
+    assert_same_steps(pool, plain_steps, model_dir, LAYOUTS[layout], family, tied, optimizer, 1, tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(
+    "layout",
+    ["tp4 sp", "dp2, whole optimizer, grad overlap", "tp2 pp2 dp2 sp, overlaps, fusions",
+     "tp2 pp2 vpp2 dp2 sp, overlaps, fusions"],
+)  # fmt: skip
+def test_one_step_in_other_layouts(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
+    assert_same_steps(pool, plain_steps, model_dir, MORE_LAYOUTS[layout], "qwen3", False, optimizer, 1, tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
+@pytest.mark.parametrize("layout", ["tp2 sp", "tp2 pp2 dp2 sp", "tp2 pp2 vpp2"])
+def test_three_steps_in_a_row(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
+    """Gradients start from zero at each step, and the optimizer goes on from its state."""
+    assert_same_steps(pool, plain_steps, model_dir, LAYOUTS[layout], "qwen3", True, optimizer, 3, tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
+def test_three_steps_with_every_overlap(pool, plain_steps, model_dir, tmp_path, optimizer):
+    """Updated parameters arrive during the next forward pass."""
+    layout = MORE_LAYOUTS["tp2 pp2 vpp2 dp2 sp, overlaps, fusions"]
+    assert_same_steps(pool, plain_steps, model_dir, layout, "qwen3", True, optimizer, 3, tmp_path)

@@ -1,0 +1,43 @@
+"""The pages: generated ones are current, links lead somewhere, and commands name what exists."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+VERBS = {"train", "sft", "pt", "verify", "infer", "demo-model"}
+
+
+def test_settings_page_is_current() -> None:
+    render = runpy.run_path(str(ROOT / "docs" / "generate_settings.py"))["render"]
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == render(), "run docs/generate_settings.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [name for name in targets if "://" not in name and not (page.parent / name).exists()]
+    assert not missing
+    named = re.findall(r"`((?:tests|examples|benchmarks|docs|src)/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands(page: Path) -> None:
+    """Verbs, make targets and settings in code blocks are real ones."""
+    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+    assert set(re.findall(r"^(?:\w+=\S+ )*(?:\S*/)?megatune ([a-z][\w-]*)", blocks, re.MULTILINE)) <= VERBS
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"^make ([a-z]+)", blocks, re.MULTILINE)) <= targets
+    for line in blocks.splitlines():
+        if re.search(r"megatune train", line):
+            assert not [key for key in re.findall(r" (\w+)=", line.split("train", 1)[1]) if not LLAMAFACTORY.knows(key)]
+    yaml = "\n".join(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+    assert not [key for key in re.findall(r"^(\w+):", yaml, re.MULTILINE) if not LLAMAFACTORY.knows(key)]

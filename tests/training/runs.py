@@ -1,0 +1,111 @@
+"""Runs of the real training loop inside the pool of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megatune.config.load import load
+from megatune.config.settings import Settings
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+
+
+class CrashError(Exception):
+    """Stands for whatever ends a process: nothing after it runs, nothing is cleaned up."""
+
+
+def settings_of(model: Path, output_dir: Path, **changes: Any) -> Settings:
+    """Twelve steps of eight rows over the demo's identity data."""
+    values: dict[str, Any] = {
+        "model_name_or_path": model,
+        "output_dir": output_dir,
+        "dataset_dir": DEMO,
+        "dataset": "identity",
+        "template": "qwen3_nothink",
+        "cutoff_len": 128,
+        "model_name": "Tuna",
+        "model_author": "the team",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 12,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "report_to": "none",
+        "plot_loss": False,
+        "ddp_timeout": 30,
+        **changes,
+    }
+    return load(None, [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]).require_valid()
+
+
+def train(settings: Settings, run_dir: Path, crash_at: int | None = None) -> int:
+    """One rank's run. Runs in the pool, which has joined the ranks already.
+
+    Args:
+        crash_at: raise CrashError after this step was trained, before it is saved.
+    """
+    from megatune.launch.context import RankContext
+    from megatune.launch.world import RankEnv
+    from megatune.training import loop, run
+
+    os.environ["MEGATUNE_CACHE"] = str(run_dir / "cache")
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    context = RankContext(RankEnv(rank, rank, world, world, "localhost", 1, 0), run_dir)
+    run._quiet()
+    report = loop.Trainer._report
+    if crash_at is not None:
+
+        def report_and_crash(trainer: loop.Trainer, step: int, *args: Any) -> None:
+            report(trainer, step, *args)
+            if step + 1 == crash_at:
+                raise CrashError
+
+        loop.Trainer._report = report_and_crash  # type: ignore[method-assign]
+    try:
+        return run._train(context, settings, "{}")
+    except CrashError:
+        return -1
+    finally:
+        loop.Trainer._report = report  # type: ignore[method-assign]
+
+
+def metrics(output_dir: Path) -> dict[int, Mapping[str, Any]]:
+    """The logged steps, by step."""
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record for record in records if "grad_norm" in record}
+
+
+def evaluations(output_dir: Path) -> dict[int, Mapping[str, Any]]:
+    """The logged evaluations, by step."""
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record for record in records if "eval_loss" in record}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors files, by name."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name.startswith("rng"):
+            continue
+        with safe_open(path, "pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Both folders hold the same tensors, bit for bit."""
+    first, second = tensors(one), tensors(other)
+    assert first.keys() == second.keys()
+    assert first
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, f"{len(different)} of {len(first)} differ: {different[:3]}"

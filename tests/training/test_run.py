@@ -1,0 +1,222 @@
+"""Whole runs: what they leave behind, and that a resume is exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors, train
+
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.training.storage import list_checkpoints
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def layout(world_size: int, **parallel: Any) -> tuple[int, dict[str, Any]]:
+    """A layout whose steps are of eight rows, whatever its data-parallel size."""
+    dp_size = world_size // (parallel.get(TP, 1) * parallel.get(PP, 1))
+    return world_size, {**parallel, "gradient_accumulation_steps": 4 // dp_size}
+
+
+@pytest.fixture(scope="module")
+def straight(pool: RankPool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps in one process, never interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert pool.run(1, train, settings_of(model, folder / "out"), folder) == [0]
+    return folder / "out"
+
+
+SAME_LAYOUT = {
+    "fp32, one process": (*layout(1), {}),
+    "bf16, tp2 pp2 vpp2": (*layout(4, **{TP: 2, PP: 2, VPP: 2}), {"bf16": True}),
+    "fp16, tp2 sp dp2": (*layout(4, **{TP: 2, SP: True}), {"fp16": True}),
+    "bf16, pp2 dp2, overlaps": (*layout(4, **{PP: 2}, **OVERLAPS), {"bf16": True}),
+    "sgd, dp2, no distributed optimizer": (
+        *layout(2),
+        {"optimizer": "sgd", "use_distributed_optimizer": False, "learning_rate": 0.05},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME_LAYOUT)
+def test_a_crashed_run_ends_as_if_nothing_had_happened(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
+    world_size, parallel, changes = SAME_LAYOUT[name]
+    whole = settings_of(model, tmp_path / "whole", **parallel, **changes)
+    crashed = settings_of(model, tmp_path / "crashed", **parallel, **changes)
+    assert pool.run(world_size, train, whole, tmp_path) == [0] * world_size
+    assert pool.run(world_size, train, crashed, tmp_path, 7) == [-1] * world_size
+    assert [path.name for path in list_checkpoints(tmp_path / "crashed")] == ["checkpoint-3", "checkpoint-6"]
+    assert pool.run(world_size, train, crashed, tmp_path) == [0] * world_size
+    assert_same_tensors(tmp_path / "whole", tmp_path / "crashed")
+    for step in (9, 12):
+        assert_same_tensors(
+            tmp_path / f"whole/checkpoint-{step}/training", tmp_path / f"crashed/checkpoint-{step}/training"
+        )
+    one, other = metrics(tmp_path / "whole"), metrics(tmp_path / "crashed")
+    assert list(other) == list(range(1, 13))
+    assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in other]
+    assert [one[step]["grad_norm"] for step in one] == [other[step]["grad_norm"] for step in other]
+
+
+OTHER_LAYOUTS = {
+    "one process to tp2 + sp": (layout(1), layout(2, **{TP: 2, SP: True})),
+    "tp2 pp2 to dp2": (layout(4, **{TP: 2, PP: 2}), layout(2)),
+    "dp4 to pp2 vpp2": (layout(4), layout(2, **{PP: 2, VPP: 2})),
+    "pp2 vpp2 to tp2 dp2, no distributed optimizer": (
+        layout(2, **{PP: 2, VPP: 2}),
+        layout(4, **{TP: 2}, use_distributed_optimizer=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_a_run_goes_on_in_another_layout(
+    name: str, pool: RankPool, model: Path, straight: Path, tmp_path: Path
+) -> None:
+    (first_size, first), (second_size, second) = OTHER_LAYOUTS[name]
+    output_dir = tmp_path / "out"
+    assert pool.run(first_size, train, settings_of(model, output_dir, **first), tmp_path, 7) == [-1] * first_size
+    assert pool.run(second_size, train, settings_of(model, output_dir, **second), tmp_path) == [0] * second_size
+    expected, seen = metrics(straight), metrics(output_dir)
+    for step in range(7, 13):
+        assert seen[step]["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5), f"step {step}"
+        assert seen[step]["num_input_tokens"] == expected[step]["num_input_tokens"], f"step {step}: other rows"
+        assert seen[step]["num_tokens"] == expected[step]["num_tokens"]
+
+
+def test_the_final_model_loads_in_transformers(straight: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for folder in (straight, straight / "checkpoint-12"):
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        for name, tensor in tensors(folder).items():
+            assert torch.equal(model.state_dict()[name], tensor)
+        assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_every_row_of_an_epoch_is_trained(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    # 63 rows in steps of 16: the fourth step has 15, and two of the data-parallel ranks' micro-batches an empty row.
+    settings = settings_of(model, tmp_path / "out", max_steps=-1, num_train_epochs=1)
+    assert pool.run(2, train, settings, tmp_path) == [0, 0]
+    logged = metrics(tmp_path / "out")
+    report = json.loads(next(tmp_path.glob("cache/rows/*/report.json")).read_text())
+    assert len(logged) == 4
+    assert sum(record["num_input_tokens"] for record in logged.values()) == report["train"]["tokens"]
+    assert sum(record["num_tokens"] for record in logged.values()) == report["train"]["trained"]
+
+
+EVALUATED = {"val_size": 0.2, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+
+
+def test_evaluation_is_the_same_in_every_layout(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    losses = []
+    for index, (world_size, parallel) in enumerate([layout(1), layout(4, **{PP: 2, VPP: 2}, **OVERLAPS)]):
+        output_dir = tmp_path / str(index)
+        assert (
+            pool.run(world_size, train, settings_of(model, output_dir, **EVALUATED, **parallel), tmp_path)
+            == [0] * world_size
+        )
+        seen = evaluations(output_dir)
+        assert list(seen) == [3, 6, 9, 12]
+        losses.append([record["eval_loss"] for record in seen.values()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_the_best_model_is_kept_and_left_at_the_end(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    # A learning rate that ruins the model after a good start.
+    changes = {
+        **EVALUATED,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 20,
+        "save_total_limit": 1,
+    }
+    assert pool.run(1, train, settings_of(model, tmp_path / "out", **changes), tmp_path) == [0]
+    seen = evaluations(tmp_path / "out")
+    best = min(seen, key=lambda step: seen[step]["eval_loss"])
+    assert best < 12
+    assert {path.name for path in list_checkpoints(tmp_path / "out")} == {f"checkpoint-{best}", "checkpoint-12"}
+    assert_same_tensors(tmp_path / "out", tmp_path / f"out/checkpoint-{best}")
+
+
+def test_numbers_that_are_not_finite_end_the_run_before_they_are_saved(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(model, tmp_path / "out", learning_rate=1e25, save_steps=1, lr_scheduler_type="constant")
+    with pytest.raises(AssertionError, match=r"step \d+: loss \S+, gradient norm nan") as refusal:
+        pool.run(2, train, settings, tmp_path)
+    assert "gradients that are not finite on rank 0: model." in str(refusal.value)
+    for checkpoint in list_checkpoints(tmp_path / "out"):
+        assert all(tensor.isfinite().all() for tensor in tensors(checkpoint).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "seed was 42, and is 1 in this run"),
+        ({"gradient_accumulation_steps": 2}, "rows per step .* was 8, and is 4 in this run"),
+        ({"cutoff_len": 32}, "the training rows are others than those the run began with"),
+    ],
+)
+def test_a_resume_refuses_what_would_lose_the_order(
+    change: dict[str, Any], message: str, pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    assert pool.run(1, train, settings_of(model, tmp_path / "out", max_steps=3), tmp_path) == [0]
+    with pytest.raises(AssertionError, match=message):
+        pool.run(1, train, settings_of(model, tmp_path / "out", **change), tmp_path)
+
+
+def test_a_damaged_checkpoint_is_passed_over(pool: RankPool, model: Path, straight: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path / "out")
+    assert pool.run(1, train, settings, tmp_path, 7) == [-1]
+    weights = tmp_path / "out/checkpoint-6/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert pool.run(1, train, settings, tmp_path) == [0]
+    assert_same_tensors(tmp_path / "out", straight)
+
+
+def test_without_a_sound_checkpoint_a_run_never_starts_over(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path / "out", max_steps=3)
+    assert pool.run(1, train, settings, tmp_path) == [0]
+    (tmp_path / "out/checkpoint-3/training/state.json").unlink()
+    with pytest.raises(AssertionError, match=r"state\.json is missing"):
+        pool.run(1, train, settings, tmp_path)
+
+
+def test_checkpoints_of_another_course_go_only_where_the_user_says_so(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    output_dir = tmp_path / "out"
+    assert pool.run(1, train, settings_of(model, output_dir, max_steps=9), tmp_path) == [0]
+    earlier = {"resume_from_checkpoint": str(output_dir / "checkpoint-3"), "max_steps": 9}
+    with pytest.raises(AssertionError, match="holds checkpoint-6, checkpoint-9 of an earlier run"):
+        pool.run(1, train, settings_of(model, output_dir, **earlier), tmp_path)
+    assert len(list_checkpoints(output_dir)) == 3
+    again = settings_of(model, output_dir, **earlier, overwrite_output_dir=True)
+    assert pool.run(1, train, again, tmp_path, 5) == [-1]
+    assert [path.name for path in list_checkpoints(output_dir)] == ["checkpoint-3"]
+
+
+def test_a_model_without_training_state_can_be_saved(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path / "out", max_steps=3, save_only_model=True)
+    assert pool.run(1, train, settings, tmp_path) == [0]
+    training = tmp_path / "out/checkpoint-3/training"
+    assert [path.name for path in training.iterdir()] == ["manifest.json"]
+    with pytest.raises(AssertionError, match="holds a model without training state"):
+        pool.run(1, train, settings, tmp_path)
