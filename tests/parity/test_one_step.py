@@ -51,8 +51,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
 }
 # Gradients may vanish by chance: of tied qwen3's layers.3.self_attn.v_proj one has a gradient of 5.5e-11 (in fp64,
-# with a root mean square of 1.8e-3), where fp32 rounds by 1e-9, in Transformers as in the engine. With an epsilon of 1e-8
-# its first update is decided by rounding and alone makes up 4e-3 of the tensor's; an epsilon above the rounding keeps
+# with a root mean square of 1.8e-3), where fp32 rounds by 1e-9, in Transformers as in the engine. With an epsilon of
+# 1e-8 rounding decides its first update, which alone makes up 4e-3 of the tensor's; an epsilon above the rounding keeps
 # such elements out of it.
 OPTIMIZERS["adam, larger epsilon"] = OPTIMIZERS["adam"] | {"adam_epsilon": 1e-6}
 TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "sgd": 1e-5}

@@ -38,7 +38,9 @@ def verify(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_good_layout_passes(model):
-    ended = verify(model, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--samples", "2", "--length", "8")
+    ended = verify(
+        model, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--samples", "2", "--length", "8"
+    )
     assert ended.returncode == 0, ended.stderr
     assert "tp 2, sequence parallel, float32, 2 rows of 6 to 8 tokens" in ended.stdout
     assert "logits" in ended.stdout
@@ -87,8 +89,12 @@ def test_one_wrong_gradient_is_enough(error, capsys):
     ("words", "code", "said"),
     [
         (["nowhere"], ExitCode.INPUT, "no folder 'nowhere'"),
-        (["{model}", "--tensor_model_parallel_size", "3"], ExitCode.SETTINGS, "write tensor_model_parallel_size: 4"),
-        (["{model}", "--pipeline_model_parallel_size", "4"], ExitCode.SETTINGS, "write pipeline_model_parallel_size: 2"),
+        (["{model}", "--tensor_model_parallel_size", "3"], ExitCode.SETTINGS, "write tensor_model_parallel_size: 2"),
+        (
+            ["{model}", "--pipeline_model_parallel_size", "4"],
+            ExitCode.SETTINGS,
+            "write pipeline_model_parallel_size: 2",
+        ),
         (["{model}", "sequence_parallel=true"], ExitCode.SETTINGS, "remove sequence_parallel"),
         (["{model}", "--tensor_parallel", "2"], ExitCode.SETTINGS, "unknown setting 'tensor_parallel'"),
         (["{model}", "--learning_rate", "1"], ExitCode.SETTINGS, "learning_rate has no part in verify"),

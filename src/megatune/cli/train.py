@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from megatune.config.load import load
     from megatune.config.resolved import dump
     from megatune.launch.rank_main import run_joined
-    from megatune.launch.supervisor import run_ranks
+    from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
     from megatune.plan.preflight import preflight
     from megatune.training.storage import OutputLock
@@ -71,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         if place is not None:
             return run_joined(target, payload, place, run_dir, stop_file=stop_file)
         assert world is not None, "its findings ended the preflight"
-        return run_ranks(target, payload, world, run_dir, hang_timeout=settings.run.ddp_timeout, stop_file=stop_file)
+        # Files in the wild set ddp_timeout to years; a rank that shows no step for half an hour hangs all the same.
+        hang_timeout = min(settings.run.ddp_timeout, HANG_SECONDS)
+        return run_ranks(target, payload, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
 
 
 def _decide_world(settings: Settings) -> tuple[World | None, tuple[Finding, ...]]:

@@ -232,7 +232,7 @@ class Trainer:
     def _save(self) -> None:
         if self._saved_step == self.state.step:
             return
-        self.context.beat("save", self.state.step)
+        self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
         path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
         self._saved_step = self.state.step
         keep = {path} | ({self.best_checkpoint} if self.best_checkpoint else set())

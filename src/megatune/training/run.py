@@ -48,7 +48,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         MegatuneError: whatever keeps the run from starting or going on, with its exit code.
     """
     settings: Settings = payload["settings"]
-    context.beat("join", 0)
+    context.beat("join", 0, limit=settings.run.ddp_timeout)
     _quiet()
     groups.join(
         context.rank,
@@ -70,7 +70,7 @@ def _train(context: RankContext, settings: Settings, run_yaml: str) -> int:
     output_dir, source = Path(settings.run.output_dir), Path(settings.model.model_name_or_path)
     on_rank_0(lambda: _open_output(output_dir, run_yaml))
     prepared, rows_digest = prepare_on_node(context, settings, source)
-    context.beat("load", 0)
+    context.beat("load", 0, limit=settings.run.ddp_timeout)
     resumed, notes = on_rank_0(lambda: _choose_checkpoint(settings, output_dir))
     assembly = assemble(resumed or source, settings)
     check_vocabulary(prepared, assembly.architecture.vocab_size)

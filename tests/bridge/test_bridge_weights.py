@@ -1,0 +1,213 @@
+"""Weights in and out of the engine, bit for bit, in every layout; and checkpoints that are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import LAYOUTS, MORE_LAYOUTS
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatune.bridge.assemble import assemble
+from megatune.bridge.load import check_keys
+from megatune.bridge.reader import SafetensorsFolder
+from megatune.bridge.save import save_weights
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
+
+
+def load_and_save(model: Path, settings: Settings, folder: Path, max_file_bytes: int) -> list[str]:
+    """On every rank: names of the files that it wrote."""
+    assembly = assemble(model, settings)
+    written = save_weights(
+        folder, assembly.parameters, assembly.architecture, assembly.place, max_file_bytes=max_file_bytes
+    )
+    return [path.name for path in written]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tp4 sp", "pp4"])
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_round_trip_keeps_every_bit(pool, model_dir, tmp_path, family, tied, layout):
+    """301 rows of vocabulary come back as 301: padding is never saved."""
+    model = model_dir(family, tied=tied)
+    chosen = {**LAYOUTS, **MORE_LAYOUTS}[layout]
+    pool.run(chosen.world_size, load_and_save, model, chosen.settings(), tmp_path, 5 * 10**9)
+    assert_same_bits(tensors(tmp_path), tensors(model))
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2 pp2 dp2 sp", "tp2 pp2 vpp2"])
+def test_files_in_and_out(pool, model_dir, tmp_path, layout):
+    """A sharded checkpoint in, a sharded one out: ranks write different files, and Transformers loads them."""
+    from transformers import AutoModelForCausalLM
+
+    model = model_dir("qwen3", max_shard_size="100KB")
+    assert len(list(model.glob("model-*.safetensors"))) > 3
+    written = pool.run(LAYOUTS[layout].world_size, load_and_save, model, LAYOUTS[layout].settings(), tmp_path, 100_000)
+    assert_same_bits(tensors(tmp_path), tensors(model))
+
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-{index:05d}-of-{len(files):05d}.safetensors" for index in range(1, len(files) + 1)]
+    names = [name for rank in written for name in rank]
+    assert sorted(names) == [*files, "model.safetensors.index.json"]
+    assert "model.safetensors.index.json" in written[0]
+    if layout == "tp2 pp2 dp2 sp":  # both replicas of both stages write, and both tensor-parallel ranks
+        assert sum(1 for rank in written if rank) == 8
+
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    sizes = {name: tensor.nbytes for name, tensor in tensors(tmp_path).items()}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    for file in files:
+        in_file = [name for name, where in index["weight_map"].items() if where == file]
+        assert set(in_file) == set(load_file(tmp_path / file))
+        # A file is full before another one begins; the engine's fused tensors stay together.
+        assert sum(sizes[name] for name in in_file) <= 100_000
+
+    shutil.copy(model / "config.json", tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert_same_bits(dict(loaded.named_parameters()), tensors(model))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_are_saved_as_they_are(pool, model_dir, tmp_path, precision):
+    model = model_dir("qwen2")
+    settings = LAYOUTS["tp2"].settings(precision={precision: True})
+    pool.run(2, load_and_save, model, settings, tmp_path, 5 * 10**9)
+    dtype = getattr(torch, settings.precision.params_dtype)
+    assert_same_bits(tensors(tmp_path), {name: tensor.to(dtype) for name, tensor in tensors(model).items()})
+
+
+def bytes_read_by_each_tensor(model: Path, settings: Settings) -> dict[str, int]:
+    """On every rank: how many bytes of each tensor it read."""
+    sizes: dict[str, int] = {}
+    read = SafetensorsFolder.read
+
+    def counted(folder: SafetensorsFolder, segment, prefix: str = "") -> Tensor:
+        values = read(folder, segment, prefix)
+        sizes[segment.name] = sizes.get(segment.name, 0) + values.numel() * values.element_size()
+        return values
+
+    SafetensorsFolder.read = counted
+    try:
+        assemble(model, settings)
+    finally:
+        SafetensorsFolder.read = read
+    return sizes
+
+
+def test_each_rank_reads_only_what_it_owns(pool, model_dir):
+    model = model_dir("llama")
+    whole = {name: tensor.nbytes for name, tensor in tensors(model).items()}
+    by_rank = pool.run(4, bytes_read_by_each_tensor, model, LAYOUTS["tp2 pp2 vpp2"].settings())
+    for name, size in whole.items():
+        sizes = [rank[name] for rank in by_rank if name in rank]
+        if "norm" in name:
+            assert sizes == [size, size], f"{name}: both tensor-parallel ranks of one stage read all of it"
+        else:
+            assert len(sizes) == 2
+            assert sum(sizes) == size, f"{name}: every byte is read once"
+
+
+# Refusals. None needs an engine.
+
+
+@pytest.fixture
+def copy(model_dir, tmp_path) -> Path:
+    """A checkpoint to spoil."""
+    folder = tmp_path / "copy"
+    shutil.copytree(model_dir("qwen3"), folder)
+    return folder
+
+
+def refusal(folder: Path) -> MegatuneError:
+    with pytest.raises(MegatuneError) as raised:
+        check_keys(SafetensorsFolder(folder), load_architecture(folder))
+    assert raised.value.exit_code == ExitCode.INPUT == 66
+    return raised.value
+
+
+def test_missing_unknown_and_misshapen_tensors_are_all_named(copy):
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(96)
+    weights["model.norm.weight"] = torch.zeros(65)
+    save_file(weights, copy / "model.safetensors")
+    error = refusal(copy)
+    assert len(error.findings) == 3
+    assert "1 keys are missing: model.layers.2.mlp.up_proj.weight" in str(error)
+    assert "1 keys are unknown: model.layers.0.self_attn.q_proj.bias" in str(error)
+    assert "model.norm.weight is [65], config.json says [64]" in str(error)
+
+
+def test_many_keys_are_counted_and_some_named(copy):
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: tensor for name, tensor in weights.items() if "mlp" not in name}, copy / "model.safetensors")
+    assert "12 keys are missing: model.layers.0.mlp.down_proj.weight" in str(refusal(copy))
+    assert "and 7 more" in str(refusal(copy))
+
+
+def test_output_layer_beside_tied_embeddings_is_ignored(model_dir, tmp_path):
+    """As Transformers does; published checkpoints have it."""
+    shutil.copytree(model_dir("qwen2", tied=True), tmp_path / "copy")
+    weights = load_file(tmp_path / "copy" / "model.safetensors")
+    weights["lm_head.weight"] = torch.zeros(301, 64)
+    save_file(weights, tmp_path / "copy" / "model.safetensors")
+    check_keys(SafetensorsFolder(tmp_path / "copy"), load_architecture(tmp_path / "copy"))
+
+
+def test_pickles_are_refused(copy):
+    (copy / "model.safetensors").unlink()
+    torch.save({}, copy / "pytorch_model.bin")
+    error = refusal(copy)
+    assert "there is no model.safetensors" in str(error)
+    assert "pytorch_model.bin is a pickle" in str(error)
+
+
+def test_truncated_file_is_refused(copy):
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "the file is damaged or cut short" in str(refusal(copy))
+
+
+def test_truncated_shard_is_refused(model_dir, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(model_dir("qwen3", max_shard_size="100KB"), folder)
+    path = sorted(folder.glob("model-*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:50])
+    assert path.name in str(refusal(folder))
+
+
+def test_missing_shard_is_named(model_dir, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(model_dir("qwen3", max_shard_size="100KB"), folder)
+    path = sorted(folder.glob("model-*.safetensors"))[0]
+    path.unlink()
+    assert f"weight files are missing: {path.name}" in str(refusal(folder))
+
+
+def test_index_that_is_none_is_refused(copy):
+    (copy / "model.safetensors.index.json").write_text("{}")
+    assert "is not an index of weights" in str(refusal(copy))
+
+
+def test_every_tensor_of_a_checkpoint_is_accounted_for(model_dir):
+    for family in ("llama", "qwen2", "qwen3"):
+        for tied in (False, True):
+            folder = model_dir(family, tied=tied)
+            check_keys(SafetensorsFolder(folder), load_architecture(folder))
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                assert SafetensorsFolder(folder).names() == set(file.keys())

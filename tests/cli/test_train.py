@@ -1,0 +1,244 @@
+"""`megatune train` as a user types it, in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from safetensors import safe_open
+
+from megatune.demo.checkpoint import make_checkpoint
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+LIMIT = 90.0  # seconds for one run
+
+# LLaMA-Factory's Megatron example for 8 GPUs (contract, section 1), its sizes and names as published.
+MCA_8_GPUS = """
+stage: sft
+do_train: true
+finetuning_type: full  # only support full for now
+template: qwen
+cutoff_len: 4096
+overwrite_cache: false
+preprocessing_num_workers: 2
+logging_steps: 1
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+num_train_epochs: 1.0
+learning_rate: 2.0e-5
+lr_scheduler_type: cosine
+bf16: true
+ddp_timeout: 180000000
+tensor_model_parallel_size: 4
+sequence_parallel: true
+pipeline_model_parallel_size: 2
+bias_activation_fusion: true
+apply_rope_fusion: true
+use_distributed_optimizer: true
+overlap_param_gather: true
+overlap_grad_reduce: true
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture
+def run_file(model: Path, tmp_path: Path) -> Path:
+    """Twelve steps with tp 2, a checkpoint after every third."""
+    path = tmp_path / "run.yaml"
+    values = {
+        "model_name_or_path": str(model),
+        "output_dir": str(tmp_path / "out"),
+        "dataset_dir": str(DEMO),
+        "dataset": "identity",
+        "template": "qwen3_nothink",
+        "model_name": "Tuna",
+        "model_author": "the team",
+        "per_device_train_batch_size": 4,
+        "max_steps": 12,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1.0e-3,
+        "tensor_model_parallel_size": 2,
+        "report_to": "none",
+        "plot_loss": False,
+    }
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def start(*words: object, cache: Path, module: tuple[str, ...] = ("-m", "megatune")) -> subprocess.Popen[str]:
+    env = {**os.environ, "MEGATUNE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *module, *map(str, words)]
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+def megatune(*words: object, cache: Path) -> tuple[int, str]:
+    """Exit code and output of one command."""
+    return finish(start(*words, cache=cache))
+
+
+def lines_until(process: subprocess.Popen[str], beginning: str) -> Iterator[str]:
+    """The output's lines up to the one that begins so."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield line
+        if line.startswith(beginning):
+            return
+    pytest.fail(f"the run ended before {beginning!r}")
+
+
+def rank(process: subprocess.Popen[str], number: int) -> psutil.Process:
+    """The process of one rank of this run."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    return next(child for child in family if child.name() == f"megatune-rank{number}")
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    found = {}
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found.update({name: file.get_tensor(name).numpy().tobytes() for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The weights of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, output = megatune("train", _write_run_file(model, folder), cache=folder)
+    assert code == 0, output
+    return tensors(folder / "out")
+
+
+def _write_run_file(model: Path, folder: Path) -> Path:
+    return run_file.__wrapped__(model, folder)  # type: ignore[attr-defined,no-any-return]
+
+
+def test_killed_in_a_step_and_resumed(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    process = start("train", run_file, cache=tmp_path)
+    list(lines_until(process, "step 7/"))
+    rank(process, 1).kill()
+    code, output = finish(process)
+    assert code == 76, output
+    assert "rank 1" in output
+    assert "SIGKILL" in output
+    assert "Traceback" not in output
+    assert not list((tmp_path / "out").glob("model*"))
+    code, output = megatune("train", run_file, cache=tmp_path)
+    assert code == 0, output
+    assert tensors(tmp_path / "out") == whole
+
+
+def test_killed_inside_a_save_and_resumed(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    process = start("train", run_file, cache=tmp_path)
+    list(lines_until(process, "step 5/"))
+    deadline = time.monotonic() + LIMIT
+    while not (tmp_path / "out/.checkpoint-6.partial").exists() and time.monotonic() < deadline:
+        pass
+    rank(process, 0).kill()
+    code, output = finish(process)
+    assert code == 76, output
+    code, output = megatune("train", run_file, cache=tmp_path)
+    assert code == 0, output
+    assert tensors(tmp_path / "out") == whole
+    assert not list((tmp_path / "out").glob(".checkpoint*"))
+
+
+def test_asked_to_stop_it_saves_and_goes_on_later(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    process = start("train", run_file, cache=tmp_path)
+    list(lines_until(process, "step 4/"))
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 75, output
+    assert "stopped on request after step" in output
+    code, output = megatune("train", run_file, cache=tmp_path)
+    assert code == 0, output
+    assert tensors(tmp_path / "out") == whole
+
+
+def test_ctrl_c_ends_everything(run_file: Path, tmp_path: Path) -> None:
+    process = start("train", run_file, cache=tmp_path)
+    list(lines_until(process, "step 2/"))
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "Traceback" not in output
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_torchrun_starts_the_same_run(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatune")
+    code, output = finish(start("train", run_file, cache=tmp_path, module=torchrun))
+    assert code == 0, output
+    assert tensors(tmp_path / "out") == whole
+
+
+def test_the_published_file_for_8_gpus_runs_on_8_processes(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen2", tmp_path / "qwen2")
+    path = tmp_path / "qwen2_full.yaml"
+    path.write_text(
+        f"model_name_or_path: {model}\noutput_dir: {tmp_path}/out\ndataset_dir: {DEMO}\ndataset: identity\n"
+        f"model_name: Tuna\nmodel_author: the team\n{MCA_8_GPUS}"
+    )
+    code, output = megatune("train", path, "max_steps=3", cache=tmp_path)
+    assert code == 0, output
+    assert "tp 4 + sp × pp 2 × dp 1 on 8 ×" in output
+    assert "step 3/3" in output
+
+
+def test_everything_wrong_is_said_at_once_before_anything_starts(run_file: Path, tmp_path: Path) -> None:
+    with run_file.open("a") as file:
+        file.write("lerning_rate: 1e-5\npacking: true\nsequence_parallel: maybe\n")
+    code, output = megatune("train", run_file, "tensor_model_parallel_size=3", "warmup_ratio=2", cache=tmp_path)
+    assert code == 64
+    for expected in ("lerning_rate", "learning_rate", "packing", "maybe", "warmup_ratio", "4 attention heads", "run.yaml:16"):
+        assert expected in output, output
+    assert "Traceback" not in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_without_one_usable_row_is_65(run_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"instruction": "hi"}\n{"instruction": 3, "output": "x"}\n')
+    code, output = megatune("train", run_file, f"dataset={tmp_path}/bad.jsonl", cache=tmp_path)
+    assert code == 65, output
+    assert "bad.jsonl:1" in output
+    assert "Traceback" not in output
+
+
+def test_two_runs_do_not_share_a_folder(run_file: Path, tmp_path: Path) -> None:
+    process = start("train", run_file, cache=tmp_path)
+    list(lines_until(process, "step 1/"))
+    code, output = megatune("train", run_file, cache=tmp_path)
+    assert code == 73, output
+    assert str(process.pid) in output
+    code, output = finish(process)
+    assert code == 0, output

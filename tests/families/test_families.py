@@ -1,0 +1,201 @@
+"""config.json to architecture, and weight maps against Transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatune.architecture import Architecture, Llama3RopeScaling
+from megatune.errors import ExitCode, MegatuneError
+from megatune.families import FAMILIES, load_architecture
+from megatune.families.weights import Layout, engine_shape, hf_shape, padded_vocab_size, segments
+
+LLAMA31 = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+}
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load(folder: Path, **changes: Any) -> Architecture:
+    return load_architecture(write(folder, LLAMA31 | changes))
+
+
+def refusal(folder: Path, **changes: Any) -> MegatuneError:
+    with pytest.raises(MegatuneError) as raised:
+        load(folder, **changes)
+    assert raised.value.exit_code == ExitCode.INPUT
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **SCALING}},  # Transformers 5
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **SCALING}},  # Transformers 4
+        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **SCALING}},  # and its early days
+    ],
+)
+def test_rotary_settings_of_every_age_are_read(tmp_path, rope):
+    architecture = load(tmp_path, **rope)
+    assert architecture.rotary_base == 500000.0
+    assert architecture.rope_scaling == Llama3RopeScaling(**SCALING)
+
+
+def test_rotary_settings_have_transformers_defaults(tmp_path):
+    assert load(tmp_path).rotary_base == 10000.0
+    assert load(tmp_path, rope_scaling=None, rope_theta=1e6).rotary_base == 1e6
+    assert load(tmp_path, rope_scaling=None).rope_scaling is None
+
+
+def test_numbers_are_read(tmp_path):
+    architecture = load(tmp_path, head_dim=None, torch_dtype="bfloat16")
+    assert (architecture.num_layers, architecture.hidden_size, architecture.ffn_hidden_size) == (32, 4096, 14336)
+    assert (architecture.num_attention_heads, architecture.num_query_groups, architecture.kv_channels) == (32, 8, 128)
+    assert (architecture.vocab_size, architecture.norm_epsilon, architecture.torch_dtype) == (128256, 1e-5, "bfloat16")
+    assert load(tmp_path, head_dim=64).kv_channels == 64
+    assert load(tmp_path, dtype="float16").torch_dtype == "float16"
+
+
+def test_what_families_add(tmp_path):
+    qwen2, qwen3 = load(tmp_path, model_type="qwen2"), load(tmp_path, model_type="qwen3", hidden_size=1024)
+    assert (qwen2.add_qkv_bias, qwen2.qk_layernorm) == (True, False)
+    assert (qwen3.add_qkv_bias, qwen3.qk_layernorm, qwen3.kv_channels) == (False, True, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = True"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is not supported"),
+        ({"model_type": "qwen2", "rope_scaling": {"rope_type": "llama3", **SCALING}}, "rotary scaling 'llama3'"),
+        ({"model_type": "qwen4"}, "nearest: qwen"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(tmp_path, changes, said):
+    assert said in str(refusal(tmp_path, **changes))
+
+
+def test_every_reason_is_given_at_once(tmp_path):
+    error = refusal(tmp_path, attention_bias=True, mlp_bias=True, rope_scaling={"type": "dynamic", "factor": 2})
+    assert len(error.findings) == 3
+    assert all(finding.where == str(tmp_path / "config.json") for finding in error.findings)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_config_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(MegatuneError) as raised:
+        load_architecture(tmp_path)
+    assert raised.value.exit_code == ExitCode.INPUT
+
+
+def test_missing_folder_and_file_are_told_apart(tmp_path):
+    with pytest.raises(MegatuneError, match="no folder"):
+        load_architecture(tmp_path / "nowhere")
+    with pytest.raises(MegatuneError, match=r"no config\.json"):
+        load_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_map_names_what_transformers_has(model_dir, family, tied):
+    """Names and shapes of all parameters, no more and no fewer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = model_dir(family, tied=tied)
+    architecture = load_architecture(folder)
+    declared = {
+        tensor.name.format(layer=layer): hf_shape(tensor, architecture)
+        for weight in FAMILIES[family].weight_map(architecture)
+        for layer in (range(architecture.num_layers) if weight.per_layer else [0])
+        for tensor in weight.hf
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    assert declared == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> tuple[Architecture, int]:
+    """A decoder, and a tensor-parallel size that its heads allow."""
+    tp_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    groups = draw(st.sampled_from([n for n in range(1, 13) if n % tp_size == 0 or tp_size % n == 0]))
+    # Both the key/value heads and tp divide the query heads.
+    heads = groups * tp_size * draw(st.integers(1, 2))
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    architecture = Architecture(
+        model_type=family,
+        num_layers=2,
+        hidden_size=draw(st.integers(1, 40)),
+        ffn_hidden_size=tp_size * draw(st.integers(1, 20)),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=2 * draw(st.integers(1, 9)) * tp_size,
+        vocab_size=draw(st.integers(1, 700)),
+        max_position_embeddings=16,
+        norm_epsilon=1e-6,
+        rotary_base=1e4,
+        add_qkv_bias=family == "qwen2",
+        qk_layernorm=family == "qwen3",
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    return architecture, tp_size
+
+
+@given(architectures())
+def test_segments_cover_every_row_exactly_once(case):
+    architecture, tp_size = case
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        covered: dict[str, list[range]] = {}
+        for tp_rank in range(tp_size):
+            mine = segments(weight, architecture, tp_size, tp_rank, layer=1)
+            shape = engine_shape(weight, architecture, tp_size)
+            dim = 1 if weight.layout is Layout.COLUMNS else 0
+            assert {segment.dim for segment in mine} <= {dim}
+            size = sum(segment.stop - segment.start for segment in mine)
+            # Padding of the vocabulary is in no segment; everything else is full.
+            assert size <= shape[dim] if weight.layout is Layout.VOCABULARY else size == shape[dim]
+            if weight.layout is Layout.REPLICATED and tp_rank > 0:
+                continue
+            for segment in mine:
+                covered.setdefault(segment.name, []).append(range(segment.start, segment.stop))
+        for tensor in weight.hf:
+            rows = sorted(row for part in covered[tensor.name.format(layer=1)] for row in part)
+            dim = 1 if weight.layout is Layout.COLUMNS else 0
+            assert rows == list(range(hf_shape(tensor, architecture)[dim]))
+
+
+@given(vocab_size=st.integers(1, 300_000), tp_size=st.integers(1, 64))
+def test_padded_vocabulary_is_equal_on_every_rank(vocab_size, tp_size):
+    padded = padded_vocab_size(vocab_size, tp_size)
+    assert padded >= vocab_size
+    assert padded % tp_size == 0
+    assert padded - vocab_size < 128 * tp_size
+    assert padded % 128 == 0
