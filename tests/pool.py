@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -97,6 +98,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             pipe.send(_answer(*pipe.recv()))
@@ -119,3 +121,5 @@ def _answer(rank: int, world_size: int, store_path: str, path: list[str], call: 
     finally:
         with contextlib.suppress(Exception):
             groups.leave()
+        # Process groups have threads, and go only with the last model that refers to them.
+        gc.collect()

@@ -220,7 +220,15 @@ def test_everything_wrong_is_said_at_once_before_anything_starts(run_file: Path,
         file.write("lerning_rate: 1e-5\npacking: true\nsequence_parallel: maybe\n")
     code, output = megatune("train", run_file, "tensor_model_parallel_size=3", "warmup_ratio=2", cache=tmp_path)
     assert code == 64
-    for expected in ("lerning_rate", "learning_rate", "packing", "maybe", "warmup_ratio", "4 attention heads", "run.yaml:16"):
+    for expected in (
+        "lerning_rate",
+        "learning_rate",
+        "packing",
+        "maybe",
+        "warmup_ratio",
+        "4 attention heads",
+        "run.yaml:16",
+    ):
         assert expected in output, output
     assert "Traceback" not in output
     assert not (tmp_path / "out").exists()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatune.config.settings import ParallelSettings
 from megatune.engine import device
@@ -153,6 +154,8 @@ def barrier() -> None:
 
 def leave() -> None:
     """Take the groups down, so that the process can end or build other ones."""
+    # It remembers embeddings of every model, and they their groups.
+    RotaryEmbedding.forward.cache_clear()
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -75,8 +76,10 @@ def build_optimizer(
     for group in optimizer.param_groups:
         # Megatron-LM's scheduler does this; the optimizer alone would decay norms and biases, too.
         group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
-    # The loss is scaled where Megatron-Core's schedules start the backward pass.
-    model[0].config.grad_scale_func = optimizer.scale_loss
+    # The loss is scaled where Megatron-Core's schedules start the backward pass. The model must not hold the optimizer:
+    # that holds the model through autograd nodes, a circle that Python's collector cannot see and never frees.
+    scale_loss = weakref.WeakMethod(optimizer.scale_loss)
+    model[0].config.grad_scale_func = lambda loss: scale_loss()(loss)  # type: ignore[misc]
     _init_state(optimizer, settings)
     return optimizer
 
