@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("words", nargs="*", metavar="MODEL", help="folder of the checkpoint")
     _add_options(parser)
-    parser.set_defaults(run=run, takes_settings=True)
+    parser.set_defaults(run=run)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

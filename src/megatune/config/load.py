@@ -146,7 +146,7 @@ class _Reading:
 
 def _unknown_key(entry: Entry, dialect: Dialect) -> Finding:
     near = difflib.get_close_matches(entry.key.lower(), [*dialect.keys, *dialect.not_built], n=1, cutoff=0.6)
-    mend = f"did you mean {near[0]}?" if near else "remove it; `megatune explain` lists every setting"
+    mend = f"did you mean {near[0]}?" if near else "remove it; docs/settings.md lists every setting"
     return Finding(f"unknown setting {entry.key!r}", entry.where, mend=mend)
 
 

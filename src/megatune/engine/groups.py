@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -51,10 +52,13 @@ def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *
     limit = datetime.timedelta(seconds=timeout)
     device.select(local_rank)
     try:
+        # torchrun may keep a store at that address already, and says so.
+        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = torch.distributed.TCPStore(
-            address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False
+            address, port, world_size, is_master=hosts, timeout=limit, wait_for_workers=False
         )
-        meet(store, rank, world_size, timeout=timeout)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        meet(torch.distributed.PrefixStore(f"megatune/{attempt}", store), rank, world_size, timeout=timeout)
     except (torch.distributed.DistError, RuntimeError) as error:
         raise MegatuneError(
             Finding(

@@ -21,7 +21,9 @@ class RunSettings(Group):
         "12 bytes per parameter more.",
     )
     overwrite_output_dir: bool = setting(
-        False, advice="Start from the first step even where output_dir holds checkpoints to resume from."
+        False,
+        advice="Start from the first step even where output_dir holds checkpoints to resume from; they are deleted. With "
+        "resume_from_checkpoint naming one of them, delete those of later steps.",
     )
     resume_from_checkpoint: bool | str | None = setting(
         None,
