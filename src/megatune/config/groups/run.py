@@ -22,8 +22,8 @@ class RunSettings(Group):
     )
     overwrite_output_dir: bool = setting(
         False,
-        advice="Start from the first step even where output_dir holds checkpoints to resume from; they are deleted. With "
-        "resume_from_checkpoint naming one of them, delete those of later steps.",
+        advice="Start from the first step even where output_dir holds checkpoints to resume from; they are deleted. "
+        "With resume_from_checkpoint naming one of them, delete those of later steps.",
     )
     resume_from_checkpoint: bool | str | None = setting(
         None,
