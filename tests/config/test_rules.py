@@ -135,6 +135,12 @@ WRONG = [
         "    mend: write gradient_accumulation_steps: 4",
     ),
     (
+        ["output_dir=./m/"],
+        "output_dir is model_name_or_path, './m/'\n"
+        "    why: the final model is written into output_dir, over the weights that the run starts from\n"
+        "    mend: write another output_dir",
+    ),
+    (
         ["sequence_parallel=true"],
         "sequence_parallel: true with tensor_model_parallel_size 1\n"
         "    why: it splits the sequence over the tensor-parallel processes; there is one\n"

@@ -58,13 +58,14 @@ class DataSettings(Group):
         None,
         unit="processes",
         ge=1,
-        advice="Processes that turn text into tokens. null chooses by the size of the data.",
+        advice="Processes that turn text into tokens. null takes one. More take seconds to start, so they pay for "
+        "large data only.",
     )
     dataloader_num_workers: int = setting(
         0,
-        unit="threads",
+        unit="processes",
         ge=0,
-        advice="Workers that prepare batches ahead of the step. 0 prepares them in the step's process.",
+        advice="Processes that prepare batches ahead of the step. 0 prepares them in the step's process.",
     )
     dataloader_pin_memory: bool = setting(
         True, advice="Keep batches in page-locked memory, from where copies to a GPU overlap with computing."

@@ -17,7 +17,9 @@ class LoggingSettings(Group):
     report_to: list[Literal["tensorboard", "none"]] = setting(
         ["tensorboard"], advice="tensorboard writes event files to output_dir/runs; none writes only the log files."
     )
-    plot_loss: bool = setting(True, advice="Draw the loss to output_dir/training_loss.png when training ends.")
+    plot_loss: bool = setting(
+        True, advice="Draw the loss to output_dir/training_loss.png, while training and at its end."
+    )
 
 
 class CheckpointSettings(Group):

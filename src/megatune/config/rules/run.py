@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator
 
 from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
@@ -23,6 +24,18 @@ def required(context: Context) -> Iterator[Problem]:
     if not settings.run.output_dir:
         mend = "write output_dir: FOLDER, for checkpoints, logs and the final model"
         yield Problem(("run.output_dir",), "output_dir is missing", "", mend)
+
+
+def own_folder(context: Context) -> Iterator[Problem]:
+    """The final model is written into output_dir itself, and would replace the one that the run starts from."""
+    model, output = context.settings.model.model_name_or_path, context.settings.run.output_dir
+    if model and output and os.path.abspath(model) == os.path.abspath(output):
+        yield Problem(
+            ("run.output_dir", "model.model_name_or_path"),
+            f"output_dir is model_name_or_path, {output!r}",
+            "the final model is written into output_dir, over the weights that the run starts from",
+            "write another output_dir",
+        )
 
 
 def fresh_start(context: Context) -> Iterator[Problem]:
@@ -115,4 +128,4 @@ def reports(context: Context) -> Iterator[Problem]:
         yield Problem(("logging.report_to",), what, "", "remove none")
 
 
-RULES: tuple[Rule, ...] = (required, fresh_start, trained_turns, held_out, evaluation, best_model, reports)
+RULES: tuple[Rule, ...] = (required, own_folder, fresh_start, trained_turns, held_out, evaluation, best_model, reports)
