@@ -68,7 +68,7 @@ def measure_rank(context: RankContext, payload: dict[str, Any]) -> None:
     )
     architecture = load_architecture(payload["model"])
     place = groups.build(settings.parallel, seed=0, timeout=120.0)
-    model = build_model(architecture, settings.parallel, settings.precision)
+    model = build_model(architecture, settings)
     parameters = local_parameters(model, architecture, place)
     weights = sum(local.parameter.numel() * local.parameter.element_size() for local in parameters)
     for local in parameters:

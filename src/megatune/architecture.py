@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +14,77 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRopeScaling:
+    """YaRN (arXiv:2309.00071), as Transformers' rope_type "yarn".
+
+    Attributes:
+        attention_factor: multiplies cosine and sine.
+        truncate: whether the corrected dimensions are rounded to whole ones.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOfExperts:
+    """Sparse feed-forward layers: a router sends each token to its best experts.
+
+    Attributes:
+        layers: whether each layer is sparse; the others have a dense feed-forward.
+        moe_ffn_hidden_size: of one routed expert.
+        shared_expert_intermediate_size: of all shared experts together; 0 where there are none.
+        shared_expert_gate: a sigmoid gate weighs the shared experts' output (Qwen2-MoE).
+        score_function: of the router's logits.
+        pre_softmax: the softmax is over all experts, and what the chosen ones get of it is used as it is; otherwise
+            the chosen experts' shares are normalized to 1. For "sigmoid" False, always.
+        num_groups, group_topk: experts are chosen among those of the best groups (DeepSeek-V3); 0 where not.
+        topk_scaling_factor: multiplies the shares of the chosen experts.
+        expert_bias: a bias takes part in choosing experts, not in weighing them (DeepSeek-V3).
+    """
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    router_topk: int
+    moe_ffn_hidden_size: int
+    shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = False
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    pre_softmax: bool = False
+    num_groups: int = 0
+    group_topk: int = 0
+    topk_scaling_factor: float = 1.0
+    expert_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiLatentAttention:
+    """Attention whose keys and values come from one narrow latent vector a token (DeepSeek-V2, arXiv:2405.04434).
+
+    Attributes:
+        q_lora_rank: width of the queries' latent; None where queries are projected at once.
+        kv_lora_rank: width of the latent of keys and values.
+        qk_head_dim: channels of a head's query and key without rotary embedding.
+        qk_pos_emb_head_dim: channels of a head's query, and of the one key that all heads share, with it.
+        v_head_dim: channels of a head's value.
+        softmax_scale: multiplies the scores.
+        rope_interleaved: rotary embedding turns neighbouring channels, not those half the dimension apart.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    rope_interleaved: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +99,8 @@ class Architecture:
         qk_layernorm: an RMSNorm over each head's query and key, before rotary embedding.
         tie_word_embeddings: the output layer is the word embedding, transposed.
         torch_dtype: the dtype the checkpoint was published in ("bfloat16", "float16", "float32").
+        moe: None for a dense model.
+        mla: None for grouped-query attention. With it, kv_channels is the channels that rotary embedding turns.
     """
 
     model_type: str
@@ -40,12 +114,18 @@ class Architecture:
     max_position_embeddings: int
     norm_epsilon: float
     rotary_base: float
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: Llama3RopeScaling | YarnRopeScaling | None = None
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     torch_dtype: str = "bfloat16"
+    moe: MixtureOfExperts | None = None
+    mla: MultiLatentAttention | None = None
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, is sparse."""
+        return self.moe is not None and self.moe.layers[layer]
 
     @property
     def query_size(self) -> int:

@@ -39,7 +39,7 @@ def assemble(model_dir: str | Path, settings: Settings) -> Assembly:
     """
     architecture = load_architecture(model_dir)
     place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
-    model = build_model(architecture, settings.parallel, settings.precision)
+    model = build_model(architecture, settings)
     parameters = local_parameters(model, architecture, place)
     load_weights(model_dir, parameters, architecture, place)
     # After the weights: master weights are made from them.

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.parameters import LocalParameter
 from megatune.bridge.safetensors_writer import SafetensorsWriter, TensorEntry
-from megatune.engine.groups import Place, data_parallel_group, tensor_parallel_group
+from megatune.engine.groups import Place, replica_group, tensor_parallel_group
 from megatune.engine.optimizer import MainShard
 from megatune.families.weights import Layout
 
@@ -153,7 +153,7 @@ class _Writing:
         files = self._plan()
         written = []
         for file in files:
-            ours = file.dp_rank == self.place.dp_rank
+            ours = file.dp_rank == self.place.replica_rank
             if not ours and not reduces_over_dp:
                 continue
             if ours and file.tp_rank == self.place.tp_rank:
@@ -182,7 +182,7 @@ class _Writing:
             groups[-1].append(local)
             size += num_bytes
         first, total = self._number(len(groups))
-        dp, tp = self.place.dp_size, self.place.tp_size
+        dp, tp = self.place.replica_size, self.place.tp_size
         return [
             _File(
                 f"{self.stem}.safetensors"
@@ -220,7 +220,7 @@ class _Writing:
                 mine = provide(local, kind)
                 if reduces_over_dp:
                     _add_disjoint(mine, file.dp_rank)
-                    if file.dp_rank != self.place.dp_rank:
+                    if file.dp_rank != self.place.replica_rank:
                         continue
                 slices = self._gather(local, mine, file.tp_rank)
                 if slices is not None:
@@ -264,7 +264,7 @@ class _Writing:
         }
         gathered: list[dict[str, tuple[str, int]]] = [{}] * self.place.world_size
         torch.distributed.all_gather_object(
-            gathered, mine if (self.place.tp_rank, self.place.dp_rank) == (0, 0) else {}
+            gathered, mine if (self.place.tp_rank, self.place.replica_rank) == (0, 0) else {}
         )
         merged = {name: value for part in gathered for name, value in part.items()}
         if self.place.rank != 0 or len({file for file, _ in merged.values()}) == 1:
@@ -283,4 +283,4 @@ class _Writing:
 
 def _add_disjoint(values: Tensor, dp_rank: int) -> None:
     """Put together parts that are zero where another rank's are not, on `dp_rank`; bit for bit, signs of zero too."""
-    torch.distributed.reduce(values.view(torch.int32), group=data_parallel_group(), group_dst=dp_rank)
+    torch.distributed.reduce(values.view(torch.int32), group=replica_group(), group_dst=dp_rank)

@@ -7,9 +7,11 @@ from functools import cache
 from pydantic import Field
 
 from megatune.config.groups.data import BatchSettings, DataSettings
+from megatune.config.groups.experts import ExpertSettings
 from megatune.config.groups.optimizer import OptimizerSettings, PrecisionSettings
 from megatune.config.groups.output import CheckpointSettings, EvaluationSettings, LoggingSettings
 from megatune.config.groups.parallel import ParallelSettings
+from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.setting import Group, SettingInfo, describe
 
@@ -24,6 +26,9 @@ class Settings(Group):
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     precision: PrecisionSettings = Field(default_factory=PrecisionSettings)
     parallel: ParallelSettings = Field(default_factory=ParallelSettings)
+    experts: ExpertSettings = Field(default_factory=ExpertSettings)
+    recompute: RecomputeSettings = Field(default_factory=RecomputeSettings)
+    performance: PerformanceSettings = Field(default_factory=PerformanceSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
@@ -43,6 +48,9 @@ GROUPS: dict[str, type[Group]] = {
     "optimizer": OptimizerSettings,
     "precision": PrecisionSettings,
     "parallel": ParallelSettings,
+    "experts": ExpertSettings,
+    "recompute": RecomputeSettings,
+    "performance": PerformanceSettings,
     "logging": LoggingSettings,
     "checkpoint": CheckpointSettings,
     "evaluation": EvaluationSettings,

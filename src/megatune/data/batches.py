@@ -6,7 +6,7 @@ Shapes: b = micro_batch_size, s = padded sequence length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,12 +25,17 @@ class Batch:
     Attributes:
         input_ids: int64 [b, s], padded at the right.
         labels: int64 [b, s], shifted; IGNORE_INDEX where nothing is trained.
-        position_ids: int64 [b, s], 0 to s - 1 in every row.
+        position_ids: int64 [b, s], counted from 0 in every document.
+        lengths: real tokens of each document. Without packing a document is a row, b of them.
+        cu_seqlens: packed rows only, which come as one long row, b = 1: int32 [documents + 1], where documents begin,
+            and s at the end; padding follows the real tokens of its document. None where every row is one document.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor | None = None
 
     @property
     def num_trained(self) -> int:
@@ -39,7 +44,12 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory (called by torch's DataLoader)."""
-        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), self.position_ids.pin_memory())
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            labels=self.labels.pin_memory(),
+            position_ids=self.position_ids.pin_memory(),
+        )
 
 
 def step_batches(
@@ -178,4 +188,5 @@ def _collate(rows: list[Row], batch_size: int, length: int, pad_token_id: int) -
         input_ids[i, : len(row.input_ids)] = row.input_ids
         labels[i, : len(row.labels) - 1] = row.labels[1:]
     position_ids = torch.arange(length).expand(batch_size, length).contiguous()
-    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), position_ids)
+    lengths = tuple(len(row.input_ids) for row in rows) + (0,) * (batch_size - len(rows))
+    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), position_ids, lengths)

@@ -23,7 +23,16 @@ _store: torch.distributed.Store | None = None
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this rank stands in the layout."""
+    """Where this rank stands in the layout.
+
+    Attributes:
+        dp_rank, dp_size: among the ranks that get different rows.
+        cp_rank, cp_size: among those that share the tokens of a row.
+        replica_rank, replica_size: among those that hold copies of the same weights, experts aside: dp times cp.
+        ep_rank, ep_size: among those that hold different experts.
+        etp_rank, etp_size: among those that hold slices of the same experts.
+        expert_replica_rank, expert_replica_size: among those that hold copies of the same experts.
+    """
 
     rank: int
     world_size: int
@@ -33,6 +42,16 @@ class Place:
     pp_size: int
     dp_rank: int
     dp_size: int
+    cp_rank: int
+    cp_size: int
+    replica_rank: int
+    replica_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    expert_replica_rank: int
+    expert_replica_size: int
 
     @property
     def is_last_stage(self) -> bool:
@@ -89,6 +108,9 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> Place:
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
         distributed_timeout_minutes=max(1, int(timeout // 60)),
     )
     torch.manual_seed(seed)
@@ -107,6 +129,16 @@ def place() -> Place:
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        replica_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        replica_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        expert_replica_rank=parallel_state.get_expert_data_parallel_rank(),
+        expert_replica_size=parallel_state.get_expert_data_parallel_world_size(),
     )
 
 
@@ -115,9 +147,19 @@ def tensor_parallel_group() -> torch.distributed.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def data_parallel_group() -> torch.distributed.ProcessGroup:
-    """The ranks that hold copies of the same slices."""
-    return parallel_state.get_data_parallel_group()
+def replica_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold copies of the same slices, experts aside."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def expert_tensor_parallel_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold slices of the same experts."""
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def expert_replica_group() -> torch.distributed.ProcessGroup:
+    """The ranks that hold copies of the same slices of experts."""
+    return parallel_state.get_expert_data_parallel_group()
 
 
 def rank() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -12,19 +11,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatune.engine.sequences import MicroBatch, share, whole_rows
+
 # Token losses fp32 [b, s] and labels int64 [b, s] -> the sum over trained tokens and their number, both scalars.
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class MicroBatch(Protocol):
-    """Token rows of one micro-batch, int64 [b, s]. `labels` are shifted: labels[:, t] is to be predicted at t."""
-
-    @property
-    def input_ids(self) -> Tensor: ...
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def position_ids(self) -> Tensor: ...
 
 
 def forward_backward(
@@ -76,14 +66,21 @@ def logits(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatc
     """
     found: list[Tensor] = []
 
-    def collect(output: Tensor, non_loss_data: bool) -> Tensor:
-        assert non_loss_data
-        found.append(output)
-        return output
+    def forward_step(
+        iterator: Iterator[MicroBatch], chunk: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
+        mine = share(next(iterator))
+
+        def collect(output: Tensor, non_loss_data: bool) -> Tensor:
+            assert non_loss_data
+            found.append(whole_rows(output, mine.sequences.boundaries))
+            return output
+
+        return chunk(input_ids=mine.input_ids, sequences=mine.sequences), collect
 
     b, s = batches[0].input_ids.shape
     get_forward_backward_func()(
-        forward_step_func=lambda iterator, chunk: (_forward(next(iterator), chunk, with_labels=False), collect),
+        forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in model] if len(model) > 1 else iter(batches),
         model=list(model) if len(model) > 1 else model[0],
         num_microbatches=len(batches),
@@ -95,27 +92,16 @@ def logits(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatc
     return found
 
 
-def _forward(batch: MicroBatch, chunk: torch.nn.Module, *, with_labels: bool) -> Tensor:
-    device = torch.cuda.current_device()
-    # A label that is not trained needs some row of the vocabulary; its loss is left out afterwards.
-    labels = batch.labels.to(device, non_blocking=True).clamp(min=0) if with_labels else None
-    return chunk(
-        input_ids=batch.input_ids.to(device, non_blocking=True),
-        position_ids=batch.position_ids.to(device, non_blocking=True),
-        attention_mask=None,
-        labels=labels,
-    )
-
-
 def _forward_step(
     loss_function: LossFunction, iterator: Iterator[MicroBatch], chunk: torch.nn.Module
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-    batch = next(iterator)
-    return _forward(batch, chunk, with_labels=True), partial(_loss, loss_function, batch)
+    mine = share(next(iterator))
+    output = chunk(input_ids=mine.input_ids, sequences=mine.sequences, labels=mine.labels)
+    return output, partial(_loss, loss_function, mine.labels)
 
 
-def _loss(loss_function: LossFunction, batch: MicroBatch, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    loss, num_tokens = loss_function(token_losses, batch.labels.to(token_losses.device))
+def _loss(loss_function: LossFunction, labels: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    loss, num_tokens = loss_function(token_losses, labels)
     # The schedule scales the loss in place for fp16; what is reported must be a copy.
     report = torch.stack((loss.detach().double(), num_tokens.double()))
     return loss, num_tokens.int(), report

@@ -58,7 +58,8 @@ def _batch(samples: Sequence[Sample], rows: int, length: int) -> Batch:
         size = len(sample.input_ids)
         input_ids[row, :size] = torch.tensor(sample.input_ids)
         labels[row, : size - 1] = torch.tensor(sample.labels[1:])
-    return Batch(input_ids, labels, torch.arange(length).expand(rows, length).contiguous())
+    lengths = tuple(len(sample.input_ids) for sample in samples) + (0,) * (rows - len(samples))
+    return Batch(input_ids, labels, torch.arange(length).expand(rows, length).contiguous(), lengths)
 
 
 def measure(

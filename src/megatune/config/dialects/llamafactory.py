@@ -14,6 +14,7 @@ KEYS: dict[str, str] = {
     "seed": "run.seed",
     "num_processes": "run.num_processes",
     "ddp_timeout": "run.ddp_timeout",
+    "check_agreement_interval": "run.check_agreement_interval",
     "run_name": "run.run_name",
     # model
     "model_name_or_path": "model.model_name_or_path",
@@ -25,6 +26,8 @@ KEYS: dict[str, str] = {
     "eval_dataset": "data.eval_dataset",
     "template": "data.template",
     "cutoff_len": "data.cutoff_len",
+    "packing": "data.packing",
+    "neat_packing": "data.packing",
     "max_samples": "data.max_samples",
     "val_size": "data.val_size",
     "train_on_prompt": "data.train_on_prompt",
@@ -54,11 +57,16 @@ KEYS: dict[str, str] = {
     "adam_beta2": "optimizer.adam_beta2",
     "adam_epsilon": "optimizer.adam_epsilon",
     "sgd_momentum": "optimizer.sgd_momentum",
+    "exp_avg_dtype": "optimizer.exp_avg_dtype",
+    "exp_avg_sq_dtype": "optimizer.exp_avg_sq_dtype",
+    "optimizer_cpu_offload": "optimizer.optimizer_cpu_offload",
+    "optimizer_offload_fraction": "optimizer.optimizer_offload_fraction",
     "num_train_epochs": "optimizer.num_train_epochs",
     "max_steps": "optimizer.max_steps",
     # precision
     "bf16": "precision.bf16",
     "fp16": "precision.fp16",
+    "accumulate_allreduce_grads_in_fp32": "precision.accumulate_allreduce_grads_in_fp32",
     # parallel
     "tensor_model_parallel_size": "parallel.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "parallel.pipeline_model_parallel_size",
@@ -68,8 +76,42 @@ KEYS: dict[str, str] = {
     "overlap_grad_reduce": "parallel.overlap_grad_reduce",
     "overlap_param_gather": "parallel.overlap_param_gather",
     "overlap_p2p_comm": "parallel.overlap_p2p_comm",
-    "bias_activation_fusion": "parallel.bias_activation_fusion",
-    "apply_rope_fusion": "parallel.apply_rope_fusion",
+    "context_parallel_size": "parallel.context_parallel_size",
+    "cp_comm_type": "parallel.cp_comm_type",
+    "expert_model_parallel_size": "parallel.expert_model_parallel_size",
+    "expert_tensor_parallel_size": "parallel.expert_tensor_parallel_size",
+    "decoder_first_pipeline_num_layers": "parallel.decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers": "parallel.decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split": "parallel.account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "parallel.account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout": "parallel.pipeline_model_parallel_layout",
+    # experts
+    "moe_token_dispatcher_type": "experts.moe_token_dispatcher_type",
+    "moe_grouped_gemm": "experts.moe_grouped_gemm",
+    "moe_router_load_balancing_type": "experts.moe_router_load_balancing_type",
+    "moe_aux_loss_coeff": "experts.moe_aux_loss_coeff",
+    "moe_z_loss_coeff": "experts.moe_z_loss_coeff",
+    "moe_router_dtype": "experts.moe_router_dtype",
+    "moe_router_topk": "experts.moe_router_topk",
+    "moe_router_pre_softmax": "experts.moe_router_pre_softmax",
+    "moe_router_bias_update_rate": "experts.moe_router_bias_update_rate",
+    "moe_expert_capacity_factor": "experts.moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity": "experts.moe_pad_expert_input_to_capacity",
+    "moe_shared_expert_overlap": "experts.moe_shared_expert_overlap",
+    # recompute
+    "recompute_granularity": "recompute.recompute_granularity",
+    "recompute_method": "recompute.recompute_method",
+    "recompute_num_layers": "recompute.recompute_num_layers",
+    "recompute_modules": "recompute.recompute_modules",
+    "moe_layer_recompute": "recompute.moe_layer_recompute",
+    # performance
+    "attention_backend": "performance.attention_backend",
+    "bias_activation_fusion": "performance.bias_activation_fusion",
+    "apply_rope_fusion": "performance.apply_rope_fusion",
+    "cross_entropy_loss_fusion": "performance.cross_entropy_loss_fusion",
+    "gradient_accumulation_fusion": "performance.gradient_accumulation_fusion",
+    "manual_gc": "performance.manual_gc",
+    "manual_gc_interval": "performance.manual_gc_interval",
     # logging
     "logging_steps": "logging.logging_steps",
     "report_to": "logging.report_to",
@@ -87,16 +129,10 @@ KEYS: dict[str, str] = {
     "load_best_model_at_end": "evaluation.load_best_model_at_end",
 }
 
-_MOE = "mixture of experts is not built yet; dense models have no use for it"
-_RECOMPUTE = (
-    "recomputing activations is not built yet; a smaller batch, a shorter cutoff_len or a larger layout saves memory"
-)
-_PACKING = "packing several conversations into one row is not built yet; every row holds one"
 _STREAMING = "data sets are read whole; streaming is not built yet"
 _MIXING = "data sets are used whole, one after the other, and then shuffled; mixing by probability is not built yet"
 _VISION = "vision-language models are not built yet; only text is read"
 _LORA = "LoRA is not built yet"
-_PIPELINE_SPLIT = "every pipeline stage holds the same number of layers; another split is not built yet"
 _TOKEN_MEAN = (
     "the loss is always divided by the global number of trained tokens, once; any other mean weighs tokens unequally"
 )
@@ -126,8 +162,6 @@ NOT_BUILT: dict[str, Refused] = {
         off=(True,),
     ),
     # Data.
-    "packing": Refused(_PACKING, off=(False,)),
-    "neat_packing": Refused(_PACKING, off=(False,)),
     "streaming": Refused(_STREAMING, off=(False,)),
     "mix_strategy": Refused(_MIXING, off=("concat",)),
     "interleave_probs": Refused(_MIXING),
@@ -146,21 +180,6 @@ NOT_BUILT: dict[str, Refused] = {
     "freeze_multi_modal_projector": Refused(_VISION),
     "freeze_language_model": Refused(_VISION, off=(False,)),
     # Megatron.
-    "context_parallel_size": Refused("context parallelism is not built yet", off=(1,)),
-    "expert_model_parallel_size": Refused(_MOE, off=(1,)),
-    "expert_tensor_parallel_size": Refused(_MOE, off=(1,)),
-    "recompute_granularity": Refused(_RECOMPUTE),
-    "recompute_method": Refused(_RECOMPUTE),
-    "recompute_num_layers": Refused(_RECOMPUTE),
-    "recompute_modules": Refused(_RECOMPUTE),
-    "moe_layer_recompute": Refused(_MOE, off=(False,)),
-    "moe_grouped_gemm": Refused(_MOE, off=(False,)),
-    "moe_token_dispatcher_type": Refused(_MOE),
-    "moe_aux_loss_coeff": Refused(_MOE),
-    "moe_router_dtype": Refused(_MOE),
-    "account_for_embedding_in_pipeline_split": Refused(_PIPELINE_SPLIT, off=(False,)),
-    "account_for_loss_in_pipeline_split": Refused(_PIPELINE_SPLIT, off=(False,)),
-    "pipeline_model_parallel_layout": Refused(_PIPELINE_SPLIT),
     "calculate_per_token_loss": Refused(_TOKEN_MEAN, off=(True,)),
     "transformer_impl": Refused(
         "the engine's own layers are used, on every machine; Transformer Engine is not needed", off=("local",)
@@ -178,8 +197,12 @@ NOT_BUILT: dict[str, Refused] = {
     "lora_target": Refused(_LORA),
     "deepspeed": Refused("Megatron-Core shards the optimizer itself: see use_distributed_optimizer"),
     "fsdp": Refused("Megatron-Core shards the optimizer itself: see use_distributed_optimizer"),
-    "flash_attn": Refused("attention always takes PyTorch's fastest kernel for the machine", off=("auto", "sdpa")),
-    "gradient_checkpointing": Refused(_RECOMPUTE, off=(False,)),
+    "flash_attn": Refused(
+        "the key `attention_backend` chooses the kernel", off=("auto", "sdpa"), mend="write attention_backend: auto"
+    ),
+    "gradient_checkpointing": Refused(
+        "Megatron-Core's keys say what is recomputed", off=(False,), mend="write recompute_granularity: full"
+    ),
     "optim": Refused(
         "the key `optimizer` chooses the optimizer: adam (AdamW) or sgd",
         off=("adamw_torch", "adamw_torch_fused"),

@@ -25,6 +25,12 @@ class DataSettings(Group):
         advice="Longer conversations are cut to this length. Memory of activations grows in proportion to it; set it "
         "to the longest example worth keeping.",
     )
+    packing: bool = setting(
+        False,
+        advice="Put several samples into one row of up to cutoff_len tokens, so that little is padding. Each attends "
+        "to itself only and counts positions from 0: the gradients are those of unpacked rows. Rows in a batch then "
+        "hold many samples each: lower the batch size.",
+    )
     max_samples: int | None = setting(
         None, unit="rows", ge=1, advice="Use at most this many rows of each data set. Set it small to try a run out."
     )

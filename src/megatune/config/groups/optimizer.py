@@ -75,6 +75,23 @@ class OptimizerSettings(Group):
         advice="Ends training after this many steps, whatever num_train_epochs says. -1 leaves it to that.",
     )
 
+    exp_avg_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        advice="dtype of Adam's mean of gradients. bf16 saves 2 bytes a parameter and rounds.",
+    )
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        advice="dtype of Adam's mean of squared gradients. bf16 saves 2 bytes a parameter and rounds.",
+    )
+    optimizer_cpu_offload: bool = setting(
+        False,
+        advice="Keep the optimizer's state in the host's memory and update there. Saves 12 bytes a parameter of GPU "
+        "memory; each step takes as long as the host needs for its share.",
+    )
+    optimizer_offload_fraction: float = setting(
+        1.0, gt=0, le=1, advice="With optimizer_cpu_offload: the share of the parameters that is kept there."
+    )
+
 
 class PrecisionSettings(Group):
     bf16: bool = setting(
@@ -85,6 +102,12 @@ class PrecisionSettings(Group):
     fp16: bool = setting(
         False,
         advice="Compute in float16 with loss scaling. For GPUs without bfloat16; steps that overflow are skipped.",
+    )
+
+    accumulate_allreduce_grads_in_fp32: bool = setting(
+        True,
+        advice="With bf16 or fp16: add and exchange gradients in float32. false does so in the model's dtype: 2 bytes "
+        "a parameter and half the exchange less, with rounding at every addition.",
     )
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from megatune.config.setting import Group, setting
 
 
@@ -49,17 +51,88 @@ class ParallelSettings(Group):
     overlap_p2p_comm: bool = setting(
         True, advice="With virtual stages, exchange activations between stages while computing."
     )
-    bias_activation_fusion: bool = setting(
-        False, advice="Compute the feed-forward's activation in one pass over memory where that is possible."
+    context_parallel_size: int = setting(
+        1,
+        unit="processes",
+        ge=1,
+        advice="Splits the sequence of every row over this many processes, in all layers. For rows so long that their "
+        "activations do not fit otherwise; the processes hold the same weights, and exchange keys and values.",
     )
-    apply_rope_fusion: bool = setting(
-        False, advice="Compute rotary embeddings in one pass over memory where that is possible."
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = setting(
+        "p2p",
+        advice="How context-parallel processes attend to each other's tokens. p2p passes keys and values around a ring "
+        "while computing; all_gather collects them first, simplest and good for few key/value heads; a2a trades "
+        "sequence for heads (Ulysses), with the least to send, and needs a head for each process.",
+    )
+    expert_model_parallel_size: int = setting(
+        1,
+        unit="processes",
+        ge=1,
+        advice="Deals the experts of each layer to this many processes, and sends tokens to them. The first choice for "
+        "large mixtures of experts; it takes data-parallel processes and leaves the global batch as it is.",
+    )
+    expert_tensor_parallel_size: int | None = setting(
+        None,
+        unit="processes",
+        ge=1,
+        advice="Splits each expert over this many processes. null takes tensor_model_parallel_size; 1 keeps experts "
+        "whole, which is faster where they fit.",
+    )
+    decoder_first_pipeline_num_layers: int | None = setting(
+        None,
+        unit="layers",
+        ge=1,
+        advice="Layers of the first pipeline stage, which also holds the word embedding. null gives it its equal share.",
+    )
+    decoder_last_pipeline_num_layers: int | None = setting(
+        None,
+        unit="layers",
+        ge=1,
+        advice="Layers of the last pipeline stage, which also computes the loss over the vocabulary. Fewer than the "
+        "others balance a large vocabulary. null gives it its equal share.",
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False,
+        advice="Count the word embedding as one layer when layers are dealt to pipeline stages: the first stage gets "
+        "one fewer.",
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False,
+        advice="Count the output layer and loss as one layer when layers are dealt to pipeline stages: the last stage "
+        "gets one fewer.",
+    )
+    pipeline_model_parallel_layout: str | None = setting(
+        None,
+        advice="Says stage by stage what each holds, stages parted by |: E the embedding, t a layer, L the loss; "
+        "t*3 repeats, (tt|)*4 too. Et*3|t*4|t*4|t*3L is 14 layers on 4 stages, or on 2 with 2 virtual stages each.",
     )
 
     @property
     def model_parallel_size(self) -> int:
         """Processes that hold one copy of the model; the world is a multiple of it."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Processes that each expert is split over."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Processes that hold one copy of all experts; the world is a multiple of it, too."""
+        return self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The whole row's length is a multiple of this: context parallelism deals two equal parts to each process, and
+        sequence parallelism cuts each one's tokens once more."""
+        parts = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return parts * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
+    def document_multiple(self) -> int:
+        """In a packed row every document begins at a multiple of this."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def num_model_chunks(self) -> int:

@@ -51,6 +51,13 @@ class RunSettings(Group):
         advice="How long a collective operation may wait for the other processes before the run is ended. Raise it "
         "for slow storage; a larger value also means that a hang is noticed later.",
     )
+    check_agreement_interval: int | None = setting(
+        None,
+        unit="steps",
+        ge=1,
+        advice="Every so many steps check that processes which hold the same weights and gradients hold the same "
+        "numbers, and end the run naming those that do not. For new machines and for hunting faults; null is off.",
+    )
     run_name: str | None = setting(
         None, advice="Name of the run in logs and in TensorBoard. null uses output_dir's name."
     )

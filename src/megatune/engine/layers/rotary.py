@@ -27,6 +27,20 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     return frequencies if architecture.rope_scaling is None else _llama3(frequencies, architecture.rope_scaling)
 
 
+def angles(position_ids: Tensor, frequencies: Tensor) -> Tensor:
+    """The angle by which each pair of channels is turned, for Megatron-Core's layers.
+
+    Args:
+        position_ids: int64 [s].
+        frequencies: fp32 [d / 2].
+
+    Returns:
+        fp32 [s, 1, 1, d], each angle at both channels of its pair, half the dimension apart.
+    """
+    turned = torch.outer(position_ids.float(), frequencies)
+    return torch.cat((turned, turned), -1)[:, None, None, :]
+
+
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     wavelengths = 2 * math.pi / frequencies
