@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -79,7 +80,7 @@ def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tenso
     if cp_size == 1:
         return torch.arange(boundaries[-1])
     parts = []
-    for start, stop in zip(boundaries, boundaries[1:], strict=False):
+    for start, stop in pairwise(boundaries):
         size, rest = divmod(stop - start, 2 * cp_size)
         assert not rest, f"a document of {stop - start} tokens is not cut into {2 * cp_size} equal parts"
         parts += [
@@ -92,7 +93,7 @@ def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tenso
 def share(batch: MicroBatch) -> Share:
     """Take this rank's tokens of the micro-batch, which is whole on every rank, to the device."""
     device = torch.cuda.current_device()
-    b, s = batch.input_ids.shape
+    s = batch.input_ids.shape[1]
     boundaries = (0, s) if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     mine = local_tokens(boundaries, rank, size)

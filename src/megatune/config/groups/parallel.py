@@ -82,7 +82,7 @@ class ParallelSettings(Group):
         None,
         unit="layers",
         ge=1,
-        advice="Layers of the first pipeline stage, which also holds the word embedding. null gives it its equal share.",
+        advice="Layers of the first pipeline stage, which also holds the word embedding. null takes an equal share.",
     )
     decoder_last_pipeline_num_layers: int | None = setting(
         None,

@@ -24,7 +24,9 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     dim = architecture.kv_channels
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / (architecture.rotary_base**exponents)
-    return frequencies if architecture.rope_scaling is None else _llama3(frequencies, architecture.rope_scaling)
+    if isinstance(architecture.rope_scaling, Llama3RopeScaling):
+        return _llama3(frequencies, architecture.rope_scaling)
+    return frequencies
 
 
 def angles(position_ids: Tensor, frequencies: Tensor) -> Tensor:
