@@ -82,14 +82,10 @@ def test_a_value_that_asks_for_nothing_passes(override):
 
 
 REFUSED = [
-    "packing=true", "neat_packing=true", "streaming=true", "mix_strategy=interleave_under", "interleave_probs=0.5,0.5",
+    "streaming=true", "mix_strategy=interleave_under", "interleave_probs=0.5,0.5",
     "tokenized_path=cache", "overwrite_cache=true", "preprocessing_batch_size=64", "image_max_pixels=262144",
     "video_fps=2", "media_dir=data", "freeze_vision_tower=true", "freeze_language_model=true", "finetuning_type=lora",
-    "finetuning_type=freeze", "stage=dpo", "context_parallel_size=2", "expert_model_parallel_size=2",
-    "expert_tensor_parallel_size=2", "recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1",
-    "recompute_modules=[core_attn]", "moe_layer_recompute=true", "moe_grouped_gemm=true",
-    "moe_token_dispatcher_type=alltoall", "moe_aux_loss_coeff=0.01", "moe_router_dtype=fp32",
-    "account_for_embedding_in_pipeline_split=true", "pipeline_model_parallel_layout=Et*3|tL", "report_to=wandb",
+    "finetuning_type=freeze", "stage=dpo", "report_to=wandb",
     "report_to=tensorboard,swanlab", "trust_remote_code=true", "transformer_impl=transformer_engine",
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "lora_rank=8",
@@ -109,20 +105,17 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("stage: dpo\npacking: true\ntransformer_impl: transformer_engine\nmoe_grouped_gemm: true\n")
+    path.write_text("stage: dpo\nstreaming: true\ntransformer_impl: transformer_engine\n")
     assert "\n".join(str(finding) for finding in load(path).findings).replace(str(path), "run.yaml") == (
         "run.yaml:1: stage: dpo is not supported\n"
         "    why: DPO is not built yet\n"
         "    mend: write stage: sft or stage: pt\n"
-        "run.yaml:2: packing: true is not supported\n"
-        "    why: packing several conversations into one row is not built yet; every row holds one\n"
-        "    mend: remove packing, or write packing: false\n"
+        "run.yaml:2: streaming: true is not supported\n"
+        "    why: data sets are read whole; streaming is not built yet\n"
+        "    mend: remove streaming, or write streaming: false\n"
         "run.yaml:3: transformer_impl: transformer_engine is not supported\n"
         "    why: the engine's own layers are used, on every machine; Transformer Engine is not needed\n"
-        "    mend: remove transformer_impl, or write transformer_impl: local\n"
-        "run.yaml:4: moe_grouped_gemm: true is not supported\n"
-        "    why: mixture of experts is not built yet; dense models have no use for it\n"
-        "    mend: remove moe_grouped_gemm, or write moe_grouped_gemm: false"
+        "    mend: remove transformer_impl, or write transformer_impl: local"
     )
 
 

@@ -81,7 +81,7 @@ def _decide_world(settings: Settings) -> tuple[World | None, tuple[Finding, ...]
     from megatune.launch.devices import count_gpus
     from megatune.launch.world import decide_world
 
-    size = settings.parallel.model_parallel_size
+    size = settings.parallel.smallest_world
     try:
         world = decide_world(size, num_processes=settings.run.num_processes, num_devices=count_gpus(), env=os.environ)
     except MegatuneError as error:

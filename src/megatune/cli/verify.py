@@ -110,7 +110,7 @@ def _world(settings: Settings) -> World:
     from megatune.launch.world import decide_world
 
     world = decide_world(
-        settings.parallel.model_parallel_size,
+        settings.parallel.smallest_world,
         num_processes=settings.run.num_processes,
         num_devices=count_gpus(),
         env=os.environ,
@@ -131,7 +131,7 @@ def _checked(loaded: Loaded, architecture: Architecture, world: World, args: arg
     parallel = loaded.settings.parallel
     # With virtual stages micro-batches come in rounds of one a stage; what the samples do not fill is padding.
     accumulation = -(-args.samples * parallel.model_parallel_size // world.world_size)
-    if parallel.virtual_pipeline_model_parallel_size:
+    if parallel.virtual_stages:
         accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     batch = BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation)
     settings = loaded.settings.model_copy(update={"batch": batch})
@@ -150,7 +150,7 @@ def _describe(settings: Settings, world: World) -> str:
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
         "pp": parallel.pipeline_model_parallel_size,
-        "vpp": parallel.virtual_pipeline_model_parallel_size or 1,
+        "vpp": parallel.virtual_stages or 1,
         "dp": world.world_size // parallel.model_parallel_size,
     }
     split = [f"{name} {size}" for name, size in sizes.items() if size > 1]

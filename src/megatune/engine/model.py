@@ -124,7 +124,7 @@ def build_model(architecture: Architecture, settings: Settings) -> list[Distribu
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         check_for_nan_in_grad=False,
     )
-    stages = parallel.virtual_pipeline_model_parallel_size
+    stages = parallel.virtual_stages
     chunks = [
         DecoderModel(architecture, config, vp_stage).to(config.params_dtype)
         for vp_stage in (range(stages) if stages else [None])

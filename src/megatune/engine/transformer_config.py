@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatune.architecture import Architecture
+from megatune.config.groups.performance import RecomputeSettings
+from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
 
@@ -19,8 +22,9 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
     return kind(
         **_model(architecture),
-        **_layout(settings.parallel),
+        **_layout(settings.parallel, architecture.num_layers),
         **_computation(settings),
+        **_recompute(settings.recompute),
     )
 
 
@@ -47,12 +51,13 @@ def _model(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _layout(parallel: ParallelSettings) -> dict[str, Any]:
-    virtual = parallel.virtual_pipeline_model_parallel_size
+def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
+    virtual = parallel.virtual_stages
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": virtual,
+        "pipeline_model_parallel_layout": _pipeline_layout(parallel, num_layers),
         "sequence_parallel": parallel.sequence_parallel,
         "context_parallel_size": parallel.context_parallel_size,
         "cp_comm_type": parallel.cp_comm_type,
@@ -84,3 +89,26 @@ def _computation(settings: Settings) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "finalize_model_grads_func": finalize_model_grads,
     }
+
+
+def _pipeline_layout(parallel: ParallelSettings, num_layers: int) -> list[list[str]] | None:
+    """What each chunk holds, written out: one way for every setting that shapes a pipeline."""
+    if parallel.pipeline_model_parallel_size == 1:
+        return None
+    return [
+        ["embedding"] * chunk.embedding + ["decoder"] * chunk.num_layers + ["loss"] * chunk.loss
+        for chunk in pipeline_chunks(parallel, num_layers)
+    ]
+
+
+def _recompute(recompute: RecomputeSettings) -> dict[str, Any]:
+    granularity = recompute.recompute_granularity
+    if granularity == "full":
+        method = recompute.recompute_method or "uniform"
+        # Without a number uniform recomputes layer by layer, and block every layer that a stage has.
+        count = recompute.recompute_num_layers or (1 if method == "uniform" else sys.maxsize)
+        return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
+    modules = list(recompute.recompute_modules) if granularity == "selective" else []
+    if recompute.moe_layer_recompute and "moe" not in modules:
+        modules.append("moe")
+    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}

@@ -93,7 +93,7 @@ def decide_world(
     """The world of a run that this process starts itself.
 
     Args:
-        model_parallel_size: processes that one copy of the model takes (tp * pp * cp).
+        model_parallel_size: processes that one copy of the model takes , and of its experts.
         num_processes: the run's processes on all machines together, as the user set it; None to decide here.
         num_devices: GPUs of this machine, 0 on a CPU machine (`devices.count_gpus`).
         env: NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT are honoured.

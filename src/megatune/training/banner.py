@@ -30,7 +30,7 @@ def banner(
         f"model      {settings.model.model_name_or_path}: {architecture.model_type}, {architecture.num_layers} layers, "
         f"{num_parameters(architecture):,} parameters"
     )
-    virtual = parallel.virtual_pipeline_model_parallel_size
+    virtual = parallel.virtual_stages
     parts = [f"tp {place.tp_size}{' + sp' if parallel.sequence_parallel else ''}", f"pp {place.pp_size}"]
     parts += [f"vpp {virtual}"] if virtual else []
     yield (

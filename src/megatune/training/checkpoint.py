@@ -130,7 +130,7 @@ def _layout(assembly: Assembly, settings: Settings) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_stages,
         "data_parallel_size": assembly.place.dp_size,
         "params_dtype": settings.precision.params_dtype,
     }

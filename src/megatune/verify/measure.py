@@ -26,7 +26,7 @@ from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 def num_micro_batches(num_samples: int, micro_batch_size: int, dp_size: int, parallel: ParallelSettings) -> int:
     """Micro-batches of each data-parallel rank: with virtual stages they come in rounds of one a pipeline stage."""
     needed = math.ceil(num_samples / (micro_batch_size * dp_size))
-    round_size = parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size else 1
+    round_size = parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1
     return math.ceil(needed / round_size) * round_size
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+from megatune.config.pipeline import parse_layout
 from megatune.config.setting import Group, setting
 
 
@@ -123,6 +125,11 @@ class ParallelSettings(Group):
         return self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
+    def smallest_world(self) -> int:
+        """The fewest processes that hold whole copies of the model and of its experts; the world is a multiple."""
+        return math.lcm(self.model_parallel_size, self.expert_parallel_size)
+
+    @property
     def sequence_multiple(self) -> int:
         """The whole row's length is a multiple of this: context parallelism deals two equal parts to each process, and
         sequence parallelism cuts each one's tokens once more."""
@@ -135,6 +142,17 @@ class ParallelSettings(Group):
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
+    def virtual_stages(self) -> int | None:
+        """Groups of layers of each pipeline stage, None for one; a written layout says it by its number of parts."""
+        if self.virtual_pipeline_model_parallel_size or not self.pipeline_model_parallel_layout:
+            return self.virtual_pipeline_model_parallel_size
+        try:
+            virtual = len(parse_layout(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size
+        except ValueError:  # refused by the rules
+            return None
+        return virtual if virtual > 1 else None
+
+    @property
     def num_model_chunks(self) -> int:
         """Groups of layers that the model is cut into, over all pipeline stages."""
-        return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+        return self.pipeline_model_parallel_size * (self.virtual_stages or 1)

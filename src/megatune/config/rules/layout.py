@@ -9,17 +9,26 @@ from megatune.config.rules.problem import Context, Problem, Rule, divisors, eith
 
 _TP = "parallel.tensor_model_parallel_size"
 _PP = "parallel.pipeline_model_parallel_size"
-_VPP = "parallel.virtual_pipeline_model_parallel_size"
+_CP = "parallel.context_parallel_size"
 
 
 def tensor_parallel_fits(architecture: Architecture, size: int) -> bool:
     """Whether tensor parallelism of this size can split the model's heads and feed-forward."""
-    groups = architecture.num_query_groups
-    return (
-        architecture.num_attention_heads % size == 0
-        and architecture.ffn_hidden_size % size == 0
-        and (groups % size == 0 or size % groups == 0)
-    )
+    return not any(remainder for _, _, remainder in _shares(architecture, size))
+
+
+def _shares(architecture: Architecture, tp: int) -> list[tuple[int, str, int]]:
+    """What tensor parallelism splits, what it is called, and what would be left over."""
+    heads, groups, moe = architecture.num_attention_heads, architecture.num_query_groups, architecture.moe
+    shares = [(heads, "attention heads", heads % tp)]
+    if architecture.mla is None:  # there every head has its own key and value
+        shares.append((groups, "key/value heads", groups % tp and tp % groups))
+    if moe is None or not all(moe.layers):
+        shares.append((architecture.ffn_hidden_size, "MLP channels", architecture.ffn_hidden_size % tp))
+    if moe is not None and moe.shared_expert_intermediate_size:
+        shared = moe.shared_expert_intermediate_size
+        shares.append((shared, "channels of the shared experts", shared % tp))
+    return shares
 
 
 def tensor_parallel(context: Context) -> Iterator[Problem]:
@@ -27,13 +36,8 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
     architecture, tp = context.architecture, context.settings.parallel.tensor_model_parallel_size
     if architecture is None or tensor_parallel_fits(architecture, tp):
         return
-    heads, groups, ffn = architecture.num_attention_heads, architecture.num_query_groups, architecture.ffn_hidden_size
-    shares = (
-        (heads, "attention heads", heads % tp),
-        (groups, "key/value heads", groups % tp and tp % groups),
-        (ffn, "MLP channels", ffn % tp),
-    )
-    unequal = [f"{number} {name}" for number, name, remainder in shares if remainder]
+    unequal = [f"{number} {name}" for number, name, remainder in _shares(architecture, tp) if remainder]
+    heads = architecture.num_attention_heads
     valid = nearest(tp, (size for size in divisors(heads) if tensor_parallel_fits(architecture, size)))
     yield Problem(
         (_TP,),
@@ -41,55 +45,6 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
         "each process takes an equal, whole share; key/value heads may also be shared by several processes",
         f"write tensor_model_parallel_size: {valid}, the nearest that this model allows",
     )
-
-
-def pipeline_layers(context: Context) -> Iterator[Problem]:
-    """Every pipeline stage, or every virtual stage, holds the same number of layers."""
-    architecture, parallel = context.architecture, context.settings.parallel
-    if architecture is None or architecture.num_layers % parallel.num_model_chunks == 0:
-        return
-    layers, pp = architecture.num_layers, parallel.pipeline_model_parallel_size
-    vpp = parallel.virtual_pipeline_model_parallel_size
-    why = "every stage holds the same number of layers"
-    if layers % pp:
-        what = f"pipeline_model_parallel_size {pp} does not divide the model's {layers} layers"
-        sizes = [size for size in divisors(layers) if size > 1 and layers // size % (vpp or 1) == 0]
-        valid = nearest(pp, sizes or divisors(layers))
-        yield Problem((_PP,), what, why, f"write pipeline_model_parallel_size: {valid}, the nearest that does")
-        return
-    assert vpp is not None
-    what = f"{pp} stages of {vpp} virtual stages cut the model's {layers} layers into unequal parts"
-    sizes = [size for size in divisors(layers // pp) if size > 1]
-    mend = (
-        f"write virtual_pipeline_model_parallel_size: {nearest(vpp, sizes)}, the nearest that fits"
-        if sizes
-        else "remove virtual_pipeline_model_parallel_size: each stage holds one layer"
-    )
-    yield Problem((_VPP, _PP), what, why, mend)
-
-
-def virtual_stages(context: Context) -> Iterator[Problem]:
-    """Virtual stages interleave over at least two pipeline stages, in rounds of one micro-batch a stage."""
-    parallel, batch = context.settings.parallel, context.settings.batch
-    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    if vpp is None:
-        return
-    if pp < 2:
-        what = f"virtual_pipeline_model_parallel_size {vpp} with pipeline_model_parallel_size {pp}"
-        why = "virtual stages interleave the layers of several pipeline stages; there is one"
-        yield Problem(
-            (_VPP, _PP),
-            what,
-            why,
-            "remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2",
-        )
-        return
-    steps = batch.gradient_accumulation_steps
-    if steps % pp:
-        what = f"gradient_accumulation_steps {steps} is not a multiple of pipeline_model_parallel_size {pp}"
-        why = "with virtual stages, micro-batches go through the pipeline in rounds of one for each stage"
-        mend = f"write gradient_accumulation_steps: {either(multiples_around(steps, pp))}"
-        yield Problem(("batch.gradient_accumulation_steps", _VPP, _PP), what, why, mend)
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
@@ -113,20 +68,55 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
         )
 
 
-def world(context: Context) -> Iterator[Problem]:
-    """The world holds whole copies of the model."""
-    parallel, asked = context.settings.parallel, context.settings.run.num_processes
-    size = parallel.model_parallel_size
-    num_processes = asked if context.world_size is None else context.world_size
-    if num_processes is None or num_processes % size == 0:
+def context_parallel(context: Context) -> Iterator[Problem]:
+    """Ulysses gives each context-parallel process heads of its own."""
+    architecture, parallel = context.architecture, context.settings.parallel
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if architecture is None or cp == 1 or parallel.cp_comm_type != "a2a":
         return
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    heads = architecture.num_attention_heads
+    if heads % (tp * cp) and heads % tp == 0:
+        valid = nearest(cp, divisors(heads // tp))
+        yield Problem(
+            (_CP, "parallel.cp_comm_type", _TP),
+            f"context_parallel_size {cp} with cp_comm_type a2a does not divide the {heads // tp} attention heads of a "
+            "process",
+            "a2a gives each context-parallel process an equal share of the heads",
+            f"write cp_comm_type: p2p, or context_parallel_size: {valid}, the nearest that divides them",
+        )
+
+
+def world(context: Context) -> Iterator[Problem]:
+    """The world holds whole copies of the model, and whole copies of its experts."""
+    parallel, asked = context.settings.parallel, context.settings.run.num_processes
+    num_processes = asked if context.world_size is None else context.world_size
+    if num_processes is None:
+        return
+    tp, pp, cp = (getattr(parallel, key.partition(".")[2]) for key in (_TP, _PP, _CP))
+    if num_processes % parallel.model_parallel_size:
+        what = f"the {parallel.model_parallel_size} that one copy of the model takes"
+        parts = f"tensor_model_parallel_size {tp} times pipeline_model_parallel_size {pp}"
+        parts += f" times context_parallel_size {cp}" if cp > 1 else ""
+        paths = ("run.num_processes", _TP, _PP, *([_CP] if cp > 1 else []))
+        why = f"{parts} is {parallel.model_parallel_size}"
+    elif num_processes % parallel.expert_parallel_size:
+        what = f"the {parallel.expert_parallel_size} that one copy of the experts takes"
+        etp, ep = parallel.expert_tensor_size, parallel.expert_model_parallel_size
+        why = (
+            f"expert_tensor_parallel_size {etp} times expert_model_parallel_size {ep} times "
+            f"pipeline_model_parallel_size {pp} is {parallel.expert_parallel_size}"
+        )
+        if parallel.expert_tensor_parallel_size is None and etp > 1:
+            why += "; expert_tensor_parallel_size is tensor_model_parallel_size where it is not set"
+        paths = ("run.num_processes", "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size")
+    else:
+        return
     key = "num_processes" if asked == num_processes else "the number of processes"
-    valid = either(multiples_around(num_processes, size))
+    valid = either(multiples_around(num_processes, parallel.smallest_world))
     yield Problem(
-        ("run.num_processes", _TP, _PP),
-        f"{num_processes} processes are not a multiple of the {size} that one copy of the model takes",
-        f"tensor_model_parallel_size {tp} times pipeline_model_parallel_size {pp} is {size}",
+        paths,
+        f"{num_processes} processes are not a multiple of {what}",
+        why,
         f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout",
     )
 
@@ -146,9 +136,8 @@ def overlap_param_gather(context: Context) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     tensor_parallel,
-    pipeline_layers,
-    virtual_stages,
     sequence_parallel,
+    context_parallel,
     world,
     overlap_param_gather,
 )

@@ -1,0 +1,94 @@
+"""Which layers each pipeline stage holds: one pure function of the settings, for the engine, the rules and the plan.
+
+A model is cut into pp · vpp chunks, one after the other; chunk c is virtual stage c // pp of pipeline stage c % pp.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatune.config.settings import ParallelSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineChunk:
+    """What one chunk holds: its number of layers, and whether it has the word embedding or computes the loss."""
+
+    num_layers: int
+    embedding: bool = False
+    loss: bool = False
+
+
+def pipeline_chunks(parallel: ParallelSettings, num_layers: int) -> list[PipelineChunk]:
+    """The chunks in the order of the model.
+
+    Raises:
+        ValueError: the settings cannot be met with this many layers; its text says why, for `config.rules`.
+    """
+    if parallel.pipeline_model_parallel_layout is not None:
+        chunks = parse_layout(parallel.pipeline_model_parallel_layout)
+        found = sum(chunk.num_layers for chunk in chunks)
+        if found != num_layers:
+            raise ValueError(f"it has {found} layers, the model {num_layers}")
+        return chunks
+    counts = _share_of_stages(parallel, num_layers)
+    last = len(counts) - 1
+    return [PipelineChunk(count, index == 0, index == last) for index, count in enumerate(counts)]
+
+
+def _share_of_stages(parallel: ParallelSettings, num_layers: int) -> list[int]:
+    """Layers of each chunk, where no layout is written out.
+
+    Shares that are not whole go up in the chunks before the last and down from it: the last one computes the loss.
+    """
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_stages or 1
+    counts: list[int | None] = [None] * (pp * vpp)
+    first, final = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    for stage, asked in ((0, first), (-1, final)):
+        if asked is None:
+            continue
+        if asked % vpp:
+            raise ValueError(f"{asked} layers are not cut into {vpp} virtual stages")
+        for virtual in range(vpp):
+            counts[virtual * pp + stage % pp] = asked // vpp
+    # The embedding and the loss take the place of a layer each, where asked to.
+    embedding, loss = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+    weights = num_layers + embedding + loss
+    free = [index for index, count in enumerate(counts) if count is None]
+    left = weights - sum(count or 0 for count in counts)
+    if left < 0 or (left and not free):
+        raise ValueError(f"{weights - left} layers are asked for, the model has {num_layers}")
+    share, more = divmod(left, len(free)) if free else (0, 0)
+    for position, index in enumerate(free):
+        counts[index] = share + (position < more)
+    layers = [count or 0 for count in counts]
+    if min(layers) < 1:
+        raise ValueError(f"{num_layers} layers leave some of {len(layers)} parts without one")
+    layers[0] -= embedding
+    layers[-1] -= loss
+    return layers
+
+
+def parse_layout(text: str) -> list[PipelineChunk]:
+    """Read a pipeline_model_parallel_layout: E embedding, t layer, L loss, | between chunks, x*n and (xy|)*n repeat.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    plain = re.sub(r"[\s,]", "", text)
+    while "(" in plain:
+        unrolled = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), plain)
+        if unrolled == plain:
+            raise ValueError("a parenthesis is not followed by *, a number, or not closed")
+        plain = unrolled
+    plain = re.sub(r"([^*])\*(\d+)", lambda match: match[1] * int(match[2]), plain)
+    if unknown := sorted(set(plain) - set("EtL|")):
+        why = "multi-token prediction (m) is not trained" if "m" in unknown else "it is made of E, t, L, | and repeats"
+        raise ValueError(f"{', '.join(unknown)} means nothing in it: {why}")
+    joined = plain.replace("|", "")
+    if not re.fullmatch(r"Et+L", joined):
+        raise ValueError("E comes first, once, then layers, and L last, once")
+    return [PipelineChunk(part.count("t"), "E" in part, "L" in part) for part in plain.split("|")]

@@ -1,0 +1,147 @@
+"""Rules of mixtures of experts: they need some, and experts are dealt and split evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatune.config.groups.experts import ExpertSettings
+from megatune.config.rules.problem import Context, Problem, Rule, divisors, nearest
+
+_EP = "parallel.expert_model_parallel_size"
+_ETP = "parallel.expert_tensor_parallel_size"
+_TP = "parallel.tensor_model_parallel_size"
+# What asks for something that only experts can do; the others say how it would be done.
+_ASKING = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_shared_expert_overlap",
+    "moe_router_bias_update_rate",
+    "moe_router_topk",
+)
+
+
+def dense_model(context: Context) -> Iterator[Problem]:
+    """A dense model has no experts to deal, to balance or to bound. How they would be computed may be said."""
+    architecture, parallel, experts = context.architecture, context.settings.parallel, context.settings.experts
+    if architecture is None or architecture.moe is not None:
+        return
+    asked = [("expert_model_parallel_size", _EP)] if parallel.expert_model_parallel_size > 1 else []
+    asked += [("expert_tensor_parallel_size", _ETP)] if (parallel.expert_tensor_parallel_size or 1) > 1 else []
+    asked += [(name, f"experts.{name}") for name in _ASKING if getattr(experts, name)]
+    if context.settings.recompute.moe_layer_recompute:
+        asked.append(("moe_layer_recompute", "recompute.moe_layer_recompute"))
+    why = f"a {architecture.model_type} has no experts"
+    for name, path in asked:
+        yield Problem((path,), f"{name} with a dense model", why, f"remove {name}")
+
+
+def dealing(context: Context) -> Iterator[Problem]:
+    """Every expert-parallel process holds the same number of experts, and every slice of one is as large."""
+    architecture, parallel = context.architecture, context.settings.parallel
+    if architecture is None or architecture.moe is None:
+        return
+    moe, ep, etp = architecture.moe, parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if moe.num_experts % ep:
+        yield Problem(
+            (_EP,),
+            f"expert_model_parallel_size {ep} does not divide the model's {moe.num_experts} experts",
+            "each process holds the same number of experts",
+            f"write expert_model_parallel_size: {nearest(ep, divisors(moe.num_experts))}, the nearest that does",
+        )
+    channels = moe.moe_ffn_hidden_size
+    if channels % etp:
+        implied = "" if parallel.expert_tensor_parallel_size else " (tensor_model_parallel_size, as it is not set)"
+        yield Problem(
+            (_ETP, _TP),
+            f"expert_tensor_parallel_size {etp}{implied} does not divide an expert's {channels} channels",
+            "each process takes an equal, whole share of every expert",
+            f"write expert_tensor_parallel_size: {nearest(etp, divisors(channels))}",
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            ("parallel.sequence_parallel", _TP),
+            "tensor_model_parallel_size above 1 without sequence_parallel",
+            "without it every tensor-parallel process would send all tokens to the experts",
+            "write sequence_parallel: true",
+        )
+
+
+def routing(context: Context) -> Iterator[Problem]:
+    """How a model routes is part of the model."""
+    architecture, experts = context.architecture, context.settings.experts
+    if architecture is None or architecture.moe is None:
+        return
+    for name, value in (
+        ("moe_router_topk", architecture.moe.router_topk),
+        ("moe_router_pre_softmax", architecture.moe.pre_softmax),
+    ):
+        asked = getattr(experts, name)
+        if asked is not None and asked != value:
+            said = str(value).lower() if isinstance(value, bool) else value
+            yield Problem(
+                (f"experts.{name}",),
+                f"{name} {str(asked).lower()}, and the model's is {said}",
+                "the checkpoint that comes out would be run with what its config.json says",
+                f"remove {name}, or change config.json",
+            )
+    if experts.moe_router_bias_update_rate and not architecture.moe.expert_bias:
+        yield Problem(
+            ("experts.moe_router_bias_update_rate",),
+            "moe_router_bias_update_rate with a model that has no bias on its experts",
+            f"a {architecture.model_type} balances by a loss: moe_aux_loss_coeff",
+            "remove moe_router_bias_update_rate",
+        )
+    if experts.moe_router_load_balancing_type == "sinkhorn" and architecture.moe.score_function != "softmax":
+        yield Problem(
+            ("experts.moe_router_load_balancing_type",),
+            f"moe_router_load_balancing_type sinkhorn with a {architecture.model_type}",
+            "sinkhorn balances the softmax of the router's logits; this model takes their sigmoid",
+            "write moe_router_load_balancing_type: seq_aux_loss",
+        )
+
+
+def balancing(context: Context) -> Iterator[Problem]:
+    """What belongs to one way of balancing is not set with another."""
+    experts: ExpertSettings = context.settings.experts
+    kind = experts.moe_router_load_balancing_type
+    if experts.moe_aux_loss_coeff and kind in ("sinkhorn", "none"):
+        yield Problem(
+            ("experts.moe_aux_loss_coeff", "experts.moe_router_load_balancing_type"),
+            f"moe_aux_loss_coeff {experts.moe_aux_loss_coeff:g} with moe_router_load_balancing_type {kind}",
+            "there is no auxiliary loss to weigh",
+            "write moe_router_load_balancing_type: aux_loss, or moe_aux_loss_coeff: 0",
+        )
+    if experts.moe_pad_expert_input_to_capacity and experts.moe_expert_capacity_factor is None:
+        yield Problem(
+            ("experts.moe_pad_expert_input_to_capacity", "experts.moe_expert_capacity_factor"),
+            "moe_pad_expert_input_to_capacity: true without moe_expert_capacity_factor",
+            "without it experts have no capacity",
+            "write moe_expert_capacity_factor: 1.5, or moe_pad_expert_input_to_capacity: false",
+        )
+
+
+def shared_experts(context: Context) -> Iterator[Problem]:
+    """Shared experts overlap with the exchange of the alltoall dispatcher only, where there are some."""
+    experts, architecture = context.settings.experts, context.architecture
+    if not experts.moe_shared_expert_overlap:
+        return
+    path = "experts.moe_shared_expert_overlap"
+    if experts.moe_token_dispatcher_type == "allgather":
+        yield Problem(
+            (path, "experts.moe_token_dispatcher_type"),
+            "moe_shared_expert_overlap: true with moe_token_dispatcher_type allgather",
+            "allgather has no exchange to compute beside",
+            "write moe_token_dispatcher_type: alltoall, or moe_shared_expert_overlap: false",
+        )
+    moe = None if architecture is None else architecture.moe
+    if architecture is not None and moe is not None and not moe.shared_expert_intermediate_size:
+        yield Problem(
+            (path,),
+            "moe_shared_expert_overlap: true with a model without shared experts",
+            f"a {architecture.model_type} has none",
+            "remove moe_shared_expert_overlap",
+        )
+
+
+RULES: tuple[Rule, ...] = (dense_model, dealing, routing, balancing, shared_experts)

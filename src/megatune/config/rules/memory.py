@@ -1,0 +1,117 @@
+"""Rules of recomputation and of what is kept where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatune.config.pipeline import pipeline_chunks
+from megatune.config.rules.problem import Context, Problem, Rule, divisors, nearest
+
+_GRANULARITY = "recompute.recompute_granularity"
+_METHOD = "recompute.recompute_method"
+_COUNT = "recompute.recompute_num_layers"
+_MODULES = "recompute.recompute_modules"
+
+
+def granularity(context: Context) -> Iterator[Problem]:
+    """Method and number of layers are of full recomputation."""
+    recompute = context.settings.recompute
+    if recompute.recompute_granularity == "full":
+        return
+    for name, path in (("recompute_method", _METHOD), ("recompute_num_layers", _COUNT)):
+        if getattr(recompute, name) is not None:
+            said = recompute.recompute_granularity or "null"
+            yield Problem(
+                (path, _GRANULARITY),
+                f"{name} with recompute_granularity {said}",
+                "it says how whole layers are recomputed",
+                f"write recompute_granularity: full, or remove {name}",
+            )
+
+
+def groups_of_layers(context: Context) -> Iterator[Problem]:
+    """uniform recomputes groups of equal size, and every stage is made of whole groups."""
+    recompute, architecture = context.settings.recompute, context.architecture
+    count = recompute.recompute_num_layers
+    if recompute.recompute_granularity != "full" or recompute.recompute_method == "block" or not count:
+        return
+    if architecture is None:
+        return
+    try:
+        chunks = pipeline_chunks(context.settings.parallel, architecture.num_layers)
+    except ValueError:  # another rule's
+        return
+    uneven = next((chunk.num_layers for chunk in chunks if chunk.num_layers % count), None)
+    if uneven is not None:
+        sizes = [size for size in divisors(chunks[0].num_layers) if all(c.num_layers % size == 0 for c in chunks)]
+        yield Problem(
+            (_COUNT, _METHOD),
+            f"recompute_num_layers {count} does not divide the {uneven} layers of a stage",
+            "uniform recomputes layers in groups of that size",
+            f"write recompute_num_layers: {nearest(count, sizes)}, the nearest that does, or recompute_method: block",
+        )
+
+
+def modules(context: Context) -> Iterator[Problem]:
+    """What is recomputed is there."""
+    recompute, architecture, experts = context.settings.recompute, context.architecture, context.settings.experts
+    if recompute.recompute_granularity != "selective":
+        return
+    chosen = set(recompute.recompute_modules)
+    absent: dict[str, str] = {}
+    if architecture is not None:
+        if architecture.mla is None:
+            absent["mla_up_proj"] = "has no multi-latent attention"
+        if architecture.moe is None:
+            absent |= dict.fromkeys(("moe", "moe_act", "shared_experts"), "has no experts")
+        elif not architecture.moe.shared_expert_intermediate_size:
+            absent["shared_experts"] = "has no shared experts"
+        for module in sorted(chosen & absent.keys()):
+            what = f"recompute_modules has {module}, and a {architecture.model_type} {absent[module]}"
+            yield Problem((_MODULES,), what, "", f"remove {module}")
+    for module, needs, wanted in (
+        ("moe_act", "moe_grouped_gemm", True),
+        ("shared_experts", "moe_shared_expert_overlap", False),
+    ):
+        if module in chosen - absent.keys() and getattr(experts, needs) is not wanted:
+            yield Problem(
+                (_MODULES, f"experts.{needs}"),
+                f"recompute_modules has {module} with {needs}: {str(not wanted).lower()}",
+                "",
+                f"remove {module}, or write {needs}: {str(wanted).lower()}",
+            )
+
+
+def optimizer_state(context: Context) -> Iterator[Problem]:
+    """Settings of Adam's state, and of an optimizer on the host."""
+    optimizer = context.settings.optimizer
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if optimizer.optimizer == "sgd" and getattr(optimizer, name) != "fp32":
+            yield Problem(
+                (f"optimizer.{name}", "optimizer.optimizer"),
+                f"{name} {getattr(optimizer, name)} with optimizer sgd",
+                "it is part of Adam's state",
+                f"remove {name}, or write optimizer: adam",
+            )
+    if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
+        yield Problem(
+            ("optimizer.optimizer_offload_fraction", "optimizer.optimizer_cpu_offload"),
+            f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} without optimizer_cpu_offload",
+            "nothing is offloaded",
+            "write optimizer_cpu_offload: true, or remove optimizer_offload_fraction",
+        )
+
+
+def gradients(context: Context) -> Iterator[Problem]:
+    """In fp32 there is no other dtype to add gradients in."""
+    precision = context.settings.precision
+    if not precision.accumulate_allreduce_grads_in_fp32 and precision.params_dtype == "float32":
+        yield Problem(
+            ("precision.accumulate_allreduce_grads_in_fp32",),
+            "accumulate_allreduce_grads_in_fp32: false without bf16 or fp16",
+            "gradients have the dtype of the model, which is fp32",
+            "write bf16: true, or remove accumulate_allreduce_grads_in_fp32",
+        )
+
+
+RULES: tuple[Rule, ...] = (granularity, groups_of_layers, modules, optimizer_state, gradients)

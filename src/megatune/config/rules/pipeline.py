@@ -1,0 +1,129 @@
+"""Rules of the pipeline: which stage holds which layers, and in what rounds micro-batches go through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatune.config.pipeline import parse_layout, pipeline_chunks
+from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
+from megatune.config.settings import ParallelSettings
+
+_PP = "parallel.pipeline_model_parallel_size"
+_VPP = "parallel.virtual_pipeline_model_parallel_size"
+_LAYOUT = "parallel.pipeline_model_parallel_layout"
+_SHAPES = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
+def _given_shapes(parallel: ParallelSettings) -> list[str]:
+    return [name for name in _SHAPES if getattr(parallel, name)]
+
+
+def shapes(context: Context) -> Iterator[Problem]:
+    """There are stages to shape, and one way of shaping them is used."""
+    parallel = context.settings.parallel
+    given = _given_shapes(parallel)
+    if given and parallel.pipeline_model_parallel_size == 1:
+        yield Problem(
+            (*(f"parallel.{name}" for name in given), _PP),
+            f"{' and '.join(given)} with pipeline_model_parallel_size 1",
+            "there is one stage, which holds everything",
+            f"remove {' and '.join(given)}, or write pipeline_model_parallel_size: 2",
+        )
+    kinds = {name.partition("_")[0] for name in given}
+    if len(kinds) > 1:
+        yield Problem(
+            tuple(f"parallel.{name}" for name in given),
+            " and ".join(given),
+            "each says which stage holds how many layers",
+            f"keep {given[-1] if 'pipeline' in kinds else given[0]}",
+        )
+
+
+def written_layout(context: Context) -> Iterator[Problem]:
+    """A written layout can be read, and has a part for each stage and virtual stage."""
+    parallel = context.settings.parallel
+    text, pp = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
+    if text is None or pp == 1:
+        return
+    try:
+        parts = len(parse_layout(text))
+    except ValueError as error:
+        mend = "E first, t for each layer, L last, | between stages: Et*3|t*3L"
+        yield Problem((_LAYOUT,), f"pipeline_model_parallel_layout {text!r} cannot be read: {error}", "", mend)
+        return
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    if parts % pp or (vpp and parts != pp * vpp):
+        stages = f"{pp} stages" + (f" of {vpp} virtual stages" if vpp else "")
+        expected = f"{pp * vpp} parts" if vpp else f"a multiple of {pp} parts"
+        yield Problem(
+            (_LAYOUT, _PP, *([_VPP] if vpp else [])),
+            f"pipeline_model_parallel_layout {text!r} has {parts} parts for {stages}",
+            "every stage holds one part, or one for each of its virtual stages",
+            f"write {expected}, or pipeline_model_parallel_size: {parts}",
+        )
+
+
+def layers(context: Context) -> Iterator[Problem]:
+    """Every stage, and every virtual stage, gets its layers."""
+    architecture, parallel = context.architecture, context.settings.parallel
+    if architecture is None or any(written_layout(context)) or any(shapes(context)):
+        return
+    count, pp, vpp = architecture.num_layers, parallel.pipeline_model_parallel_size, parallel.virtual_stages
+    try:
+        pipeline_chunks(parallel, count)
+    except ValueError as error:
+        given = _given_shapes(parallel)
+        if given:
+            named = " and ".join(f"{name} {getattr(parallel, name)}" for name in given)
+            paths = (*(f"parallel.{name}" for name in given), _PP)
+            yield Problem(paths, f"{named}: {error}", "", f"the parts together hold the model's {count} layers")
+        elif vpp and pp <= count:
+            most = count // pp
+            mend = (
+                f"write virtual_pipeline_model_parallel_size: {most}, the most that there are layers for"
+                if most > 1
+                else "remove virtual_pipeline_model_parallel_size: each stage holds one layer"
+            )
+            what = f"{pp} stages of {vpp} virtual stages: {error}"
+            yield Problem((_VPP, _PP), what, "every virtual stage holds a layer at least", mend)
+        else:
+            yield Problem(
+                (_PP,),
+                f"pipeline_model_parallel_size {pp}: {error}",
+                "every stage holds a layer at least",
+                f"write pipeline_model_parallel_size: {count}, the most that there are layers for",
+            )
+
+
+def virtual_stages(context: Context) -> Iterator[Problem]:
+    """Virtual stages interleave over at least two pipeline stages, in rounds of one micro-batch a stage."""
+    parallel, batch = context.settings.parallel, context.settings.batch
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_stages
+    if vpp is None:
+        return
+    key = _VPP if parallel.virtual_pipeline_model_parallel_size else _LAYOUT
+    if pp < 2:
+        what = f"virtual_pipeline_model_parallel_size {vpp} with pipeline_model_parallel_size {pp}"
+        why = "virtual stages interleave the layers of several pipeline stages; there is one"
+        yield Problem(
+            (_VPP, _PP),
+            what,
+            why,
+            "remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2",
+        )
+        return
+    steps = batch.gradient_accumulation_steps
+    if steps % pp:
+        what = f"gradient_accumulation_steps {steps} is not a multiple of pipeline_model_parallel_size {pp}"
+        why = "with virtual stages, micro-batches go through the pipeline in rounds of one for each stage"
+        mend = f"write gradient_accumulation_steps: {either(multiples_around(steps, pp))}"
+        yield Problem(("batch.gradient_accumulation_steps", key, _PP), what, why, mend)
+
+
+RULES: tuple[Rule, ...] = (shapes, written_layout, layers, virtual_stages)
