@@ -324,6 +324,13 @@ WRONG = [
     ),
     (
         QWEN,
+        ["optimizer=sgd", "optimizer_cpu_offload=true"],
+        "optimizer_cpu_offload: true with optimizer sgd\n"
+        "    why: it moves Adam's state\n"
+        "    mend: write optimizer: adam, or optimizer_cpu_offload: false",
+    ),
+    (
+        QWEN,
         ["optimizer_offload_fraction=0.5"],
         "optimizer_offload_fraction 0.5 without optimizer_cpu_offload\n"
         "    why: nothing is offloaded\n"

@@ -71,3 +71,40 @@ def test_parameter_without_gradient_stays():
     give_gradients(params[:2], 0)
     optimizer.step()
     assert torch.equal(params[2], before)
+
+
+def test_averages_in_bf16_are_rounded_after_an_update_in_fp32():
+    ours, exact = parameters(), parameters()
+    rounded = FusedAdam(groups(ours), **SETTINGS, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
+    wide = FusedAdam(groups(exact), **SETTINGS)
+    for params, optimizer in ((ours, rounded), (exact, wide)):
+        give_gradients(params, 0)
+        optimizer.step()
+    # Averages begin at 0, so the first update has nothing rounded in it.
+    assert all(torch.equal(one, other) for one, other in zip(ours, exact, strict=True))
+    for one, other in zip(ours, exact, strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert rounded.state[one][key].dtype == torch.bfloat16
+            assert torch.equal(rounded.state[one][key], wide.state[other][key].bfloat16())
+    for step in range(1, 4):
+        for params, optimizer in ((ours, rounded), (exact, wide)):
+            give_gradients(params, step)
+            optimizer.step()
+    assert not torch.equal(ours[0], exact[0])
+    # An average with 8 bits moves an update by some 2^-9 of the learning rate.
+    torch.testing.assert_close(ours, exact, rtol=0, atol=3 * SETTINGS["lr"] * 2**-8)
+
+
+def test_one_average_in_bf16_leaves_the_other_exact():
+    ours, exact = parameters(), parameters()
+    mixed, wide = (
+        FusedAdam(groups(ours), **SETTINGS, exp_avg_dtype=torch.bfloat16),
+        FusedAdam(groups(exact), **SETTINGS),
+    )
+    for step in range(3):
+        for params, optimizer in ((ours, mixed), (exact, wide)):
+            give_gradients(params, step)
+            optimizer.step()
+    for one, other in zip(ours, exact, strict=True):
+        assert torch.equal(mixed.state[one]["exp_avg_sq"], wide.state[other]["exp_avg_sq"])
+        assert mixed.state[one]["exp_avg"].dtype == torch.bfloat16

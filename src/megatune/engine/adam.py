@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 
@@ -14,7 +15,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     Megatron-Core knows Transformer Engine's and Apex's FusedAdam, which keep one step count in each parameter group;
     torch's AdamW keeps one in each parameter's state, which the distributed optimizer cannot save before the first
-    step nor load after it. State of a parameter: `exp_avg` and `exp_avg_sq`, of its shape and dtype.
+    step nor load after it. State of a parameter: `exp_avg` and `exp_avg_sq`, of its shape.
+
+    State that is not fp32, or that lies in the host's memory, is brought into shape for the kernel one parameter at a
+    time: the update itself is always computed in fp32.
 
     Args:
         params: parameters or groups of them.
@@ -23,6 +27,8 @@ class FusedAdam(torch.optim.Optimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
         adam_w_mode: always true; here because Megatron-Core passes it to FusedAdam.
+        exp_avg_dtype, exp_avg_sq_dtype: what the running averages are kept in.
+        host_fraction: the share of the elements whose state is kept, and whose update is computed, on the host.
     """
 
     def __init__(
@@ -33,17 +39,25 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        host_fraction: float = 0.0,
     ) -> None:
         assert adam_w_mode, "weight decay is decoupled"
+        self.state_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.host_fraction = host_fraction
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
 
     def init_state(self) -> None:
         """Give every parameter its state, so that it can be loaded into before the first step."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if not self.state[param]:
-                    self.state[param]["exp_avg"] = torch.zeros_like(param.data)
-                    self.state[param]["exp_avg_sq"] = torch.zeros_like(param.data)
+        everything = [param for group in self.param_groups for param in group["params"]]
+        left = self.host_fraction * sum(param.numel() for param in everything)
+        for param in everything:
+            on_host = left > 0
+            left -= param.numel()
+            for name, dtype in self.state_dtypes.items():
+                if name not in self.state[param]:
+                    self.state[param][name] = _zeros_like(param.data, dtype, on_host)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -53,23 +67,61 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None and param.numel()]
             group["step"] += 1
-            if not params:
-                continue
-            # The kernel adds 1 to the step it is given; all parameters of a group share one count.
-            step = torch.tensor(group["step"] - 1, dtype=torch.float32, device=params[0].device)
-            adamw(
-                params,
-                [param.grad for param in params],
-                [self.state[param]["exp_avg"] for param in params],
-                [self.state[param]["exp_avg_sq"] for param in params],
-                [],
-                [step.clone() for _ in params],
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            ready = [param for param in params if self._is_ready(param)]
+            if ready:
+                averages = ([self.state[param][name] for param in ready] for name in self.state_dtypes)
+                _update(group, ready, [param.grad for param in ready], *averages)
+            for param in params:
+                if not self._is_ready(param):
+                    self._update_elsewhere(group, param)
+
+    def _is_ready(self, param: Tensor) -> bool:
+        """Whether the kernel can take the parameter's state as it is."""
+        return all(value.dtype == param.dtype and value.device == param.device for value in self._averages(param))
+
+    def _averages(self, param: Tensor) -> Iterator[Tensor]:
+        return (self.state[param][name] for name in self.state_dtypes)
+
+    def _update_elsewhere(self, group: dict[str, Any], param: Tensor) -> None:
+        assert param.grad is not None
+        device = next(self._averages(param)).device
+        # A copy even where nothing is converted: what the kernel writes is put back below.
+        work = [value.to(device, torch.float32, copy=True) for value in (param, param.grad, *self._averages(param))]
+        _update(group, *([tensor] for tensor in work))
+        param.copy_(work[0])
+        for value, updated in zip(self._averages(param), work[2:], strict=True):
+            value.copy_(updated)
+
+
+def _zeros_like(values: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
+    if not on_host or values.device.type == "cpu":
+        return torch.zeros_like(values, dtype=dtype)
+    return torch.zeros(values.shape, dtype=dtype, pin_memory=True)
+
+
+def _update(
+    group: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+) -> None:
+    """One step of the fused kernel; all tensors fp32, on one device."""
+    # The kernel adds 1 to the step it is given; all parameters of a group share one count.
+    step = torch.tensor(group["step"] - 1, dtype=torch.float32, device=params[0].device)
+    adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step.clone() for _ in params],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

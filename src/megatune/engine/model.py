@@ -24,6 +24,7 @@ from megatune.engine.layers.rotary import angles, fused_rotary, inverse_frequenc
 from megatune.engine.sequences import Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
+from megatune.engine.upstream import answer
 from megatune.families.weights import padded_vocab_size
 
 # A pipeline chunk as the rest of the project sees it.
@@ -113,12 +114,13 @@ def build_model(architecture: Architecture, settings: Settings) -> list[Distribu
 
     `engine.groups.build` comes first.
     """
+    answer()
     parallel = settings.parallel
     if settings.performance.apply_rope_fusion:
         rope_utils.fused_apply_rotary_pos_emb = fused_rotary
     config = transformer_config(architecture, settings)
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=settings.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.use_distributed_optimizer,

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import megatron.core.optimizer as megatron_optimizer
@@ -53,7 +54,7 @@ def build_optimizer(
     precision: PrecisionSettings,
 ) -> ChainedOptimizer:
     """Megatron-Core's optimizer for these model chunks, its state allocated."""
-    _offer_our_adam()
+    _offer_our_adam(settings)
     config = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.learning_rate,
@@ -84,9 +85,15 @@ def build_optimizer(
     return optimizer
 
 
-def _offer_our_adam() -> None:
+def _offer_our_adam(settings: OptimizerSettings) -> None:
     """Stand where Megatron-Core looks for Apex's FusedAdam, whose shape ours has."""
-    megatron_optimizer.Adam = FusedAdam
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    megatron_optimizer.Adam = partial(
+        FusedAdam,
+        exp_avg_dtype=dtypes[settings.exp_avg_dtype],
+        exp_avg_sq_dtype=dtypes[settings.exp_avg_sq_dtype],
+        host_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
+    )
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     # The distributed optimizer checks the class it is given; SGD is as elementwise as Adam.
     distrib_optimizer.Adam = (FusedAdam, torch.optim.SGD)

@@ -85,8 +85,8 @@ class OptimizerSettings(Group):
     )
     optimizer_cpu_offload: bool = setting(
         False,
-        advice="Keep the optimizer's state in the host's memory and update there. Saves 12 bytes a parameter of GPU "
-        "memory; each step takes as long as the host needs for its share.",
+        advice="Keep Adam's running averages in the host's memory and update there. Saves 8 bytes of GPU memory for "
+        "each parameter of a process's share; steps take longer by the copies and the host's computing.",
     )
     optimizer_offload_fraction: float = setting(
         1.0, gt=0, le=1, advice="With optimizer_cpu_offload: the share of the parameters that is kept there."

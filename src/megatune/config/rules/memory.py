@@ -93,6 +93,13 @@ def optimizer_state(context: Context) -> Iterator[Problem]:
                 "it is part of Adam's state",
                 f"remove {name}, or write optimizer: adam",
             )
+    if optimizer.optimizer == "sgd" and optimizer.optimizer_cpu_offload:
+        yield Problem(
+            ("optimizer.optimizer_cpu_offload", "optimizer.optimizer"),
+            "optimizer_cpu_offload: true with optimizer sgd",
+            "it moves Adam's state",
+            "write optimizer: adam, or optimizer_cpu_offload: false",
+        )
     if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
         yield Problem(
             ("optimizer.optimizer_offload_fraction", "optimizer.optimizer_cpu_offload"),
