@@ -75,7 +75,7 @@ def measure_rank(context: RankContext, payload: dict[str, Any]) -> None:
         local.parameter.data.zero_()  # so that their own pages are there before the watch begins
     watch = Peak()
     begun = time.perf_counter()
-    load_weights(payload["model"], parameters, architecture, place)
+    load_weights(payload["model"], parameters, architecture)
     seconds = time.perf_counter() - begun
     anonymous, file = watch.stop()
     answer = {"weights": weights, "anonymous": anonymous, "file": file, "seconds": seconds}

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -27,23 +27,32 @@ def add_output_flag(parser: argparse.ArgumentParser) -> None:
 def finish(
     name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str, output: bool
 ) -> None:
-    """Print the table and, with `output`, write it with the machine, the versions, the command and the commit.
+    """Print the table and, with `output`, write it: see `finish_text`.
+
+    Args:
+        note: what was measured, and how to read it.
+    """
+    finish_text(name, title, f"{markdown_table(header, rows)}\n\n{note}", output)
+
+
+def finish_text(name: str, title: str, text: str, output: bool, packages: Sequence[str] = ()) -> None:
+    """Print the text and, with `output`, write it with the machine, the versions, the command and the commit.
 
     Args:
         name: of the file, without date and suffix.
-        note: what was measured, and how to read it.
+        text: Markdown.
+        packages: further ones whose versions matter, whether or not they are installed.
     """
-    table = markdown_table(header, rows)
-    print(f"{table}\n\n{note}")
+    print(text)
     if not output:
         return
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{datetime.date.today().isoformat()}-{name}.md"
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     path.write_text(
-        f"# {title}\n\n{table}\n\n{note}\n\n- command: `{command}`\n- commit: {commit()}\n- machine: {machine()}\n"
+        f"# {title}\n\n{text}\n\n- command: `{command}`\n- commit: {commit()}\n- machine: {machine()}\n"
         f"- versions: Python {platform.python_version()}, "
-        + ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
+        + ", ".join(f"{package} {_version(package)}" for package in (*_PACKAGES, *packages))
         + "\n",
         encoding="utf-8",
     )
@@ -67,19 +76,37 @@ def machine() -> str:
         platform.machine(),
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB, {platform.system()}"
+    cpu = f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB, {platform.system()}"
+    return "; ".join((cpu, *(f"{name}, {size / 2**30:.0f} GiB" for name, size in gpus())))
+
+
+def gpus() -> list[tuple[str, int]]:
+    """Name and bytes of memory of each GPU, asked of the driver without touching one."""
+    words = "nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"
+    rows = (line.rpartition(", ") for line in _output(*words).splitlines())
+    return [(name, int(mebibytes) * 2**20) for name, _, mebibytes in rows if mebibytes.isdigit()]
 
 
 def commit() -> str:
     """The commit measured, and whether files differ from it."""
+    git = "git", "-C", str(Path(__file__).parent)
+    changed = _output(*git, "status", "--porcelain", "--", "../src")
+    return (_output(*git, "rev-parse", "--short", "HEAD") or "unknown") + (", with changes to src/" if changed else "")
 
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, timeout=30
-        ).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "../src")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (", with changes to src/" if changed else "")
+def _output(*words: str) -> str:
+    """What a program prints; nothing where there is no such program."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _lines(path: str) -> list[str]:

@@ -33,6 +33,53 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.125,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    # Unequal: one part of the factor stretches cosine and sine, another one the scores.
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+# Of families with sizes of their own. Dense layers among sparse ones, at the start and in the middle.
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3_ROPE},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [2],
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 40,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "rope_parameters": YARN_ROPE,
+    },
+}
+
 MakeModel = Callable[..., Path]
 
 
@@ -50,7 +97,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     made: dict[tuple[Any, ...], Path] = {}
 
     def make(model_type: str, *, tied: bool = False, max_shard_size: str = "5GB", **sizes: Any) -> Path:
-        key = (model_type, tied, max_shard_size, *sorted(sizes.items()))
+        key = (model_type, tied, max_shard_size, repr(sorted(sizes.items())))
         if key not in made:
             made[key] = tmp_path_factory.mktemp(model_type)
             _save_random_model(made[key], model_type, max_shard_size, {"tie_word_embeddings": tied, **sizes})
@@ -65,14 +112,16 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    rope = {"rope_parameters": LLAMA3_ROPE} if model_type == "llama" else {}
-    config = AutoConfig.for_model(model_type, **{**SIZES, **rope, **sizes})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms are 1 and biases 0 at first: nothing would show that they are used
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 

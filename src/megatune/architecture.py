@@ -48,6 +48,7 @@ class MixtureOfExperts:
         num_groups, group_topk: experts are chosen among those of the best groups (DeepSeek-V3); 0 where not.
         topk_scaling_factor: multiplies the shares of the chosen experts.
         expert_bias: a bias takes part in choosing experts, not in weighing them (DeepSeek-V3).
+        router_dtype: what the family computes the router's logits in; None for the dtype of the model.
     """
 
     layers: tuple[bool, ...]
@@ -62,6 +63,7 @@ class MixtureOfExperts:
     group_topk: int = 0
     topk_scaling_factor: float = 1.0
     expert_bias: bool = False
+    router_dtype: Literal["fp32"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +131,29 @@ class Architecture:
 
     @property
     def query_size(self) -> int:
-        """Rows of the query projection."""
-        return self.num_attention_heads * self.kv_channels
+        """Rows of the query projection; with `mla`, of the one that makes all heads' queries."""
+        if self.mla is None:
+            return self.num_attention_heads * self.kv_channels
+        return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim)
+
+    @property
+    def attention_size(self) -> int:
+        """Columns of the output projection: the channels of all heads' values."""
+        return self.query_size if self.mla is None else self.num_attention_heads * self.mla.v_head_dim
 
     @property
     def key_value_size(self) -> int:
         """Rows of the key projection, and of the value projection."""
         return self.num_query_groups * self.kv_channels
+
+    @property
+    def latent_size(self) -> int:
+        """Rows of the projection to the latent of keys and values and the shared rotary key; with `mla` only."""
+        assert self.mla is not None
+        return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim
+
+    @property
+    def latent_key_value_size(self) -> int:
+        """Rows of the projection from the latent to all heads' keys and values; with `mla` only."""
+        assert self.mla is not None
+        return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)

@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
     CANNOT_WRITE = 73
     STOPPED = 75  # stopped on request; the run can be resumed
     PROCESS_DIED = 76  # a rank died or hung
-    NOT_FINITE = 77
+    NOT_FINITE = 77  # numbers are not finite, or differ between ranks that must agree
     INTERRUPTED = 130  # Ctrl-C
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bridging import assert_same_bits, resave_weights, tensors
 from layouts import LAYOUTS, MORE_LAYOUTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,28 +17,9 @@ from torch import Tensor
 from megatune.bridge.assemble import assemble
 from megatune.bridge.load import check_keys
 from megatune.bridge.reader import SafetensorsFolder
-from megatune.bridge.save import save_weights
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.families import load_architecture
-
-
-def load_and_save(model: Path, settings: Settings, folder: Path, max_file_bytes: int) -> list[str]:
-    """On every rank: names of the files that it wrote."""
-    assembly = assemble(model, settings)
-    written = save_weights(
-        folder, assembly.parameters, assembly.architecture, assembly.place, max_file_bytes=max_file_bytes
-    )
-    return [path.name for path in written]
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+from megatune.families import FAMILIES, load_architecture
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "tp4 sp", "pp4"])
@@ -46,7 +28,7 @@ def test_round_trip_keeps_every_bit(pool, model_dir, tmp_path, family, tied, lay
     """301 rows of vocabulary come back as 301: padding is never saved."""
     model = model_dir(family, tied=tied)
     chosen = {**LAYOUTS, **MORE_LAYOUTS}[layout]
-    pool.run(chosen.world_size, load_and_save, model, chosen.settings(), tmp_path, 5 * 10**9)
+    pool.run(chosen.world_size, resave_weights, model, chosen.settings(), tmp_path, 5 * 10**9)
     assert_same_bits(tensors(tmp_path), tensors(model))
 
 
@@ -57,7 +39,7 @@ def test_files_in_and_out(pool, model_dir, tmp_path, layout):
 
     model = model_dir("qwen3", max_shard_size="100KB")
     assert len(list(model.glob("model-*.safetensors"))) > 3
-    written = pool.run(LAYOUTS[layout].world_size, load_and_save, model, LAYOUTS[layout].settings(), tmp_path, 100_000)
+    written = pool.run(LAYOUTS[layout].world_size, resave_weights, model, LAYOUTS[layout].settings(), tmp_path, 100_000)
     assert_same_bits(tensors(tmp_path), tensors(model))
 
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
@@ -86,7 +68,7 @@ def test_files_in_and_out(pool, model_dir, tmp_path, layout):
 def test_sixteen_bits_are_saved_as_they_are(pool, model_dir, tmp_path, precision):
     model = model_dir("qwen2")
     settings = LAYOUTS["tp2"].settings(precision={precision: True})
-    pool.run(2, load_and_save, model, settings, tmp_path, 5 * 10**9)
+    pool.run(2, resave_weights, model, settings, tmp_path, 5 * 10**9)
     dtype = getattr(torch, settings.precision.params_dtype)
     assert_same_bits(tensors(tmp_path), {name: tensor.to(dtype) for name, tensor in tensors(model).items()})
 
@@ -205,7 +187,7 @@ def test_index_that_is_none_is_refused(copy):
 
 
 def test_every_tensor_of_a_checkpoint_is_accounted_for(model_dir):
-    for family in ("llama", "qwen2", "qwen3"):
+    for family in FAMILIES:
         for tied in (False, True):
             folder = model_dir(family, tied=tied)
             check_keys(SafetensorsFolder(folder), load_architecture(folder))

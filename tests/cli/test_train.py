@@ -51,6 +51,36 @@ overlap_param_gather: true
 overlap_grad_reduce: true
 """
 
+# LLaMA-Factory's Megatron example of a mixture of experts for 8 GPUs, its sizes and names as published.
+MCA_8_GPUS_EXPERTS = """
+do_train: true
+stage: sft
+finetuning_type: full  # only support full for now
+preprocessing_num_workers: 2
+cutoff_len: 4096
+template: qwen3_nothink
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 2
+learning_rate: 3e-6
+logging_steps: 1
+save_steps: 100
+lr_scheduler_type: constant
+bf16: true
+tensor_model_parallel_size: 1
+sequence_parallel: false
+pipeline_model_parallel_size: 4
+bias_activation_fusion: true
+apply_rope_fusion: true
+use_distributed_optimizer: true
+overlap_param_gather: true
+overlap_grad_reduce: true
+moe_grouped_gemm: true
+moe_token_dispatcher_type: alltoall
+expert_model_parallel_size: 2
+recompute_granularity: full
+"""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -215,15 +245,28 @@ def test_the_published_file_for_8_gpus_runs_on_8_processes(tmp_path: Path) -> No
     assert "step 3/3" in output
 
 
+def test_the_published_file_of_experts_for_8_gpus_runs_on_8_processes(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3_moe", tmp_path / "qwen3_moe")
+    path = tmp_path / "qwen3_moe_full.yaml"
+    path.write_text(
+        f"model_name_or_path: {model}\noutput_dir: {tmp_path}/out\ndataset_dir: {DEMO}\ndataset: identity\n"
+        f"model_name: Tuna\nmodel_author: the team\n{MCA_8_GPUS_EXPERTS}"
+    )
+    code, output = megatune("train", path, "num_processes=8", "max_steps=3", cache=tmp_path)
+    assert code == 0, output
+    assert "pp 4 × ep 2 × dp 2 on 8 ×" in output
+    assert "step 3/3" in output
+
+
 def test_everything_wrong_is_said_at_once_before_anything_starts(run_file: Path, tmp_path: Path) -> None:
     with run_file.open("a") as file:
-        file.write("lerning_rate: 1e-5\npacking: true\nsequence_parallel: maybe\n")
+        file.write("lerning_rate: 1e-5\nstreaming: true\nsequence_parallel: maybe\n")
     code, output = megatune("train", run_file, "tensor_model_parallel_size=3", "warmup_ratio=2", cache=tmp_path)
     assert code == 64
     for expected in (
         "lerning_rate",
         "learning_rate",
-        "packing",
+        "streaming",
         "maybe",
         "warmup_ratio",
         "4 attention heads",

@@ -46,6 +46,8 @@ VALID = [
         "num_processes=8",
     ],
     ["optimizer=sgd", "fp16=true"],
+    ["attention_backend=fused", "context_parallel_size=2", "cp_comm_type=a2a"],
+    ["attention_backend=flash", "context_parallel_size=2", "packing=true"],
     ["cutoff_len=4096"],
     ["tensor_model_parallel_size=4", "sequence_parallel=true", "cutoff_len=4"],
     ["eval_strategy=steps", "val_size=0.1", "load_best_model_at_end=true", "save_steps=20", "eval_steps=10"],
@@ -145,6 +147,18 @@ WRONG = [
         "overlap_param_gather: true without use_distributed_optimizer and overlap_grad_reduce\n"
         "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
         "    mend: write use_distributed_optimizer: true and overlap_grad_reduce: true, or overlap_param_gather: false",
+    ),
+    (
+        ["attention_backend=fused", "packing=true"],
+        "attention_backend: fused and packing: true\n"
+        "    why: cuDNN's attention is used for rows of one document only; packed rows need flash attention\n"
+        "    mend: write attention_backend: auto, or flash",
+    ),
+    (
+        ["attention_backend=fused", "context_parallel_size=2", "cp_comm_type=all_gather"],
+        "attention_backend: fused and cp_comm_type all_gather\n"
+        "    why: cuDNN's attention is used for whole rows only, and each process has a part of the row's queries\n"
+        "    mend: write attention_backend: auto, or flash; or cp_comm_type: a2a, which attends to whole rows",
     ),
     # precision and length
     (

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatune.data.batches import Batch, StepLoader, step_batches
+from megatune.data.batches import Batch, Collator
+from megatune.data.loader import StepLoader, step_batches
 from megatune.data.rows import RowWriter, TokenRows
 
 PAD = 0
@@ -25,14 +26,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
     return TokenRows(folder)
 
 
-def layout(**overrides: Any) -> dict[str, Any]:
+def layout(micro_batch_size: int = 2, **overrides: Any) -> dict[str, Any]:
     return {
+        "collator": Collator(micro_batch_size, False, sequence_multiple=4, document_multiple=4, pad_token_id=PAD),
         "data_parallel_rank": 0,
         "data_parallel_size": 1,
-        "micro_batch_size": 2,
         "num_micro_batches": 2,
-        "pad_multiple": 4,
-        "pad_token_id": PAD,
         "same_length": False,
         **overrides,
     }
@@ -47,11 +46,14 @@ def test_a_batch_by_hand(tmp_path: Path) -> None:
     with RowWriter(tmp_path / "rows") as writer:
         writer.append([11, 12, 13, 14, 15], [-100, -100, 13, 14, 15])
         writer.append([21, 22], [-100, 22])
-    (batch,) = step_batches(TokenRows(tmp_path / "rows"), [1, 0], **layout(num_micro_batches=1, pad_token_id=9))
+    collator = Collator(2, False, sequence_multiple=4, document_multiple=1, pad_token_id=9)
+    rows = TokenRows(tmp_path / "rows")
+    (batch,) = step_batches(rows, [1, 0], **layout(collator=collator, num_micro_batches=1))
     assert batch.input_ids.tolist() == [[21, 22, 9, 9, 9, 9, 9, 9], [11, 12, 13, 14, 15, 9, 9, 9]]
     _ = -100
     assert batch.labels.tolist() == [[22, _, _, _, _, _, _, _], [_, 13, 14, 15, _, _, _, _]]
     assert batch.position_ids.tolist() == [list(range(8))] * 2
+    assert (batch.lengths, batch.cu_seqlens) == ((2, 5), None)
     assert batch.num_trained == 4
     assert {t.dtype for t in (batch.input_ids, batch.labels, batch.position_ids)} == {torch.int64}
 
@@ -73,6 +75,13 @@ def test_missing_rows_train_nothing(rows: TokenRows) -> None:
     assert [batch.num_trained for batch in batches] == [4, 0]
     assert batches[1].input_ids.shape == (2, 4)
     assert (batches[1].input_ids == PAD).all()
+
+
+def test_same_length_is_one_of_all_ranks(rows: TokenRows) -> None:
+    for rank in (0, 1):
+        placed = layout(micro_batch_size=1, data_parallel_rank=rank, data_parallel_size=2, same_length=True)
+        batches = step_batches(rows, [0, 6, 1], **placed)
+        assert [batch.input_ids.shape for batch in batches] == [(1, 8), (1, 8)]
 
 
 def test_same_length_pads_to_the_longest_of_the_step(rows: TokenRows) -> None:
@@ -103,7 +112,7 @@ def test_an_epoch_trains_each_row_once(rows: TokenRows, size: int, micro: int, a
         seen += [row for row in in_order if row >= 0]
         trained += sum(batch.num_trained for ranks in batches for batch in ranks)
     assert sorted(seen) == list(range(len(rows)))
-    assert trained == sum(len(row.input_ids) - 1 for row in rows)
+    assert trained == sum(len(document.input_ids) - 1 for (document,) in rows)
 
 
 def as_lists(loader: StepLoader) -> list[Any]:

@@ -35,7 +35,7 @@ def parts(example: Example, cutoff_len: int = 1000, **options: Any) -> list[tupl
     """The one row of an example as stretches of text, each trained or not."""
     encoded = encode(example, cutoff_len, **options)
     assert isinstance(encoded, Encoded), encoded
-    (row,) = encoded.rows
+    (row,) = encoded.documents
     assert len(row.input_ids) <= cutoff_len
     stretches: list[tuple[bool, list[int]]] = []
     for token, label in zip(row.input_ids.tolist(), row.labels.tolist(), strict=True):
@@ -121,8 +121,8 @@ def test_a_row_without_a_trained_token_is_dropped_with_its_reason() -> None:
 def pretraining_rows(text: str, cutoff_len: int, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     (result,) = Encoder(tokenizer, None, cutoff_len).encode([text])
     assert isinstance(result, Encoded)
-    assert all(row.input_ids.tolist() == row.labels.tolist() for row in result.rows)
-    return [row.input_ids.tolist() for row in result.rows]
+    assert all(row.input_ids.tolist() == row.labels.tolist() for row in result.documents)
+    return [row.input_ids.tolist() for row in result.documents]
 
 
 @settings(deadline=None)

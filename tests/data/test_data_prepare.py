@@ -14,7 +14,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data.prepare import Prepared, open_prepared, prepare, prepared_key
-from megatune.data.rows import TokenRows
+from megatune.data.rows import Document, TokenRows
 from megatune.errors import ExitCode, MegatuneError
 
 TOKENIZER = qwen_tokenizer()
@@ -61,13 +61,17 @@ def prepared(folder: Path, *dataset: str, **options: Any) -> Prepared:
     return prepare(chosen, TOKENIZER, folder / "out" / prepared_key(chosen, TOKENIZER))
 
 
+def documents(rows: TokenRows | None) -> list[Document]:
+    return [document for row in rows for document in row] if rows is not None else []
+
+
 def texts(rows: TokenRows | None) -> list[str]:
-    return [TOKENIZER.decode(row.input_ids) for row in rows] if rows is not None else []
+    return [TOKENIZER.decode(document.input_ids) for document in documents(rows)]
 
 
 def answers(rows: TokenRows | None) -> list[str]:
-    """What each row trains."""
-    return [TOKENIZER.decode([t for t in row.labels if t != -100]).strip() for row in rows] if rows is not None else []
+    """What each document trains."""
+    return [TOKENIZER.decode([t for t in labels if t != -100]).strip() for _, labels in documents(rows)]
 
 
 def test_rows_are_in_the_order_of_the_files(folder: Path) -> None:
@@ -102,7 +106,29 @@ def test_the_report_in_words(folder: Path) -> None:
     lines = list(prepared(folder, "mixed").report.lines())
     assert lines[0] == "mixed: 7 rows read, 3 trained, 0 held out, 4 dropped, 0 cut to cutoff_len"
     assert lines[1] == "    dropped 2: field 'messages': expected a list of messages, got a string"
-    assert lines[-1] == f"train: 3 token rows, {sum(prepared(folder, 'mixed').train.lengths)} tokens, 9 of them trained"
+    tokens = sum(prepared(folder, "mixed").train.document_lengths(range(3)))
+    assert lines[-1] == f"train: 3 token rows, {tokens} tokens, 9 of them trained"
+
+
+def test_packed_rows_hold_the_same_documents(folder: Path) -> None:
+    """On both sides, and the same ones held out; the report counts rows and how full they are."""
+    plain = prepared(folder, "more", "mixed", val_size=8.0)
+    packed = prepared(folder, "more", "mixed", val_size=8.0, packing=True, cutoff_len=400)
+    assert (plain.train.is_packed, packed.train.is_packed) == (False, True)
+    for side in ("train", "evaluation"):
+        rows, before, after = getattr(packed, side), getattr(plain.report, side), getattr(packed.report, side)
+        assert sorted(texts(rows)) == sorted(texts(getattr(plain, side)))
+        assert (before.documents, before.rows) == (len(getattr(plain, side)),) * 2
+        assert (after.documents, after.rows, after.capacity) == (before.documents, len(rows), 400)
+        assert (after.tokens, after.trained) == (before.tokens, before.trained)
+        assert all(rows.document_lengths([row]).sum() <= 400 for row in range(len(rows)))
+    report = packed.report.train
+    assert report.rows < report.documents / 3
+    assert report.packing_efficiency == report.tokens / (report.rows * 400) > 0.8
+    assert list(packed.report.lines())[-2] == (
+        f"train: {report.documents} samples packed into {report.rows} rows of up to 400 tokens, "
+        f"{report.packing_efficiency:.1%} full; {report.tokens} tokens, {report.trained} of them trained"
+    )
 
 
 def test_nothing_usable_is_an_error_with_reasons(folder: Path) -> None:
@@ -203,7 +229,7 @@ def test_pretraining_cuts_texts_and_keeps_them_whole_in_the_split(folder: Path) 
     books = result.report.datasets[0]
     assert (books.read, books.trained, books.evaluation) == (6, 4, 2)
     assert len(result.train) > 4
-    assert result.train.lengths.max() == 32
+    assert result.train.document_lengths(range(len(result.train))).max() == 32
     for i in range(6):
         sides = [any(f"word{i}" in text for text in texts(rows)) for rows in (result.train, result.evaluation)]
         assert sides.count(True) == 1
@@ -248,6 +274,7 @@ def test_the_key_changes_with_all_that_determines_rows(folder: Path) -> None:
         key(),
         key(seed=1),
         key(cutoff_len=9),
+        key(packing=True),
         key(template="qwen"),
         key(val_size=1.0),
         key(tokenizer=llama3_tokenizer()),

@@ -48,7 +48,7 @@ def encoded_ids(name: str, conversation: Conversation, tokenizer: PreTrainedToke
     encoder = Encoder(tokenizer, load_template(name, tokenizer), cutoff_len=10_000, **options)
     (result,) = encoder.encode([conversation])
     assert isinstance(result, Encoded), result
-    return result.rows[0].input_ids.tolist()
+    return result.documents[0].input_ids.tolist()
 
 
 def reference_ids(conversation: Conversation, tokenizer: PreTrainedTokenizerFast, **variables: Any) -> list[int]:

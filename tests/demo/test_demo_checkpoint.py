@@ -17,6 +17,7 @@ from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
 from megatune.demo.family import FAMILIES, demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 300}
 
@@ -28,20 +29,24 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_numbers_asked_for_are_the_models(name: str, tmp_path: Path) -> None:
     family = demo_family(name)
+    kv_heads = 8 if family.has_latent_attention else 4
     folder = make_checkpoint(
-        name, tmp_path / "model", **SMALL, num_attention_heads=8, num_query_groups=4, max_position_embeddings=512
+        name, tmp_path / "model", **SMALL, num_attention_heads=8, num_query_groups=kv_heads, max_position_embeddings=512
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
     assert config.model_type == family.model_type
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 32, 48)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (8, 4)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (8, kv_heads)
     assert (config.vocab_size, config.max_position_embeddings) == (300, 512)
     assert config.tie_word_embeddings == family.tie_word_embeddings
-    head_dim = 8 if name == "qwen3" else 4
+    head_dim = 8 if family.wide_heads else 4
     attention = model.model.layers[0].self_attn
-    assert attention.q_proj.weight.shape == (8 * head_dim, 32)
-    assert attention.k_proj.weight.shape == (4 * head_dim, 32)
+    if family.has_latent_attention:
+        assert attention.kv_b_proj.weight.shape == (8 * (head_dim + head_dim), 16)
+    else:
+        assert attention.q_proj.weight.shape == (8 * head_dim, 32)
+        assert attention.k_proj.weight.shape == (4 * head_dim, 32)
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trained = make_tokenizer(family, 300)
@@ -67,6 +72,51 @@ def test_llama_stretches_its_rotary_embedding(tmp_path: Path) -> None:
     rope = config["rope_parameters"]
     assert (rope["rope_type"], rope["factor"]) == ("llama3", 8.0)
     assert rope["original_max_position_embeddings"] == config["max_position_embeddings"] / 8
+
+
+def test_deepseek_v3_stretches_its_rotary_embedding_and_its_scores(tmp_path: Path) -> None:
+    config = json.loads((make_checkpoint("deepseek_v3", tmp_path / "m", **SMALL) / "config.json").read_text())
+    rope = config["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["mscale_all_dim"]) == ("yarn", 8.0, 1.0)
+    assert rope["original_max_position_embeddings"] == config["max_position_embeddings"] / 8
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_experts_are_as_many_and_as_wide_as_asked_for(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(
+        name, tmp_path / "m", **SMALL, num_experts=12, router_topk=3, moe_ffn_hidden_size=20, seed=1
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    sparse = model.model.layers[1].mlp
+    assert sparse.experts.down_proj.shape == (12, 32, 20)
+    assert sparse.gate.top_k == 3
+    assert all(parameter.std() > 0 for parameter in sparse.parameters())
+    if name == "deepseek_v3":
+        assert sparse.gate.e_score_correction_bias.std() > 0
+        assert (sparse.gate.num_group, sparse.gate.topk_group) == (4, 2)
+    moe = load_architecture(folder).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.router_topk, moe.moe_ffn_hidden_size) == (12, 3, 20)
+
+
+@pytest.mark.parametrize("num_experts", [2, 6])
+def test_few_experts_form_no_groups(num_experts: int, tmp_path: Path) -> None:
+    folder = make_checkpoint("deepseek_v3", tmp_path / "m", **SMALL, num_experts=num_experts)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model(input_ids=torch.arange(5)[None]).logits.isfinite().all()
+
+
+def test_numbers_of_experts_that_make_no_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MegatuneError) as raised:
+        make_checkpoint("qwen3", tmp_path / "m", num_experts=8, router_topk=2, moe_ffn_hidden_size=8)
+    assert {finding.where for finding in raised.value.findings} == {"--experts", "--topk", "--moe_ffn"}
+    with pytest.raises(MegatuneError) as raised:
+        make_checkpoint("deepseek_v3", tmp_path / "m", num_experts=4, router_topk=5, num_query_groups=2)
+    assert {finding.where: finding.mend for finding in raised.value.findings} == {
+        "--topk": "--topk 4",
+        "--kv_heads": "leave it out",
+    }
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -198,3 +248,15 @@ def test_the_verb_takes_both_spellings_and_prints_the_next_command(
     config = json.loads((folder / "config.json").read_text())
     assert (config["num_key_value_heads"], config["head_dim"], config["dtype"]) == (1, 16, "float16")
     assert config["tie_word_embeddings"] is False
+
+
+def test_the_verb_takes_numbers_of_experts(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    demo_model.add_parser(parser.add_subparsers())
+    args = parser.parse_args(
+        f"demo-model --family mixtral --output {tmp_path / 'm'} --layers 1 --hidden 32 --vocab 300 --experts 6 "
+        "--topk 3 --moe-ffn 24".split()
+    )
+    assert args.run(args) == ExitCode.DONE
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]) == (6, 3, 24)

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from megatune.demo.family import demo_family
@@ -143,13 +144,46 @@ def test_deepseek_r1_cuts_earlier_reasoning_and_starts_by_thinking(name: str) ->
     )
 
 
-def test_deepseek_r1_tool_calls() -> None:
+@pytest.mark.parametrize("name", ["deepseek_r1_distill_qwen", "deepseek_v3"])
+def test_deepseek_tool_calls(name: str) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [TOOL_TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call, call]}, *TOOL_TURNS[2:]]
     written = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Oslo"}\n```<｜tool▁call▁end｜>'
-    assert render("deepseek_r1_distill_qwen", messages) == (
+    assert render(name, messages) == (
         "<｜begin▁of▁sentence｜><｜User｜>Weather?<｜Assistant｜><｜tool▁calls▁begin｜>"
         + f"{written}\n{written}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
         + "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain<｜tool▁output▁end｜>\n"
         + "<｜tool▁output▁begin｜>wind<｜tool▁output▁end｜><｜tool▁outputs▁end｜>Wet.<｜end▁of▁sentence｜>"
+    )
+
+
+def test_qwen2_moe_has_a_default_system_message_of_its_own() -> None:
+    assert render("qwen2_moe", CHAT[:1], add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert render("qwen2_moe", [{"role": "system", "content": "Be brief."}, CHAT[0]]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    )
+
+
+def test_mixtral_puts_the_system_message_into_the_first_turn() -> None:
+    answer = {"role": "assistant", "content": "Hello"}
+    messages = [{"role": "system", "content": "Be brief."}, CHAT[0], answer, CHAT[2]]
+    assert render("mixtral", messages, add_generation_prompt=True) == (
+        "<s> [INST] Be brief.\n\nHi [/INST] Hello</s> [INST] Bye [/INST]"
+    )
+
+
+@pytest.mark.parametrize("messages", [CHAT[1:], [CHAT[0], CHAT[2]]])
+def test_mixtral_refuses_turns_that_do_not_alternate(messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(TemplateError, match="alternate"):
+        render("mixtral", messages)
+
+
+def test_deepseek_v3_keeps_every_answer_whole() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert render("deepseek_v3", messages, add_generation_prompt=True) == (
+        "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜><think>\nGreet.\n</think>\n\nHello"
+        "<｜end▁of▁sentence｜><｜User｜>Bye<｜Assistant｜>"
     )

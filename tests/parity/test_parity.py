@@ -7,86 +7,25 @@ to docs/parity.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from layouts import LAYOUTS, MORE_LAYOUTS, Layout
-from parity_table import ParityTable
-from pool import RankPool
+from computing import LENGTHS, differences, failures, measure_in_layout, parameter_names
+from layouts import LAYOUTS, MORE_LAYOUTS
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.engine.optimizer import load_scalars, scalars
 from megatune.engine.optimizer import step as optimizer_step
 from megatune.objectives.language_model import IGNORED
-from megatune.verify.compare import Difference, compare, judge
-from megatune.verify.measure import deal, measure, measure_loss
+from megatune.verify.compare import compare, judge
+from megatune.verify.measure import deal, measure_loss
 from megatune.verify.numbers import Numbers
-from megatune.verify.reference import compute_reference, load_reference_model, write_reference
+from megatune.verify.reference import compute_reference, load_reference_model
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, random_samples
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-# Uneven: micro-batches and data-parallel ranks hold different numbers of trained tokens, and rows hold padding.
-LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
-
-WriteReference = Callable[..., Numbers]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> WriteReference:
-    """Transformers' numbers, computed once for each checkpoint, tokens and dtype."""
-    made: dict[object, Numbers] = {}
-
-    def make(model: Path, samples: Sequence[Sample], weights: str = "float32", dtype: str = "float32") -> Numbers:
-        key = (model, tuple(samples), weights, dtype)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("reference")
-            write_reference(
-                model,
-                samples,
-                folder,
-                weights_dtype=getattr(torch, weights),
-                dtype=getattr(torch, dtype),
-                loss_scale=FP16_LOSS_SCALE if weights == "float16" else 1.0,
-            )
-            made[key] = Numbers(folder)
-        return made[key]
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def table() -> Iterator[ParityTable]:
-    table = ParityTable()
-    yield table
-    table.write_if_asked()
-
-
-def measure_in_layout(
-    model: Path, settings: Settings, samples: list[Sample], micro_batch_size: int, folder: Path
-) -> None:
-    """On every rank."""
-    assembly = assemble(model, settings)
-    measure(assembly, samples, settings.parallel, folder, micro_batch_size=micro_batch_size)
-
-
-def differences(
-    pool: RankPool,
-    model: Path,
-    layout: Layout,
-    samples: list[Sample],
-    truth: Numbers,
-    folder: Path,
-    micro_batch_size: int = 1,
-) -> list[Difference]:
-    pool.run(layout.world_size, measure_in_layout, model, layout.settings(), samples, micro_batch_size, folder)
-    return judge(compare(Numbers(folder), truth))
-
-
-def failures(found: list[Difference]) -> list[str]:
-    return [f"{one.name}: {one.error:.1e} > {one.tolerance:.1e}" for one in found if not one.passes]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -97,13 +36,9 @@ def test_family_agrees_in_every_layout(pool, model_dir, reference, table, tmp_pa
     samples = random_samples(301, LENGTHS)
     found = differences(pool, model, LAYOUTS[layout], samples, reference(model, samples), tmp_path)
     # As many gradients as Transformers has parameters: none is left out.
-    assert len(found) - 3 == len(load_reference_names(model))
+    assert len(found) - 3 == len(parameter_names(model))
     assert not failures(found)
     table.add(f"{family}, {'tied' if tied else 'untied'}", layout, found)
-
-
-def load_reference_names(model: Path) -> list[str]:
-    return [name for name, _ in load_reference_model(model, torch.float32).named_parameters()]
 
 
 @pytest.mark.parametrize("layout", MORE_LAYOUTS)
@@ -164,7 +99,7 @@ def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, tabl
     model = model_dir(family)
     samples = random_samples(301, LENGTHS)
     settings = LAYOUTS[layout].settings(precision={"bf16": True})
-    pool.run(LAYOUTS[layout].world_size, measure_in_layout, model, settings, samples, 1, tmp_path)
+    pool.run(LAYOUTS[layout].world_size, measure_in_layout, model, settings, samples, tmp_path)
     truth = reference(model, samples, "bfloat16")
     stock = compare(reference(model, samples, "bfloat16", "bfloat16"), truth)
     found = judge(compare(Numbers(tmp_path), truth), stock)
@@ -177,7 +112,7 @@ def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_
     model = model_dir("qwen3")
     samples = random_samples(301, LENGTHS)
     settings = LAYOUTS[layout].settings(precision={"fp16": True})
-    pool.run(LAYOUTS[layout].world_size, measure_in_layout, model, settings, samples, 1, tmp_path)
+    pool.run(LAYOUTS[layout].world_size, measure_in_layout, model, settings, samples, tmp_path)
     truth = reference(model, samples, "float16")
     stock = compare(reference(model, samples, "float16", "float16"), truth)
     assert not failures(judge(compare(Numbers(tmp_path), truth), stock))

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatune.cli import verify as verb
-from megatune.config.settings import ParallelSettings, Settings
+from megatune.config.settings import ParallelSettings, PrecisionSettings, RecomputeSettings, Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.launch.world import LOOPBACK, World, find_free_port
-from megatune.verify.compare import Difference
-from megatune.verify.run import verify_layout
+from megatune.verify.compare import Difference, Errors, judge_alike
+from megatune.verify.report import show
+from megatune.verify.run import Verdict, verify_layout, verify_layouts
 from megatune.verify.samples import random_samples
 
 LIMIT = 240  # seconds; the machine may be busy with others' tests
@@ -58,20 +58,94 @@ def test_bf16_passes_and_verbose_shows_every_parameter(model):
     assert ended.stdout.count("gradient of ") == 24
 
 
-def test_changed_weight_is_found(model, tmp_path, capsys):
-    """One element of one weight of the engine's checkpoint differs from what Transformers loads."""
-    changed = tmp_path / "changed"
-    shutil.copytree(model, changed)
-    tensors = load_file(changed / "model.safetensors")
+@pytest.fixture(scope="module")
+def changed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint with one element of one weight changed."""
+    folder = tmp_path_factory.mktemp("models") / "changed"
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.1
-    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
-    world = World(nnodes=1, node_rank=0, nproc_per_node=2, master_addr=LOOPBACK, master_port=find_free_port())
-    settings = Settings(parallel=ParallelSettings(tensor_model_parallel_size=2))
-    verdict = verify_layout(changed, settings, random_samples(300, [8, 6]), world, reference_dir=model)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def world(size: int) -> World:
+    return World(nnodes=1, node_rank=0, nproc_per_node=size, master_addr=LOOPBACK, master_port=find_free_port())
+
+
+TP2 = Settings(parallel=ParallelSettings(tensor_model_parallel_size=2))
+SAMPLES = random_samples(300, [8, 6])
+
+
+def test_changed_weight_is_found_and_located(model, changed, capsys):
+    """The engine's checkpoint differs from what Transformers loads."""
+    verdict = verify_layout(changed, TP2, SAMPLES, world(2), reference_dir=model)
     failed = {one.name for one in verdict.differences if not one.passes}
     assert {"logits", "loss", "gradient"} <= failed
-    assert verb.show(verdict.differences) == ExitCode.DIFFERENT == 1
-    assert "FAIL" in capsys.readouterr().out
+    assert show(verdict) == ExitCode.DIFFERENT == 1
+    shown = capsys.readouterr().out
+    assert "the first difference arises at: layer 1 MLP (most of it in row " in shown
+    before, here = (line for line in shown.splitlines() if "    layer 1 " in line)
+    assert "layer 1 attention" in before
+    assert "<-" not in before
+    assert here.endswith("<- more than 1.0e-05")
+    assert "FAIL" in shown
+
+
+def test_changed_weight_is_located_between_two_layouts(model, changed, capsys):
+    verdict = verify_layouts(model, TP2, world(2), Settings(), world(1), SAMPLES, against_dir=changed)
+    assert show(verdict) == ExitCode.DIFFERENT
+    assert "the first difference arises at: layer 1 MLP" in capsys.readouterr().out
+
+
+def test_two_layouts_round_alike(model, capsys):
+    precision = PrecisionSettings(bf16=True)
+    settings = TP2.model_copy(update={"precision": precision})
+    verdict = verify_layouts(model, settings, world(2), Settings(precision=precision), world(1), SAMPLES)
+    assert all(0 < one.tolerance < 0.2 for one in verdict.differences)  # some percent, as bf16 rounds
+    assert show(verdict) == ExitCode.DONE
+    assert "within their tolerance" in capsys.readouterr().out
+
+
+def test_recomputing_changes_nothing(model, capsys):
+    settings = Settings(
+        precision=PrecisionSettings(bf16=True), recompute=RecomputeSettings(recompute_granularity="full")
+    )
+    alone = Settings(precision=PrecisionSettings(bf16=True))
+    verdict = verify_layouts(model, settings, world(1), alone, world(1), SAMPLES)
+    assert {one.error for one in verdict.differences} == {0.0}
+    assert show(verdict) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert " 0.0 " in shown
+    assert "PASS: all 27 are exactly equal" in shown
+
+
+def test_against_another_layout(model):
+    ended = verify(
+        *(model, "--tensor_model_parallel_size", "2", "--packing", "--samples", "3", "--length", "8"),
+        *("--against", "pipeline_model_parallel_size=2 virtual_pipeline_model_parallel_size=2"),
+    )
+    assert ended.returncode == ExitCode.SETTINGS  # two layers are too few
+    ended = verify(
+        *(model, "--tensor_model_parallel_size", "2", "--packing", "--samples", "3", "--length", "8"),
+        *("--against", "--pipeline_model_parallel_size 2 num_processes=4"),
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"{model}: tp 2, packed against pp 2, dp 2, float32, 3 rows of 6 to 8 tokens" in ended.stdout
+    assert "PASS: all 27 are within their tolerance" in ended.stdout
+
+
+def errors(size: float) -> Errors:
+    return Errors(logits=size, loss=0.1 * size, gradient=size, gradients={"lm_head.weight": size}, loss_reach=size)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "failed"),
+    [(1.4, set()), (1.6, {"logits", "gradient"}), (2.1, {"logits", "gradient", "lm_head.weight"})],
+)
+def test_neither_of_two_layouts_rounds_much_worse(ratio, failed):
+    for pair in ((errors(1e-3), errors(ratio * 1e-3)), (errors(ratio * 1e-3), errors(1e-3))):
+        assert {one.name for one in judge_alike(*pair) if not one.passes} == failed
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 2e-5])
@@ -81,7 +155,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         Difference("model.norm.weight", 0.0, 1e-5),
         Difference("lm_head.weight", error, 1e-5),
     ]
-    assert verb.show(differences) == ExitCode.DIFFERENT
+    assert show(Verdict(ExitCode.DONE, differences)) == ExitCode.DIFFERENT
     assert "FAIL: 1 of 3 differ" in capsys.readouterr().out
 
 
@@ -98,6 +172,18 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         (["{model}", "sequence_parallel=true"], ExitCode.SETTINGS, "remove sequence_parallel"),
         (["{model}", "--tensor_parallel", "2"], ExitCode.SETTINGS, "unknown setting 'tensor_parallel'"),
         (["{model}", "--learning_rate", "1"], ExitCode.SETTINGS, "learning_rate has no part in verify"),
+        (["{model}", "--manual_gc"], ExitCode.SETTINGS, "manual_gc has no part in verify"),
+        (["{model}", "--bf16", "--against", "fp16=true"], ExitCode.SETTINGS, "fp16 is the same in both layouts"),
+        (["{model}", "--against", "seed=1"], ExitCode.SETTINGS, "--against: seed is the same in both layouts"),
+        (["{model}", "--against", "other"], ExitCode.SETTINGS, "--against: 'other' is no setting"),
+        (["{model}", "--against", "'"], ExitCode.SETTINGS, "No closing quotation"),
+        (["{model}", "--against", "tp=2"], ExitCode.SETTINGS, "--against: unknown setting 'tp'"),
+        (["{model}", "--against", "cutoff_len=9"], ExitCode.SETTINGS, "--against: cutoff_len has no part in verify"),
+        (
+            ["{model}", "--against", "tensor_model_parallel_size=3"],
+            ExitCode.SETTINGS,
+            "--against: tensor_model_parallel_size 3",
+        ),
         (["{model}", "--length", "65"], ExitCode.SETTINGS, "--length 64 or less"),
         (["{model}", "--samples", "0"], ExitCode.SETTINGS, "--samples 1 or more"),
         ([], ExitCode.SETTINGS, "which checkpoint?"),

@@ -21,7 +21,8 @@ class Assembly:
 
     Attributes:
         model: its pipeline chunks, in order.
-        parameters: each parameter of theirs, with its place in the family's weight map.
+        parameters: each parameter of theirs, and each buffer that checkpoints hold, with its place in the family's
+            weight map.
     """
 
     architecture: Architecture
@@ -41,7 +42,7 @@ def assemble(model_dir: str | Path, settings: Settings) -> Assembly:
     place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
     model = build_model(architecture, settings)
     parameters = local_parameters(model, architecture, place)
-    load_weights(model_dir, parameters, architecture, place)
+    load_weights(model_dir, parameters, architecture)
     # After the weights: master weights are made from them.
     optimizer = build_optimizer(model, settings.optimizer, settings.parallel, settings.precision)
     return Assembly(architecture, place, model, optimizer, parameters)

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.parameters import LocalParameter
 from megatune.bridge.reader import SafetensorsFolder
-from megatune.engine.groups import Place
 from megatune.engine.optimizer import MainShard
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
-from megatune.families.weights import hf_shape
+from megatune.families.weights import hf_shapes, layers_of
 
 
 def check_keys(folder: SafetensorsFolder, architecture: Architecture) -> None:
@@ -26,15 +26,14 @@ def check_keys(folder: SafetensorsFolder, architecture: Architecture) -> None:
     """
     family = FAMILIES[architecture.model_type]
     expected = {
-        tensor.name.format(layer=layer): hf_shape(tensor, architecture)
+        name: shape
         for weight in family.weight_map(architecture)
-        for layer in (range(architecture.num_layers) if weight.per_layer else [0])
-        for tensor in weight.hf
+        for layer in layers_of(weight, architecture)
+        for name, shape in hf_shapes(weight, architecture, layer).items()
     }
     names = folder.names()
-    # With tied embeddings Transformers ignores an output layer that a checkpoint carries all the same.
-    ignored = [*family.ignored_keys, *([r"lm_head\.weight"] if architecture.tie_word_embeddings else [])]
-    unknown = [name for name in names - expected.keys() if not any(re.fullmatch(pattern, name) for pattern in ignored)]
+    ignored = re.compile("|".join(family.ignored(architecture)))
+    unknown = [name for name in names - expected.keys() if not ignored.fullmatch(name)]
     findings = [
         Finding(f"{len(keys)} keys {problem}: {_some(keys)}", str(folder.folder), why, mend)
         for keys, problem, why, mend in (
@@ -68,9 +67,7 @@ def _some(keys: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def load_weights(
-    model_dir: str | Path, parameters: Iterable[LocalParameter], architecture: Architecture, place: Place
-) -> None:
+def load_weights(model_dir: str | Path, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
     """Fill this rank's parameters from a Hugging Face checkpoint, cast to their dtype; padding is zero.
 
     Raises:
@@ -79,16 +76,15 @@ def load_weights(
     folder = SafetensorsFolder(model_dir)
     check_keys(folder, architecture)
     for local in parameters:
-        folder.fill(local.parameter.data, local.segments(architecture, place.tp_size, place.tp_rank))
+        folder.fill(local.parameter.data.view(-1), local.segments(architecture))
 
 
 @torch.no_grad()
 def load_optimizer(
     checkpoint: Path,
     parameters: Iterable[LocalParameter],
-    shards: Mapping[torch.nn.Parameter, MainShard],
+    shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
-    place: Place,
 ) -> None:
     """Fill this rank's share of the optimizer from the training state of a checkpoint, whatever layout wrote it.
 
@@ -115,11 +111,7 @@ def load_optimizer(
                 ),
                 ExitCode.INPUT,
             )
-        segments = local.segments(architecture, place.tp_size, place.tp_rank)
-        whole = torch.empty(local.parameter.shape, dtype=torch.float32)
+        segments = local.segments(architecture)
         for kind, target in {"main": shard.main, **shard.state}.items():
-            if kind in kinds:
-                folder.fill(whole, segments, f"{kind}/")
-            else:
-                model.fill(whole, segments)
-            target.copy_(whole.view(-1)[shard.start : shard.stop])
+            source, prefix = (folder, f"{kind}/") if kind in kinds else (model, "")
+            source.fill(target, segments, prefix, start=shard.start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -102,21 +103,28 @@ class SafetensorsFolder:
             return source[segment.start : segment.stop]
         return source[:, segment.start : segment.stop]
 
-    def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "") -> None:
-        """Fill an engine tensor with segments, one below the other; the rows beyond them with zeros.
+    def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "", *, start: int = 0) -> None:
+        """Fill elements of an engine tensor, flattened, with what its segments hold; those beyond them with zeros.
+
+        Only segments with such elements are read, one at a time.
 
         Args:
-            target: the engine's slice, of any dtype and device.
+            target: elements `start` on of the engine's slice, [n], of any dtype and device.
+            segments: of the whole slice, one below the other.
         """
-        position = 0
+        position = -start  # of a segment's first element in the target
         for segment in segments:
-            values = self.read(segment, prefix)
-            if segment.dim == 1:
-                target.copy_(values)
-                return
-            target[position : position + len(values)].copy_(values)
-            position += len(values)
-        target[position:].zero_()
+            size = self._num_elements(segment, prefix)
+            first, last = max(position, 0), min(position + size, len(target))
+            if first < last:
+                values = self.read(segment, prefix).reshape(-1)
+                target[first:last].copy_(values[first - position : last - position])
+            position += size
+        target[max(position, 0) :].zero_()
+
+    def _num_elements(self, segment: Segment, prefix: str) -> int:
+        shape = self.shape(prefix + segment.name)
+        return math.prod(shape) // shape[segment.dim] * (segment.stop - segment.start)
 
 
 def _damaged(path: Path, error: Exception) -> Finding:

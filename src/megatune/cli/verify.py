@@ -1,9 +1,12 @@
-"""`megatune verify`: a layout's logits, loss and gradients against plain Transformers, on the user's own checkpoint."""
+"""`megatune verify`: a layout's logits, loss and gradients against plain Transformers or against another layout, on the
+user's own checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -13,13 +16,13 @@ if TYPE_CHECKING:
     from megatune.config.load import Loaded
     from megatune.config.settings import Settings
     from megatune.launch.world import World
-    from megatune.verify.compare import Difference
-
-_NUM_WORST = 10
 
 # What a comparison depends on; any other setting would be without effect, and is refused.
-_GROUPS = ("parallel", "precision")
-_SETTINGS = ("run.seed", "run.num_processes", "run.ddp_timeout")
+_GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
+_SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout")
+_NO_PART = ("experts.moe_router_bias_update_rate", "performance.manual_gc", "performance.manual_gc_interval")
+# What two layouts have in common, and so the first one says.
+_SHARED = ("run.seed", "run.ddp_timeout")
 # What only a training run has; rules about it have nothing to say here.
 _NOT_HERE = ("model.model_name_or_path", "data.dataset", "data.cutoff_len", "run.output_dir")
 
@@ -29,12 +32,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "verify",
         help="compare a layout with Transformers: logits, loss, gradients",
-        usage="megatune verify MODEL [--samples N] [--length N] [--verbose] [SETTING ...]",
+        usage="megatune verify MODEL [--samples N] [--length N] [--verbose] [SETTING ...] [--against 'SETTING ...']",
         description="Computes a Hugging Face checkpoint in a parallel layout and with plain Transformers, and compares "
-        "the logits, the loss and the gradient of every parameter. Ends with 1 where they differ.",
-        epilog="SETTING is a layout or a precision as in a settings file, as --key value or key=value: "
-        "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --bf16; also --seed and --num_processes. "
-        "Without any: fp32 in one process.",
+        "the logits, the loss and the gradient of every parameter. Where they differ it says in which layer that "
+        "begins, and ends with 1.",
+        epilog="SETTING is a layout, a precision, packing, recomputation or a kernel as in a settings file, as --key "
+        "value or key=value: --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --bf16; also --seed and "
+        "--num_processes. Without any: fp32 in one process.",
     )
     parser.add_argument("words", nargs="*", metavar="MODEL", help="folder of the checkpoint")
     _add_options(parser)
@@ -45,6 +49,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=8, metavar="N", help="rows of random tokens (8)")
     parser.add_argument("--length", type=int, default=64, metavar="N", help="tokens of the longest row (64)")
     parser.add_argument("--verbose", action="store_true", help="show every parameter, not only the worst 10")
+    parser.add_argument(
+        "--against",
+        metavar="'SETTING ...'",
+        help="compare with this layout instead of Transformers; what it leaves out has its default, '' is one process",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,24 +68,29 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatune.families import load_architecture
 
-    model_dir, loaded = _read(args)
+    model_dir, loaded, other = _read(args)
     architecture = load_architecture(model_dir)
-    world = _world(loaded.settings)
-    settings = _checked(loaded, architecture, world, args)
+    settings, world = _checked(loaded, architecture, args)
+    against = None if other is None else _checked(other, architecture, args)
 
-    from megatune.verify.run import verify_layout
+    from megatune.verify.report import show
+    from megatune.verify.run import verify_layout, verify_layouts
     from megatune.verify.samples import random_samples, uneven_lengths
 
     lengths = uneven_lengths(args.samples, args.length)
     samples = random_samples(architecture.vocab_size, lengths, settings.run.seed)
-    print(f"{model_dir}: {_describe(settings, world)}, {args.samples} rows of {min(lengths)} to {max(lengths)} tokens")
-    verdict = verify_layout(model_dir, settings, samples, world)
-    if verdict.exit_code != ExitCode.DONE:
-        return verdict.exit_code
-    return show(verdict.differences, verbose=args.verbose)
+    described = _describe(settings, world) + (f" against {_describe(*against)}" if against else "")
+    precision, rows = settings.precision.params_dtype, f"{args.samples} rows of {min(lengths)} to {max(lengths)} tokens"
+    print(f"{model_dir}: {described}, {precision}, {rows}", flush=True)
+    if against is None:
+        verdict = verify_layout(model_dir, settings, samples, world)
+    else:
+        verdict = verify_layouts(model_dir, settings, world, *against, samples)
+    return show(verdict, verbose=args.verbose) if verdict.exit_code == ExitCode.DONE else verdict.exit_code
 
 
-def _read(args: argparse.Namespace) -> tuple[str, Loaded]:
+def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
+    """The checkpoint, the layout, and the one to compare it with."""
     from megatune.config.arguments import split_arguments
     from megatune.config.load import load
 
@@ -84,6 +98,7 @@ def _read(args: argparse.Namespace) -> tuple[str, Loaded]:
     _add_options(options)
     words = split_arguments(options.parse_known_args(args.words)[1])
     loaded = load(overrides=words.overrides, flags=words.flags)
+    other = None if args.against is None else _read_against(args.against, loaded.settings)
     findings = list(loaded.findings)
     if words.source is None:
         findings.append(Finding("which checkpoint?", mend="megatune verify MODEL: the folder comes first"))
@@ -92,15 +107,66 @@ def _read(args: argparse.Namespace) -> tuple[str, Loaded]:
         for flag, value, least in (("--samples", args.samples, 1), ("--length", args.length, 2))
         if value < least
     ]
-    findings += [
-        Finding(f"{path.partition('.')[2]} has no part in verify", origin, "a comparison has a layout and a precision")
-        for path, origin in loaded.origins.items()
-        if origin != "default" and path.partition(".")[0] not in _GROUPS and path not in _SETTINGS
-    ]
+    findings += _without_part(loaded)
+    findings += _not_as_transformers(loaded) if other is None else [*other.findings, *_without_part(other)]
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     assert words.source is not None
-    return words.source, loaded
+    return words.source, loaded, other
+
+
+def _read_against(text: str, first: Settings) -> Loaded:
+    """The other layout; it shares the precision and the tokens of the first one."""
+    from megatune.config.arguments import split_arguments
+    from megatune.config.load import load
+
+    try:
+        words = split_arguments(shlex.split(text))
+    except ValueError as error:
+        raise MegatuneError(Finding(f"--against {text}: {error}"), ExitCode.SETTINGS) from None
+    loaded = load(overrides=words.overrides, flags=words.flags)
+    findings = [replace(finding, where="--against") for finding in loaded.findings]
+    if words.source is not None:
+        findings.append(Finding(f"{words.source!r} is no setting", "--against", mend="write key=value key=value"))
+    findings += [
+        Finding(f"{path.partition('.')[2]} is the same in both layouts", "--against", mend="write it before --against")
+        for path, origin in loaded.origins.items()
+        if origin != "default" and (path in _SHARED or path.startswith("precision."))
+    ]
+    shared = {path.partition(".")[2]: getattr(first.run, path.partition(".")[2]) for path in _SHARED}
+    settings = loaded.settings.model_copy(
+        update={"precision": first.precision, "run": loaded.settings.run.model_copy(update=shared)}
+    )
+    origins = {path: origin if origin == "default" else "--against" for path, origin in loaded.origins.items()}
+    return replace(loaded, settings=settings, origins=origins, findings=findings)
+
+
+def _without_part(loaded: Loaded) -> Iterator[Finding]:
+    """Settings that would change nothing here."""
+    for path, origin in loaded.origins.items():
+        has_part = path.partition(".")[0] in _GROUPS or path in _SETTINGS
+        if origin != "default" and (not has_part or path in _NO_PART):
+            why = "a comparison computes one step's gradients, from settings that say where and how"
+            yield Finding(f"{path.partition('.')[2]} has no part in verify", origin, why)
+
+
+def _not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
+    """Settings that ask for other numbers than those of Transformers."""
+    experts = loaded.settings.experts
+    asked = {
+        "moe_aux_loss_coeff": experts.moe_aux_loss_coeff > 0,
+        "moe_z_loss_coeff": bool(experts.moe_z_loss_coeff),
+        "moe_expert_capacity_factor": experts.moe_expert_capacity_factor is not None,
+        "moe_router_load_balancing_type": experts.moe_router_load_balancing_type == "sinkhorn",
+    }
+    for name, differs in asked.items():
+        if differs:
+            yield Finding(
+                f"{name} {getattr(experts, name)} changes the numbers",
+                loaded.origins[f"experts.{name}"],
+                "Transformers computes the language-model loss alone, and every expert takes all tokens sent to it",
+                f"remove {name}, or compare with another layout that has it, too: --against",
+            )
 
 
 def _world(settings: Settings) -> World:
@@ -123,12 +189,12 @@ def _world(settings: Settings) -> World:
     return world
 
 
-def _checked(loaded: Loaded, architecture: Architecture, world: World, args: argparse.Namespace) -> Settings:
-    """The settings, after the rules of the layout have been held against the model."""
+def _checked(loaded: Loaded, architecture: Architecture, args: argparse.Namespace) -> tuple[Settings, World]:
+    """The settings, after the rules of the layout have been held against the model, and the processes they take."""
     from megatune.config.rules import check
     from megatune.config.settings import BatchSettings
 
-    parallel = loaded.settings.parallel
+    parallel, world = loaded.settings.parallel, _world(loaded.settings)
     # With virtual stages micro-batches come in rounds of one a stage; what the samples do not fill is padding.
     accumulation = -(-args.samples * parallel.model_parallel_size // world.world_size)
     if parallel.virtual_stages:
@@ -142,59 +208,21 @@ def _checked(loaded: Loaded, architecture: Architecture, world: World, args: arg
                                 mend=f"--length {limit} or less"))  # fmt: skip
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    return settings
+    return settings, world
 
 
 def _describe(settings: Settings, world: World) -> str:
-    parallel = settings.parallel
+    parallel, recompute = settings.parallel, settings.recompute
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
         "pp": parallel.pipeline_model_parallel_size,
         "vpp": parallel.virtual_stages or 1,
+        "cp": parallel.context_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
         "dp": world.world_size // parallel.model_parallel_size,
     }
     split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     split += ["sequence parallel"] if parallel.sequence_parallel else []
-    return f"{', '.join(split) or 'one process'}, {settings.precision.params_dtype}"
-
-
-def show(differences: Sequence[Difference], *, verbose: bool = False) -> int:
-    """Print the table and the verdict, and return the exit code."""
-    from rich.console import Console
-
-    from megatune.verify.compare import WHOLE_GRADIENT
-
-    totals = [one for one in differences if one.name in ("logits", "loss", WHOLE_GRADIENT)]
-    parameters = sorted((one for one in differences if one not in totals), key=_severity, reverse=True)
-    shown = parameters if verbose else parameters[:_NUM_WORST]
-    console = Console()
-    console.print(_table(totals, shown))
-    if len(shown) < len(parameters):
-        console.print(f"{len(parameters) - len(shown)} more parameters are closer than these; --verbose shows all")
-    failed = [one for one in differences if not one.passes]
-    if failed:
-        console.print(f"FAIL: {len(failed)} of {len(differences)} differ by more than their tolerance")
-        return ExitCode.DIFFERENT
-    console.print(f"PASS: all {len(differences)} are within their tolerance")
-    return ExitCode.DONE
-
-
-def _severity(difference: Difference) -> float:
-    return difference.error / difference.tolerance if difference.tolerance else difference.error * float("inf")
-
-
-def _table(totals: Iterable[Difference], parameters: Iterable[Difference]) -> object:
-    from rich.table import Table
-
-    table = Table("compared", "error", "tolerance", "")
-    for index, rows in enumerate((totals, parameters)):
-        for one in rows:
-            table.add_row(
-                one.name if index == 0 else f"gradient of {one.name}",
-                f"{one.error:.1e}",
-                f"{one.tolerance:.1e}",
-                "PASS" if one.passes else "FAIL",
-                style=None if one.passes else "red",
-            )
-        table.add_section()
-    return table
+    split += ["packed"] if settings.data.packing else []
+    split += [f"recompute {recompute.recompute_granularity}"] if recompute.recompute_granularity else []
+    return ", ".join(split) or "one process"

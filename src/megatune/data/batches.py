@@ -1,21 +1,14 @@
-"""Token rows to the padded micro-batches of one data-parallel rank.
-
-Shapes: b = micro_batch_size, s = padded sequence length.
-"""
+"""Documents to the micro-batches that a model takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from megatune.data.order import global_batch_rows, steps_per_epoch
-from megatune.data.rows import IGNORE_INDEX, Row, TokenRows
-
-WORKER_TIMEOUT = 600.0  # seconds to wait for one step's batches from a worker process
+from megatune.data.rows import IGNORE_INDEX, Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,141 +45,61 @@ class Batch:
         )
 
 
-def step_batches(
-    rows: TokenRows,
-    row_ids: Sequence[int] | np.ndarray,
-    *,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-    micro_batch_size: int,
-    num_micro_batches: int,
-    pad_multiple: int,
-    pad_token_id: int,
-    same_length: bool,
-) -> list[Batch]:
-    """The micro-batches of one step that belong to one data-parallel rank.
+@dataclass(frozen=True, slots=True)
+class Collator:
+    """Makes micro-batches of one layout.
 
-    Row j of the global batch takes slot j = (m * data_parallel_size + rank) * micro_batch_size + i, for micro-batch m
-    and its row i. Slots beyond `row_ids` (the short batch at the end of an epoch) become rows of padding that train
-    nothing.
-
-    Args:
-        row_ids: the global batch, at most data_parallel_size * micro_batch_size * num_micro_batches ids.
-        pad_multiple: lengths are rounded up to a multiple of this.
-        same_length: pad all micro-batches of the step to one length, as pipeline schedules with fixed shapes need.
-    """
-    slots = num_micro_batches * data_parallel_size * micro_batch_size
-    if len(row_ids) > slots:
-        raise ValueError(f"{len(row_ids)} rows for {slots} slots")
-    micro_batches: list[list[Row]] = []
-    for m in range(num_micro_batches):
-        start = (m * data_parallel_size + data_parallel_rank) * micro_batch_size
-        micro_batches.append([rows[int(row_id)] for row_id in row_ids[start : start + micro_batch_size]])
-
-    lengths = [_padded(max((len(row.input_ids) for row in micro), default=1), pad_multiple) for micro in micro_batches]
-    if same_length:
-        lengths = [max(lengths)] * num_micro_batches
-    return [
-        _collate(micro, micro_batch_size, length, pad_token_id)
-        for micro, length in zip(micro_batches, lengths, strict=True)
-    ]
-
-
-class StepLoader:
-    """Batches of consecutive steps for one data-parallel rank; iterating yields (step, list[Batch]).
-
-    A step's batches depend on nothing but the arguments and the step's number, so the output is the same for any
-    number of workers and for any start. With shuffle=False and the default end it is one pass over the rows in their
-    order, as an evaluation needs.
-
-    Args:
-        seed: of the order of rows.
-        start_step: the first step to yield, counted from 0 over the whole run.
-        stop_step: the step after the last; None means the end of the first epoch.
-        num_workers: processes that build batches ahead; 0 builds them in this process.
-        pin_memory: page-locked host memory, where there is an accelerator to copy to.
+    Attributes:
+        micro_batch_size: rows of a micro-batch.
+        packed: rows hold several documents; those of a micro-batch are joined to one long row.
+        sequence_multiple: the length of a micro-batch is a multiple of this.
+        document_multiple: packed, every document begins at a multiple of this, which divides sequence_multiple.
     """
 
-    def __init__(
-        self,
-        rows: TokenRows,
-        *,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        pad_multiple: int,
-        pad_token_id: int,
-        same_length: bool,
-        seed: int = 0,
-        shuffle: bool = True,
-        start_step: int = 0,
-        stop_step: int | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.rows = rows
-        self.global_batch_size = data_parallel_size * micro_batch_size * num_micro_batches
-        self.start_step = start_step
-        self.stop_step = steps_per_epoch(len(rows), self.global_batch_size) if stop_step is None else stop_step
-        self._seed = seed
-        self._shuffle = shuffle
-        self._layout = {
-            "data_parallel_rank": data_parallel_rank,
-            "data_parallel_size": data_parallel_size,
-            "micro_batch_size": micro_batch_size,
-            "num_micro_batches": num_micro_batches,
-            "pad_multiple": pad_multiple,
-            "pad_token_id": pad_token_id,
-        }
-        self._same_length = same_length
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory and torch.accelerator.is_available()
+    micro_batch_size: int
+    packed: bool
+    sequence_multiple: int
+    document_multiple: int
+    pad_token_id: int
 
-    def __len__(self) -> int:
-        """Steps that one iteration yields."""
-        return max(0, self.stop_step - self.start_step)
+    def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
+        """The shortest length, s, of a micro-batch that holds documents of these lengths."""
+        if self.packed:
+            needed = sum(_padded(length, self.document_multiple) for length in document_lengths)
+        else:
+            needed = max(document_lengths, default=0)
+        return _padded(max(needed, 1), self.sequence_multiple)
 
-    def __iter__(self) -> Iterator[tuple[int, list[Batch]]]:
-        loader = DataLoader(
-            _Steps(self),
-            batch_size=None,
-            sampler=range(self.start_step, self.stop_step),
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-            timeout=WORKER_TIMEOUT if self._num_workers else 0,
-            # A generator of its own: the default draws from torch's global one, which would make a model's dropout
-            # depend on how often loaders were started.
-            generator=torch.Generator(),
+    def __call__(self, documents: Sequence[Document], length: int) -> Batch:
+        """The micro-batch of the documents of its rows, in order.
+
+        What no document fills is padding that trains nothing: whole rows, or, packed, one document at the end.
+
+        Args:
+            length: a multiple of sequence_multiple, and at least what `length` answers for these documents.
+        """
+        if self.packed:
+            spans = [_padded(len(document.input_ids), self.document_multiple) for document in documents]
+            spans += [length - sum(spans)] if sum(spans) < length else []
+        else:
+            spans = [length] * self.micro_batch_size
+        starts = np.concatenate(([0], np.cumsum(spans)))
+        input_ids = np.full(starts[-1], self.pad_token_id, dtype=np.int64)
+        labels = np.full(starts[-1], IGNORE_INDEX, dtype=np.int64)
+        for start, document in zip(starts, documents, strict=False):  # spans of padding have no document
+            size = len(document.input_ids)
+            input_ids[start : start + size] = document.input_ids
+            labels[start : start + size - 1] = document.labels[1:]
+        position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], spans)
+        shape = (1, length) if self.packed else (self.micro_batch_size, length)
+        return Batch(
+            input_ids=torch.from_numpy(input_ids).view(shape),
+            labels=torch.from_numpy(labels).view(shape),
+            position_ids=torch.from_numpy(position_ids).view(shape),
+            lengths=tuple(len(document.input_ids) for document in documents) + (0,) * (len(spans) - len(documents)),
+            cu_seqlens=torch.from_numpy(starts.astype(np.int32)) if self.packed else None,
         )
-        return iter(loader)
-
-    def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of one step."""
-        row_ids = global_batch_rows(len(self.rows), self.global_batch_size, self._seed, step, self._shuffle)
-        return step_batches(self.rows, row_ids, same_length=self._same_length, **self._layout)
-
-
-class _Steps(Dataset[tuple[int, list[Batch]]]):
-    """A StepLoader as the map from a step's number that torch's DataLoader asks for."""
-
-    def __init__(self, loader: StepLoader) -> None:
-        self.loader = loader
-
-    def __getitem__(self, step: int) -> tuple[int, list[Batch]]:
-        return step, self.loader.batches(step)
 
 
 def _padded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
-
-
-def _collate(rows: list[Row], batch_size: int, length: int, pad_token_id: int) -> Batch:
-    input_ids = np.full((batch_size, length), pad_token_id, dtype=np.int64)
-    labels = np.full((batch_size, length), IGNORE_INDEX, dtype=np.int64)
-    for i, row in enumerate(rows):
-        input_ids[i, : len(row.input_ids)] = row.input_ids
-        labels[i, : len(row.labels) - 1] = row.labels[1:]
-    position_ids = torch.arange(length).expand(batch_size, length).contiguous()
-    lengths = tuple(len(row.input_ids) for row in rows) + (0,) * (batch_size - len(rows))
-    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), position_ids, lengths)
+    return -(-int(length) // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Examples to token rows: tokenise a template's turns, label the answers, cut to the budget."""
+"""Examples to documents: tokenise a template's turns, label the answers, cut to the budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatune.data.formats import Example, RowError
-from megatune.data.rows import IGNORE_INDEX, Row, num_trained_tokens
+from megatune.data.rows import IGNORE_INDEX, Document, num_trained_tokens
 from megatune.data.templates import Template, Thinking, Turn
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The token rows of one example: one of a conversation, one or more of a text."""
+    """The documents of one example: one of a conversation, one or more of a text."""
 
-    rows: tuple[Row, ...]
+    documents: tuple[Document, ...]
     truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Turns examples into token rows; picklable, so that worker processes can have one.
+    """Turns examples into documents; picklable, so that worker processes can have one.
 
     Attributes:
         template: None in pretraining, which has no chat template.
-        cutoff_len: the longest row, in tokens.
+        cutoff_len: the longest document, in tokens.
         train_on_prompt: label prompts too.
-        mask_history: label the last answer only; where a row is cut, earlier turns go first.
+        mask_history: label the last answer only; where a document is cut, earlier turns go first.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class Encoder:
     enable_thinking: bool | None = True
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """Token rows of each example, or why it has none."""
+        """Documents of each example, or why it has none."""
         rendered = [self._pieces(example) for example in examples]
         ids = self._tokenise(
             {piece for turns in rendered if not isinstance(turns, RowError) for piece in _texts(turns)}
@@ -54,9 +54,9 @@ class Encoder:
             if isinstance(turns, RowError):
                 results.append(turns)
             elif isinstance(example, str):
-                results.append(self._text_rows(ids[example]))
+                results.append(self._text_documents(ids[example]))
             else:
-                results.append(self._conversation_row([_joined(turn, ids) for turn in turns]))
+                results.append(self._conversation([_joined(turn, ids) for turn in turns]))
         return results
 
     def _pieces(self, example: Example) -> list[Turn] | RowError:
@@ -76,7 +76,7 @@ class Encoder:
         ids = self.tokenizer(wanted, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return {"": [], **dict(zip(wanted, ids, strict=True))}
 
-    def _conversation_row(self, turns: list[tuple[list[int], list[int]]]) -> Encoded | RowError:
+    def _conversation(self, turns: list[tuple[list[int], list[int]]]) -> Encoded | RowError:
         """Fill the budget turn by turn: from the first, or with mask_history from the last."""
         pieces: list[tuple[list[int], list[int]]] = []
         budget = self.cutoff_len
@@ -92,26 +92,26 @@ class Encoder:
             pieces.append((prompt + answer, labels))
         if self.mask_history:
             pieces.reverse()
-        row = _row([t for tokens, _ in pieces for t in tokens], [label for _, labels in pieces for label in labels])
-        truncated = len(row.input_ids) < sum(len(prompt) + len(answer) for prompt, answer in turns)
-        if num_trained_tokens(row.labels) == 0:
+        tokens, labels = [t for piece, _ in pieces for t in piece], [label for _, piece in pieces for label in piece]
+        truncated = len(tokens) < sum(len(prompt) + len(answer) for prompt, answer in turns)
+        if num_trained_tokens(labels) == 0:
             return RowError(
                 "nothing left to train on after cutting to cutoff_len" if truncated else "nothing to train on"
             )
-        return Encoded((row,), truncated)
+        return Encoded((_document(tokens, labels),), truncated)
 
-    def _text_rows(self, tokens: list[int]) -> Encoded | RowError:
-        """A text and its end, in rows of cutoff_len.
+    def _text_documents(self, tokens: list[int]) -> Encoded | RowError:
+        """A text and its end, in documents of cutoff_len.
 
-        A row starts with the token that the row before it ends with: a row's first token is never predicted, so each
-        token of the text is trained exactly once.
+        One starts with the token that the one before it ends with: a document's first token is never predicted, so
+        each token of the text is trained exactly once.
         """
         tokens = [*self._text_prefix(), *tokens, self.tokenizer.eos_token_id]
         if len(tokens) < 2:
             return RowError("nothing to train on")
         starts = range(0, len(tokens) - 1, self.cutoff_len - 1)
         pieces = [tokens[start : start + self.cutoff_len] for start in starts]
-        return Encoded(tuple(_row(piece, piece) for piece in pieces))
+        return Encoded(tuple(_document(piece, piece) for piece in pieces))
 
     def _text_prefix(self) -> list[int]:
         """The begin-of-sequence token, where this tokenizer puts one before a text."""
@@ -156,5 +156,5 @@ def _joined(turn: Turn, ids: dict[str, list[int]]) -> tuple[list[int], list[int]
     return [t for piece in turn.prompt for t in ids[piece]], [t for piece in turn.answer for t in ids[piece]]
 
 
-def _row(tokens: list[int], labels: list[int]) -> Row:
-    return Row(np.asarray(tokens, dtype=np.int32), np.asarray(labels, dtype=np.int32))
+def _document(tokens: list[int], labels: list[int]) -> Document:
+    return Document(np.asarray(tokens, dtype=np.int32), np.asarray(labels, dtype=np.int32))

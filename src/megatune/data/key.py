@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _DATA_SETTINGS = (
     "template",
     "cutoff_len",
+    "packing",
     "max_samples",
     "val_size",
     "train_on_prompt",

@@ -29,6 +29,11 @@ def sample_order(num_rows: int, seed: int) -> np.ndarray:
     return _permutation(num_rows, np.random.SeedSequence(seed, spawn_key=(1,)))
 
 
+def packing_order(num_documents: int, seed: int) -> np.ndarray:
+    """The order in which packing takes documents of the same length: int64 [num_documents]."""
+    return _permutation(num_documents, np.random.SeedSequence(seed, spawn_key=(2,)))
+
+
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
     """Optimizer steps that train every row once; the last may be a short one."""
     return -(-num_rows // global_batch_size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatune.data.formats import RowError
 from megatune.data.key import prepared_key
 from megatune.data.order import split_order
 from megatune.data.report import DataReport, DatasetReport, TokenReport
-from megatune.data.rows import Row, RowWriter, TokenRows, atomic_directory, num_trained_tokens
+from megatune.data.rows import Document, RowWriter, TokenRows, atomic_directory, num_trained_tokens
 from megatune.data.samples import read_samples
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates import load_template
@@ -123,7 +124,7 @@ def _encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 @dataclass(frozen=True, slots=True)
 class _Usable:
-    """A row of a file that gave token rows.
+    """A row of a file that gave documents.
 
     Attributes:
         index: its number among all rows read, dropped ones included.
@@ -132,7 +133,7 @@ class _Usable:
     index: int
     dataset: DatasetReport
     copies: int
-    rows: Sequence[Row]
+    documents: Sequence[Document]
 
 
 class _Preparation:
@@ -149,35 +150,47 @@ class _Preparation:
         if self._settings.data.val_size:
             self._write_divided(sources)
             return
-        with RowWriter(self._folder / TRAIN_FOLDER) as writer:
+        with self._writer(TRAIN_FOLDER, self.report.train) as writer:
             for usable in self._encoded(sources):
                 self._train_on(usable, writer)
 
     def add_evaluation(self, sources: Sequence[DatasetSource]) -> None:
         """Write evaluation/ from data sets of its own."""
-        self.report.evaluation = TokenReport()
-        with RowWriter(self._folder / EVALUATION_FOLDER) as writer:
+        self.report.evaluation = evaluation = TokenReport()
+        with self._writer(EVALUATION_FOLDER, evaluation) as writer:
             for usable in self._encoded(sources):
-                self._evaluate_on(usable, writer, self.report.evaluation)
+                self._evaluate_on(usable, writer, evaluation)
+
+    @contextmanager
+    def _writer(self, name: str, report: TokenReport) -> Iterator[RowWriter]:
+        """Writes rows, packed where the settings say so, and counts them."""
+        data, seed = self._settings.data, self._settings.run.seed
+        report.capacity = data.cutoff_len if data.packing else None
+        with RowWriter(self._folder / name, report.capacity, seed) as writer:
+            yield writer
+        report.rows = writer.num_rows
 
     def _write_divided(self, sources: Sequence[DatasetSource]) -> None:
         """Which rows are usable is known at the end only, so all are written to one side first."""
         aside = self._folder / "undivided"
         written: list[tuple[int, DatasetReport, int, range]] = []
-        num_rows = 0
+        num_documents = 0
         with RowWriter(aside) as writer:
             for usable in self._encoded(sources):
-                for row in usable.rows:
-                    writer.append(*row)
-                ids = range(num_rows, num_rows + len(usable.rows))
-                num_rows = ids.stop
+                for document in usable.documents:
+                    writer.append(*document)
+                ids = range(num_documents, num_documents + len(usable.documents))
+                num_documents = ids.stop
                 written.append((usable.index, usable.dataset, usable.copies, ids))
         rows = TokenRows(aside)
         held_out = self._held_out([index for index, *_ in written])
         self.report.evaluation = evaluation = TokenReport()
-        with RowWriter(self._folder / TRAIN_FOLDER) as train, RowWriter(self._folder / EVALUATION_FOLDER) as held:
+        with (
+            self._writer(TRAIN_FOLDER, self.report.train) as train,
+            self._writer(EVALUATION_FOLDER, evaluation) as held,
+        ):
             for index, dataset, copies, ids in written:
-                usable = _Usable(index, dataset, copies, [rows[i] for i in ids])
+                usable = _Usable(index, dataset, copies, [rows[i][0] for i in ids])
                 if index in held_out:
                     self._evaluate_on(usable, held, evaluation)
                 else:
@@ -205,11 +218,11 @@ class _Preparation:
     def _train_on(self, usable: _Usable, writer: RowWriter) -> None:
         usable.dataset.trained += 1
         for _ in range(usable.copies):
-            _append(usable.rows, writer, self.report.train)
+            _append(usable.documents, writer, self.report.train)
 
     def _evaluate_on(self, usable: _Usable, writer: RowWriter, report: TokenReport) -> None:
         usable.dataset.evaluation += 1
-        _append(usable.rows, writer, report)
+        _append(usable.documents, writer, report)
 
     def _encoded(self, sources: Sequence[DatasetSource]) -> Iterator[_Usable]:
         """Usable rows of all data sets, in order; the others are counted.
@@ -237,7 +250,7 @@ class _Preparation:
                     dataset.drop(sample.where, encoded.reason, encoded.detail)
                     continue
                 dataset.truncated += encoded.truncated
-                yield _Usable(index - 1, dataset, sample.copies, encoded.rows)
+                yield _Usable(index - 1, dataset, sample.copies, encoded.documents)
         _check_usable(self.report.datasets[first:])
 
 
@@ -255,7 +268,7 @@ def _check_usable(datasets: Sequence[DatasetReport]) -> None:
         raise MegatuneError(findings, ExitCode.DATA)
 
 
-def _append(rows: Sequence[Row], writer: RowWriter, report: TokenReport) -> None:
-    for row in rows:
-        writer.append(*row)
-        report.add(row.input_ids, num_trained_tokens(row.labels))
+def _append(documents: Sequence[Document], writer: RowWriter, report: TokenReport) -> None:
+    for document in documents:
+        writer.append(*document)
+        report.add(document.input_ids, num_trained_tokens(document.labels))

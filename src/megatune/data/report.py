@@ -44,25 +44,45 @@ class TokenReport:
     """The token rows of training or of evaluation.
 
     Attributes:
-        rows: token rows; more than rows of files where long texts are cut into several or data sets are repeated.
+        documents: more than rows of files where long texts are cut into several or data sets are repeated.
+        rows: as many as documents, or fewer where they are packed.
+        capacity: tokens that a packed row can hold; None without packing.
         trained: tokens that count in the loss.
-        longest: tokens of the longest row.
+        longest: tokens of the longest document.
         largest_id: the largest token id, which the model's vocabulary must hold.
     """
 
+    documents: int = 0
     rows: int = 0
+    capacity: int | None = None
     tokens: int = 0
     trained: int = 0
     longest: int = 0
     largest_id: int = 0
 
     def add(self, input_ids: np.ndarray, trained: int) -> None:
-        """Count one token row."""
-        self.rows += 1
+        """Count one document."""
+        self.documents += 1
         self.tokens += len(input_ids)
         self.trained += trained
         self.longest = max(self.longest, len(input_ids))
         self.largest_id = max(self.largest_id, int(input_ids.max()))
+
+    @property
+    def packing_efficiency(self) -> float:
+        """The share of packed rows' capacity that holds tokens."""
+        assert self.capacity is not None
+        return self.tokens / (self.rows * self.capacity)
+
+    def line(self) -> str:
+        """The report in words."""
+        tokens = f"{self.tokens} tokens, {self.trained} of them trained"
+        if self.capacity is None:
+            return f"{self.rows} token rows, {tokens}"
+        return (
+            f"{self.documents} samples packed into {self.rows} rows of up to {self.capacity} tokens, "
+            f"{self.packing_efficiency:.1%} full; {tokens}"
+        )
 
 
 @dataclass(slots=True)
@@ -85,7 +105,7 @@ class DataReport:
             yield from (f"        {example}" for example in dataset.examples)
         for name, tokens in (("train", self.train), ("evaluation", self.evaluation)):
             if tokens is not None:
-                yield f"{name}: {tokens.rows} token rows, {tokens.tokens} tokens, {tokens.trained} of them trained"
+                yield f"{name}: {tokens.line()}"
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

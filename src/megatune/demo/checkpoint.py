@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megatune.demo.config import config_arguments
 from megatune.demo.family import DemoFamily, demo_family
 from megatune.demo.sizes import ModelSizes, check_sizes
 from megatune.demo.tokenizer import make_tokenizer
@@ -18,8 +19,6 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-LLAMA3_STRETCH = 8.0  # how much longer the model reads than it was "pretrained" to, as in Llama 3.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +44,16 @@ def make_checkpoint(
     hidden_size: int = 64,
     ffn_hidden_size: int | None = None,
     num_attention_heads: int = 4,
-    num_query_groups: int = 2,
+    num_query_groups: int | None = None,
     head_dim: int | None = None,
     vocab_size: int = 2000,
     max_position_embeddings: int = 4096,
     tie_word_embeddings: bool | None = None,
     attention_bias: bool = False,
     mlp_bias: bool = False,
+    num_experts: int | None = None,
+    router_topk: int | None = None,
+    moe_ffn_hidden_size: int | None = None,
     seed: int = 0,
     dtype: str = "float32",
     max_shard_size: str = "5GB",
@@ -65,13 +67,17 @@ def make_checkpoint(
         family: a key of `megatune.demo.family.FAMILIES`.
         output: the folder to make.
         ffn_hidden_size: None for three times hidden_size.
+        num_query_groups: None for 2; as many as heads with latent attention.
         head_dim: None for hidden_size / num_attention_heads; twice that for qwen3.
         vocab_size: rows of the embedding. The tokenizer is trained to fill them; rows it leaves are never used, as
             in published models.
-        max_position_embeddings: tokens. Families with llama3 rope scaling are stretched to it by LLAMA3_STRETCH.
+        max_position_embeddings: tokens. Families with scaled rotary embeddings are stretched to it by ROPE_STRETCH.
         tie_word_embeddings: None for the family's habit.
-        attention_bias: biases on q, k, v and o (llama, qwen3). qwen2 has its q, k, v biases always.
+        attention_bias: biases on q, k, v and o (llama, qwen3, qwen3_moe). qwen2 has its q, k, v biases always.
         mlp_bias: biases on gate, up and down (llama).
+        num_experts: of each sparse layer, in families with experts; None for 8.
+        router_topk: experts that a token goes to; None for 2.
+        moe_ffn_hidden_size: of one expert; None for hidden_size, in mixtral for ffn_hidden_size.
         dtype: "float32", "bfloat16" or "float16".
         max_shard_size: splits the weights into files of this size ("100KB"), with an index.
         overwrite: replace a checkpoint that is there.
@@ -97,6 +103,9 @@ def make_checkpoint(
         tie_word_embeddings=tie_word_embeddings,
         attention_bias=attention_bias,
         mlp_bias=mlp_bias,
+        num_experts=num_experts,
+        router_topk=router_topk,
+        moe_ffn_hidden_size=moe_ffn_hidden_size,
         dtype=dtype,
     )
     check_sizes(declared, sizes, max_shard_size)
@@ -131,49 +140,13 @@ def summarize_checkpoint(folder: Path) -> CheckpointSummary:
     return CheckpointSummary(num_parameters, vocab_size, sum(file.stat().st_size for file in weight_files))
 
 
-def _config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": family.rope_theta}
-    if family.llama3_rope_scaling:
-        rope_parameters |= {
-            "rope_type": "llama3",
-            "factor": LLAMA3_STRETCH,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": int(sizes.max_position_embeddings / LLAMA3_STRETCH),
-        }
-    arguments = {
-        "num_hidden_layers": sizes.num_layers,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.ffn_hidden_size,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.num_query_groups,
-        "head_dim": sizes.head_dim,
-        "vocab_size": sizes.vocab_size,
-        "max_position_embeddings": sizes.max_position_embeddings,
-        "tie_word_embeddings": sizes.tie_word_embeddings,
-        "rope_parameters": rope_parameters,
-        "rms_norm_eps": family.norm_epsilon,
-        # Wide enough that attention is far from uniform: a wrong rotary embedding must show in the logits.
-        "initializer_range": sizes.hidden_size**-0.5,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": sizes.dtype,
-    }
-    if family.model_type != "qwen2":  # its biases are not a choice
-        arguments["attention_bias"] = sizes.attention_bias
-    if family.model_type == "llama":
-        arguments["mlp_bias"] = sizes.mlp_bias
-    return arguments
-
-
 def _random_model(
     family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.for_model(family.model_type, **_config_arguments(family, sizes, tokenizer))
+    config = AutoConfig.for_model(family.model_type, **config_arguments(family, sizes, tokenizer))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -181,6 +154,9 @@ def _random_model(
             # Norms start at one and biases at zero; left there, a test could not tell that they are used.
             for parameter in (parameter for parameter in model.parameters() if parameter.dim() == 1):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(std=0.1)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.convert_tokens_to_ids(list(family.stop_tokens)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -37,6 +37,8 @@ class DemoFamily:
         tie_word_embeddings: as in the family's best-known small models.
         llama3_rope_scaling: rotary embeddings stretched as Llama 3.1 does.
         wide_heads: head_dim is twice hidden_size / num_attention_heads, so that nobody takes the two for equal.
+        has_experts: feed-forwards are mixtures of experts.
+        has_latent_attention: keys and values come from a narrow latent, and rotary embeddings are stretched by YaRN.
     """
 
     model_type: str
@@ -55,6 +57,8 @@ class DemoFamily:
     norm_epsilon: float
     llama3_rope_scaling: bool = False
     wide_heads: bool = False
+    has_experts: bool = False
+    has_latent_attention: bool = False
 
 
 def _special(*texts: str) -> tuple[SpecialToken, ...]:
@@ -186,6 +190,63 @@ FAMILIES: dict[str, DemoFamily] = {
         llama3_rope_scaling=True,
     ),
 }
+
+FAMILIES |= {
+    "qwen2_moe": replace(
+        FAMILIES["qwen2"],
+        model_type="qwen2_moe",
+        chat_template="qwen2_moe.jinja",
+        added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        tie_word_embeddings=False,
+        has_experts=True,
+    ),
+    "qwen3_moe": replace(
+        FAMILIES["qwen3"], model_type="qwen3_moe", tie_word_embeddings=False, has_experts=True
+    ),
+    "mixtral": DemoFamily(
+        model_type="mixtral",
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template="mixtral.jinja",
+        digits_per_token=1,
+        nfc=False,
+        added_tokens=_special("<s>", "</s>"),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token=None,  # the published tokenizer names none
+        adds_bos=True,
+        stop_tokens=("</s>",),
+        tie_word_embeddings=False,
+        rope_theta=1_000_000.0,
+        norm_epsilon=1e-5,
+        has_experts=True,
+    ),
+    "deepseek_v3": DemoFamily(
+        model_type="deepseek_v3",
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template="deepseek_v3.jinja",
+        digits_per_token=3,
+        nfc=False,
+        # Without the published list's 800 placeholders.
+        added_tokens=(
+            *_special(_DEEPSEEK_BOS, _DEEPSEEK_EOS, "<｜▁pad▁｜>"),
+            *_visible("<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜User｜>", "<｜Assistant｜>"),
+            *_special("<|EOT|>"),
+            *_visible(*(f"<｜tool▁{part}▁{end}｜>" for part in ("calls", "call", "outputs", "output")
+                        for end in ("begin", "end"))),
+            *_visible("<｜tool▁sep｜>"),
+        ),
+        bos_token=_DEEPSEEK_BOS,
+        eos_token=_DEEPSEEK_EOS,
+        pad_token=_DEEPSEEK_EOS,
+        adds_bos=True,
+        stop_tokens=(_DEEPSEEK_EOS,),
+        tie_word_embeddings=False,
+        rope_theta=10_000.0,
+        norm_epsilon=1e-6,
+        has_experts=True,
+        has_latent_attention=True,
+    ),
+}  # fmt: skip
 
 
 def demo_family(name: str) -> DemoFamily:

@@ -11,11 +11,15 @@ from megatune.demo.tokenizer import smallest_vocab_size
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # families where biases of attention are a choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Every choice of a demo model, defaults filled in; see `make_checkpoint` for what each means."""
+    """Every choice of a demo model, defaults filled in; see `make_checkpoint` for what each means.
+
+    Numbers of experts are None where a family has none, and nobody asked for any.
+    """
 
     num_layers: int
     hidden_size: int
@@ -28,6 +32,9 @@ class ModelSizes:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    num_experts: int | None
+    router_topk: int | None
+    moe_ffn_hidden_size: int | None
     dtype: str
 
     @classmethod
@@ -37,9 +44,13 @@ class ModelSizes:
         *,
         hidden_size: int,
         num_attention_heads: int,
+        num_query_groups: int | None,
         ffn_hidden_size: int | None,
         head_dim: int | None,
         tie_word_embeddings: bool | None,
+        num_experts: int | None,
+        router_topk: int | None,
+        moe_ffn_hidden_size: int | None,
         **given: int | bool | str,
     ) -> ModelSizes:
         """Fills in what the family or the other numbers decide."""
@@ -49,12 +60,24 @@ class ModelSizes:
             head_dim = hidden_size // max(1, num_attention_heads) * (2 if family.wide_heads else 1)
         if tie_word_embeddings is None:
             tie_word_embeddings = family.tie_word_embeddings
+        if num_query_groups is None:
+            num_query_groups = num_attention_heads if family.has_latent_attention else 2
+        if family.has_experts:
+            num_experts = 8 if num_experts is None else num_experts
+            router_topk = 2 if router_topk is None else router_topk
+            if moe_ffn_hidden_size is None:
+                # Mixtral has no other feed-forward.
+                moe_ffn_hidden_size = ffn_hidden_size if family.model_type == "mixtral" else hidden_size
         return cls(
             hidden_size=hidden_size,
             num_attention_heads=num_attention_heads,
+            num_query_groups=num_query_groups,
             ffn_hidden_size=ffn_hidden_size,
             head_dim=head_dim,
             tie_word_embeddings=tie_word_embeddings,
+            num_experts=num_experts,
+            router_topk=router_topk,
+            moe_ffn_hidden_size=moe_ffn_hidden_size,
             **given,  # type: ignore[arg-type]
         )
 
@@ -65,7 +88,12 @@ def check_sizes(family: DemoFamily, sizes: ModelSizes, max_shard_size: str) -> N
     Raises:
         MegatuneError: (SETTINGS) with one finding for every problem.
     """
-    findings = [*_below_minimum(family, sizes), *_not_divisible(family, sizes), *_not_in_family(family, sizes)]
+    findings = [
+        *_below_minimum(family, sizes),
+        *_not_divisible(family, sizes),
+        *_expert_problems(family, sizes),
+        *_not_in_family(family, sizes),
+    ]
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
         findings.append(
             Finding(
@@ -77,6 +105,25 @@ def check_sizes(family: DemoFamily, sizes: ModelSizes, max_shard_size: str) -> N
         )
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def _expert_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
+    flags = {"--experts": sizes.num_experts, "--topk": sizes.router_topk, "--moe_ffn": sizes.moe_ffn_hidden_size}
+    for flag, value in flags.items():
+        if value is not None and not family.has_experts:
+            yield Finding(
+                what=f"{family.model_type} has no experts",
+                where=flag,
+                mend="leave it out, or use --family qwen3_moe",
+            )
+        elif value is not None and value < 1:
+            yield Finding(what=f"{value} is too small", where=flag, mend=f"{flag} 1")
+    if family.has_experts and (sizes.router_topk or 1) > (sizes.num_experts or 1) > 0:
+        yield Finding(
+            what=f"a token cannot go to {sizes.router_topk} of {sizes.num_experts} experts",
+            where="--topk",
+            mend=f"--topk {sizes.num_experts}",
+        )
 
 
 def _below_minimum(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
@@ -100,7 +147,14 @@ def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
     heads, groups, hidden = sizes.num_attention_heads, sizes.num_query_groups, sizes.hidden_size
     if heads < 1 or groups < 1 or hidden < 1:
         return
-    if heads % groups:
+    if family.has_latent_attention and groups != heads:
+        yield Finding(
+            what=f"{groups} key/value heads are not {heads}",
+            where="--kv_heads",
+            why=f"in {family.model_type} every head has its own key and value",
+            mend="leave it out",
+        )
+    elif heads % groups:
         nearest = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - groups))
         yield Finding(
             what=f"{groups} key/value heads do not divide {heads} heads",
@@ -109,7 +163,7 @@ def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
             mend=f"--kv_heads {nearest}",
         )
     # Transformers refuses it for llama whatever head_dim is, and readers of qwen2 derive head_dim from it.
-    if hidden % heads and family.model_type != "qwen3":
+    if hidden % heads and not family.wide_heads:
         nearest = max(1, round(hidden / heads)) * heads
         yield Finding(
             what=f"hidden size {hidden} is not a multiple of {heads} heads",
@@ -134,11 +188,11 @@ def _not_in_family(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
             why=f"the dtypes are {', '.join(DTYPES)}",
             mend=f"--dtype {nearest}",
         )
-    if sizes.attention_bias and family.model_type == "qwen2":
+    if sizes.attention_bias and family.model_type not in ATTENTION_BIAS:
         yield Finding(
-            what="attention_bias is not an option of qwen2",
+            what=f"attention_bias is not an option of {family.model_type}",
             where="--attention_bias",
-            why="its q, k and v projections always have a bias, its output projection never",
+            why=f"only {', '.join(ATTENTION_BIAS)} have it",
             mend="leave it out",
         )
     if sizes.mlp_bias and family.model_type != "llama":

@@ -7,7 +7,6 @@ from typing import TypeAlias
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,7 +19,10 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.config.settings import ParallelSettings, Settings
-from megatune.engine.layers.rotary import angles, fused_rotary, inverse_frequencies
+from megatune.engine.layers import gradient_accumulation, swiglu
+from megatune.engine.layers.attention.choice import require
+from megatune.engine.layers.cross_entropy import OutputLayer
+from megatune.engine.layers.rotary import attention_factor, cos_sin, inverse_frequencies
 from megatune.engine.sequences import Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
@@ -50,11 +52,19 @@ class DecoderModel(GPTModel):
         )
         _mark_tensor_parallel(self)
         self.inverse_frequencies = inverse_frequencies(architecture).to(torch.cuda.current_device())
+        self.attention_factor = attention_factor(architecture)
         size = self.vocab_size // tp_size
         # Rows of this rank's part of the vocabulary that are real; the rest only pads it.
         self.num_vocabulary_rows = min(
             max(architecture.vocab_size - parallel_state.get_tensor_model_parallel_rank() * size, 0), size
         )
+        if self.post_process:
+            # GPTModel makes the layer itself. The subclass has no state of its own, only another way to call it.
+            self.output_layer.__class__ = OutputLayer
+            self.output_layer.num_vocabulary_rows = self.num_vocabulary_rows
+
+    def _set_attention_backend(self) -> None:
+        """Megatron-Core sets Transformer Engine's environment here; the core attention reads the configuration."""
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, sequences: Sequences, labels: Tensor | None = None
@@ -72,19 +82,36 @@ class DecoderModel(GPTModel):
         hidden_states = self.decoder(
             hidden_states=self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None,
             attention_mask=None,
-            rotary_pos_emb=angles(sequences.position_ids, self.inverse_frequencies),
+            rotary_pos_emb=self._rotary_embedding(sequences.position_ids),
             packed_seq_params=sequences,
         )
-        if not self.post_process:
-            return hidden_states
+        return self.head(hidden_states, labels, sequences.trained) if self.post_process else hidden_states
+
+    def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
+        """The output layer and, given labels, the loss.
+
+        Args:
+            hidden_states: [s (/ tp), b, h], of the last layer.
+            labels: int64 [b, s].
+            trained: int64 [n], places of the trained tokens in the flattened labels.
+
+        Returns:
+            As `forward` of the last chunk.
+        """
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if labels is not None and self.config.cross_entropy_loss_fusion:
+            return self.output_layer(hidden_states, weight=weight, labels=labels, trained=trained)[0]
         logits, _ = self.output_layer(hidden_states, weight=weight)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)
 
+    def _rotary_embedding(self, position_ids: Tensor) -> Tensor:
+        """int64 [s / cp] to [2, s / cp, 1, 1, channels], once for all layers."""
+        return cos_sin(position_ids, self.inverse_frequencies, self.attention_factor, self.config.params_dtype)
+
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Cross-entropy over the real vocabulary.
+        """Cross-entropy over the real vocabulary from all logits: what `cross_entropy_loss_fusion` replaces.
 
         Args:
             labels: int64 [b, s]; below 0 where a token is not trained.
@@ -115,9 +142,12 @@ def build_model(architecture: Architecture, settings: Settings) -> list[Distribu
     `engine.groups.build` comes first.
     """
     answer()
-    parallel = settings.parallel
-    if settings.performance.apply_rope_fusion:
-        rope_utils.fused_apply_rotary_pos_emb = fused_rotary
+    require(settings, architecture)
+    parallel, performance = settings.parallel, settings.performance
+    if performance.bias_activation_fusion:
+        swiglu.install()
+    if performance.gradient_accumulation_fusion:
+        gradient_accumulation.install()
     config = transformer_config(architecture, settings)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.precision.accumulate_allreduce_grads_in_fp32,

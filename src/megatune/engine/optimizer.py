@@ -111,7 +111,7 @@ def _init_state(optimizer: ChainedOptimizer, settings: OptimizerSettings) -> Non
                     inner.state[param]["momentum_buffer"] = torch.zeros_like(param.data)
 
 
-def main_shards(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, MainShard]:
+def main_shards(optimizer: ChainedOptimizer) -> dict[Tensor, MainShard]:
     """This rank's share of the optimizer, by model parameter. Under the distributed optimizer a data-parallel rank
     holds a part of some parameters and nothing of others."""
     return {

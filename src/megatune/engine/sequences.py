@@ -45,12 +45,15 @@ class Sequences(PackedSeqParams):
         position_ids: int64 [s / cp], of this rank's tokens in their documents; the same for all rows.
         is_padding: bool [b, s / cp].
         num_trained: int64 [], trained tokens of the whole micro-batch, over all context-parallel ranks.
+        trained: int64 [n], where this rank's trained tokens are in its flattened rows. Found on the host: on a GPU,
+            how many there are could only be known by waiting for it.
     """
 
     boundaries: tuple[int, ...]
     position_ids: Tensor
     is_padding: Tensor
     num_trained: Tensor
+    trained: Tensor
 
     def __post_init__(self) -> None:
         # Rows stay [s, b, ...] inside Megatron-Core's layers; its own packed format would drop a dimension.
@@ -104,14 +107,18 @@ def share(batch: MicroBatch) -> Share:
         spans = torch.diff(batch.cu_seqlens.long())
         is_padding = batch.position_ids >= lengths.repeat_interleave(spans)
 
+    def of_this_rank(rows: Tensor) -> Tensor:
+        return rows if size == 1 else rows[..., mine]
+
     def to_device(rows: Tensor) -> Tensor:
-        return (rows if size == 1 else rows[..., mine]).to(device, non_blocking=True)
+        return of_this_rank(rows).to(device, non_blocking=True)
 
     sequences = Sequences(
         boundaries=boundaries,
         position_ids=to_device(batch.position_ids[0]),
         is_padding=to_device(is_padding),
         num_trained=(batch.labels >= 0).sum().to(device, non_blocking=True),
+        trained=(of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0].to(device, non_blocking=True),
     )
     return Share(to_device(batch.input_ids), to_device(batch.labels), sequences)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megatune.architecture import Architecture
-from megatune.engine.layers.attention import SDPAttention
+from megatune.architecture import Architecture, MultiLatentAttention
+from megatune.engine.layers.attention import CoreAttention
 from megatune.engine.layers.decoder_layer import DecoderLayer
+from megatune.engine.layers.mla import MLASelfAttention, ReplicatedLinear
+from megatune.engine.layers.moe.layer import MoELayer
 from megatune.engine.layers.norm import RMSNorm
+from megatune.engine.layers.self_attention import GroupedQueryAttention
 
 
 def block_spec(
@@ -34,27 +38,46 @@ def _layer(architecture: Architecture, config: TransformerConfig, layer: int) ->
         module=DecoderLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_self_attention(config),
+            self_attention=_self_attention(architecture),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_mlp(),
+            mlp=MoELayer if architecture.is_moe_layer(layer) else _mlp(),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _self_attention(config: TransformerConfig) -> ModuleSpec:
-    """Grouped-query attention."""
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+def _self_attention(architecture: Architecture) -> ModuleSpec:
+    if architecture.mla is not None:
+        return _mla(architecture.mla)
+    qk_norm = RMSNorm if architecture.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=GroupedQueryAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=SDPAttention,
+            core_attention=CoreAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _mla(mla: MultiLatentAttention) -> ModuleSpec:
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "rope_interleaved": mla.rope_interleaved},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
         ),
     )
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
@@ -20,12 +21,17 @@ from megatune.engine import device
 def transformer_config(architecture: Architecture, settings: Settings) -> TransformerConfig:
     """Megatron-Core's configuration of this model in this layout."""
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
-    return kind(
+    config = kind(
         **_model(architecture),
+        **_mla(architecture.mla),
+        **_experts(architecture.moe, settings),
         **_layout(settings.parallel, architecture.num_layers),
         **_computation(settings),
         **_recompute(settings.recompute),
     )
+    # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
+    config.apply_rope_fusion = settings.performance.apply_rope_fusion
+    return config
 
 
 def _model(architecture: Architecture) -> dict[str, Any]:
@@ -48,6 +54,51 @@ def _model(architecture: Architecture) -> dict[str, Any]:
         "init_method_std": architecture.initializer_range,
         # Every weight is loaded, so none is drawn at random first.
         "perform_initialization": False,
+    }
+
+
+def _mla(mla: MultiLatentAttention | None) -> dict[str, Any]:
+    if mla is None:
+        return {}
+    return {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "softmax_scale": mla.softmax_scale,
+    }
+
+
+def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]:
+    if moe is None:
+        return {}
+    experts = settings.experts
+    pre_softmax = moe.pre_softmax if experts.moe_router_pre_softmax is None else experts.moe_router_pre_softmax
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(is_moe) for is_moe in moe.layers],
+        "moe_ffn_hidden_size": moe.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate_size or None,
+        "moe_shared_expert_gate": moe.shared_expert_gate,
+        "moe_shared_expert_overlap": experts.moe_shared_expert_overlap,
+        "moe_router_topk": experts.moe_router_topk or moe.router_topk,
+        "moe_router_score_function": moe.score_function,
+        "moe_router_pre_softmax": pre_softmax,
+        "moe_router_num_groups": moe.num_groups or None,
+        "moe_router_group_topk": moe.group_topk or None,
+        "moe_router_topk_scaling_factor": moe.topk_scaling_factor if moe.topk_scaling_factor != 1.0 else None,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": experts.moe_router_bias_update_rate,
+        "moe_router_dtype": experts.moe_router_dtype or moe.router_dtype,
+        "moe_router_load_balancing_type": experts.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": experts.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": experts.moe_z_loss_coeff,
+        "moe_expert_capacity_factor": experts.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": experts.moe_pad_expert_input_to_capacity,
+        # Megatron-Core merged the two.
+        "moe_token_dispatcher_type": experts.moe_token_dispatcher_type.removesuffix("_seq"),
+        "moe_grouped_gemm": experts.moe_grouped_gemm,
     }
 
 
@@ -79,13 +130,14 @@ def _computation(settings: Settings) -> dict[str, Any]:
         "bf16": precision.bf16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        "attention_backend": AttnBackend[performance.attention_backend],
         "attention_softmax_in_fp32": True,
         # The stock scaling of fp16 scores by layer is not what Transformers computes.
         "apply_query_key_layer_scaling": False,
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": performance.cross_entropy_loss_fusion,
+        "gradient_accumulation_fusion": performance.gradient_accumulation_fusion,
         "bias_activation_fusion": performance.bias_activation_fusion,
-        "apply_rope_fusion": performance.apply_rope_fusion,
         "masked_softmax_fusion": False,
         "finalize_model_grads_func": finalize_model_grads,
     }

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import llama, qwen2, qwen3
+from megatune.families import deepseek_v3, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megatune.families.family import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3)
+}
 
 
 def read_config(model_dir: str | Path) -> dict[str, object]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatune.architecture import Architecture, Llama3RopeScaling
+from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.errors import Finding
+from megatune.families.rope import rope_parameters, rope_problems, rope_scaling
+from megatune.families.sparse import expert_problems
 from megatune.families.weights import Weight
+
+Config = Mapping[str, Any]
 
 # Transformers' defaults for keys that a config.json may leave out.
 _DEFAULTS: dict[str, Any] = {
@@ -26,34 +30,58 @@ class Family:
 
     Attributes:
         model_type: the Hugging Face model_type.
-        weights: its weight map; `output_layer.weight` is dropped where embeddings are tied.
+        weights: its weight map.
         constants: Architecture attributes that every member shares and config.json does not say.
+        read: Architecture attributes that config.json says in this family only, by its key.
         required: config.json keys and the one value this engine computes; an absent key has that value.
+        dimensions: config.json keys that are whole numbers above 0, beside those of every decoder.
+        defaults: Transformers' defaults of this family for keys that a config.json may leave out.
+        aliases: config.json keys that may go by another name: the one used here, by the other.
         rope_types: the kinds of rotary scaling it may ask for.
-        ignored_keys: regular expressions of checkpoint keys that hold nothing learned.
+        ignored_keys: regular expressions of checkpoint keys that this model does not use, as Transformers does not;
+            {num_layers} stands for the number of layers.
+        head_dim_key: config.json key of the head dimension, of its rotary part in latent attention.
         head_dim_default: head dimension where config.json has none; None means hidden_size / num_attention_heads.
+        experts: reads the mixture of experts; None from it where no layer is sparse.
+        latent_attention: reads multi-head latent attention.
+        problems: what else is wrong with a config.json, and why.
     """
 
     model_type: str
     weights: tuple[Weight, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
+    read: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
-    rope_types: tuple[str, ...] = ("default",)
+    dimensions: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    rope_types: tuple[str, ...] = ("default", "yarn")
     ignored_keys: tuple[str, ...] = ()
+    head_dim_key: str = "head_dim"
     head_dim_default: int | None = None
+    experts: Callable[[Config], MixtureOfExperts | None] | None = None
+    latent_attention: Callable[[Config], MultiLatentAttention] | None = None
+    problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
 
     def weight_map(self, architecture: Architecture) -> tuple[Weight, ...]:
         """The weights of this member of the family."""
-        if not architecture.tie_word_embeddings:
-            return self.weights
-        return tuple(weight for weight in self.weights if weight.engine != "output_layer.weight")
+        return tuple(weight for weight in self.weights if weight.exists(architecture))
 
-    def check(self, config: Mapping[str, Any], where: str) -> list[Finding]:
+    def ignored(self, architecture: Architecture) -> list[str]:
+        """Regular expressions of checkpoint keys that are left out, as Transformers leaves them out."""
+        patterns = [key.replace("{num_layers}", str(architecture.num_layers)) for key in self.ignored_keys]
+        # Published checkpoints with tied embeddings may carry an output layer all the same.
+        return [*patterns, *([r"lm_head\.weight"] if architecture.tie_word_embeddings else [])]
+
+    def check(self, config: Config, where: str) -> list[Finding]:
         """Everything in config.json that keeps this engine from computing the model, each named."""
+        config = self._filled(config)
         findings = [
             Finding(f"{key!r} is missing", where, mend="use the config.json that was published with the weights")
-            for key in _DIMENSIONS
-            if not isinstance(config.get(key), int)
+            if config.get(key) is None
+            else Finding(f"{key} = {config[key]!r} is no whole number above 0", where)
+            for key in (*_DIMENSIONS, *self.dimensions)
+            if not isinstance(config.get(key), int) or config[key] < 1
         ]
         for key, value in self.required.items():
             # 0 and 0.0 and False are one value here, and null means "not used".
@@ -66,55 +94,61 @@ class Family:
                         "train a checkpoint without it",
                     )
                 )
-        rope_type = rope_parameters(config)["rope_type"]
-        if rope_type not in self.rope_types:
-            findings.append(
-                Finding(
-                    f"rotary scaling {rope_type!r} is not supported",
-                    where,
-                    f"{self.model_type} is computed with {', '.join(self.rope_types)}",
-                    "remove rope_scaling to train at the published context length",
-                )
-            )
+        findings += _findings(_computation_problems(config), where, "train a checkpoint without it")
+        findings += _findings(
+            rope_problems(rope_parameters(config), self.rope_types),
+            where,
+            "remove rope_scaling to train at the published context length",
+        )
+        mend = "use the config.json that was published with the weights"
+        if not findings and self.problems is not None:
+            findings += _findings(self.problems(config), where, mend)
+        if not findings:
+            findings += _findings(expert_problems(self.architecture(config)), where, mend)
         return findings
 
-    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+    def architecture(self, config: Config) -> Architecture:
         """The numbers of a config.json that `check` found nothing against."""
-        config = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+        config = self._filled(config)
         heads = config["num_attention_heads"]
         rope = rope_parameters(config)
-        scaling = None
-        if rope["rope_type"] == "llama3":
-            scaling = Llama3RopeScaling(
-                factor=float(rope["factor"]),
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-            )
         return Architecture(
             model_type=self.model_type,
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             ffn_hidden_size=config["intermediate_size"],
             num_attention_heads=heads,
-            num_query_groups=config.get("num_key_value_heads", heads),
-            kv_channels=config.get("head_dim") or self.head_dim_default or config["hidden_size"] // heads,
+            num_query_groups=config.get("num_key_value_heads") or heads,
+            kv_channels=config.get(self.head_dim_key) or self.head_dim_default or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
             max_position_embeddings=config["max_position_embeddings"],
             norm_epsilon=config["rms_norm_eps"],
             rotary_base=float(rope["rope_theta"]),
-            rope_scaling=scaling,
+            rope_scaling=rope_scaling(rope),
             tie_word_embeddings=bool(config["tie_word_embeddings"]),
             initializer_range=config["initializer_range"],
             torch_dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+            moe=self.experts(config) if self.experts else None,
+            mla=self.latent_attention(config) if self.latent_attention else None,
+            **{attribute: config[key] for attribute, key in self.read.items()},
             **self.constants,
         )
 
+    def _filled(self, config: Config) -> dict[str, Any]:
+        """The config.json under one set of names, with defaults for what it leaves out."""
+        named = {self.aliases.get(key, key): value for key, value in config.items()}
+        absent = {key: value for key, value in {**_DEFAULTS, **self.defaults}.items() if named.get(key) is None}
+        return {**named, **absent}
 
-def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings of a config.json, whether written by Transformers 5 (rope_parameters) or 4 (rope_theta and
-    rope_scaling, its kind under "rope_type" or "type")."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
-    return parameters
+
+def _computation_problems(config: Config) -> Iterator[tuple[str, str]]:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        yield f"the weights are quantized ({method})", "training needs them in 16 or 32 bits"
+    others = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if others:
+        yield f"layer_types has {', '.join(others)}, which is not supported", "every layer attends to all tokens before"
+
+
+def _findings(problems: Iterator[tuple[str, str]], where: str, mend: str) -> list[Finding]:
+    return [Finding(what, where, why, mend) for what, why in problems]

@@ -1,16 +1,17 @@
 """The vocabulary of a weight map: how Hugging Face tensors make up one engine tensor, and how it is cut over ranks.
 
 A map is data, and every entry is invertible: `segments` says which rows (or columns) of which Hugging Face tensors
-make up the slice of one tensor-parallel rank, in order. Loading reads those segments, saving writes them back;
-sharding, parameter counting and key accounting come from the same entries.
+make up the slice of one rank, in order. Loading reads those segments, saving writes them back; sharding, parameter
+counting and key accounting come from the same entries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 
 from megatune.architecture import Architecture
 
@@ -19,7 +20,10 @@ VOCABULARY_MULTIPLE = 128
 
 
 class Layout(Enum):
-    """How Hugging Face tensors are arranged in the engine's tensor, and along which dimension tp cuts it."""
+    """How Hugging Face tensors are arranged in the engine's tensor, and along which dimension ranks cut it.
+
+    The engine's tensor of a weight that each expert has is that of every local expert, one after the other.
+    """
 
     REPLICATED = "replicated"  # one tensor, whole on every rank
     ROWS = "rows"  # one tensor, cut along dim 0
@@ -29,25 +33,71 @@ class Layout(Enum):
     QKV = "qkv"  # rows in groups: the queries of a group, its key, its value; cut along dim 0
 
 
+class Layers(Enum):
+    """Which layers have a weight."""
+
+    ALL = "all"
+    DENSE = "dense"
+    SPARSE = "sparse"
+
+
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """A Hugging Face tensor: its name, with {layer}, and its shape as names of Architecture attributes."""
+    """A Hugging Face tensor: its name, with {layer} and {expert}, and its shape as names of Architecture attributes
+    ("moe.num_experts") or numbers."""
 
     name: str
-    shape: tuple[str, ...]
+    shape: tuple[str | int, ...]
+
+
+def _always(architecture: Architecture) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One engine parameter and the Hugging Face tensors it is made of."""
+    """One engine parameter and the Hugging Face tensors it is made of.
+
+    Attributes:
+        layers: which layers have it, where its name has a {layer}.
+        exists: whether a member of the family has it at all.
+        is_buffer: it is loaded and saved and not trained.
+    """
 
     engine: str
     layout: Layout
     hf: tuple[HFTensor, ...]
+    layers: Layers = Layers.ALL
+    exists: Callable[[Architecture], bool] = _always
+    is_buffer: bool = False
 
     @property
     def per_layer(self) -> bool:
         return "{layer}" in self.engine
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.hf[0].name
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of a weight that a rank holds.
+
+    Attributes:
+        tp_size, tp_rank: over how many ranks rows or columns are cut, and which of the parts this is; of an expert's
+            weights expert tensor parallelism's.
+        ep_size, ep_rank: over how many ranks experts are dealt, in blocks, and which of the blocks this is; 1 and 0
+            for what no expert has.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+
+
+WHOLE = Slice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +111,46 @@ class Segment:
     stop: int
 
 
+def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
+    """The layers that have the weight, counted from 0; [0] for what is in no layer."""
+    if not weight.per_layer:
+        return [0]
+    wanted = {Layers.ALL: (True, False), Layers.DENSE: (False,), Layers.SPARSE: (True,)}[weight.layers]
+    return [layer for layer in range(architecture.num_layers) if architecture.is_moe_layer(layer) in wanted]
+
+
+def experts_of(weight: Weight, architecture: Architecture, part: Slice = WHOLE) -> range:
+    """The experts whose tensors make up the slice; range(1) for a weight that is no expert's."""
+    if not weight.per_expert:
+        return range(1)
+    assert architecture.moe is not None
+    size = architecture.moe.num_experts // part.ep_size
+    return range(part.ep_rank * size, (part.ep_rank + 1) * size)
+
+
+def by_expert(weight: Weight, architecture: Architecture, part: Slice) -> list[Slice]:
+    """The slice cut into one for each of its experts, in order; itself where it has none."""
+    if architecture.moe is None or not weight.per_expert:
+        return [part]
+    experts = experts_of(weight, architecture, part)
+    return [replace(part, ep_size=architecture.moe.num_experts, ep_rank=expert) for expert in experts]
+
+
 def hf_shape(tensor: HFTensor, architecture: Architecture) -> tuple[int, ...]:
     """Shape of the tensor in the checkpoint."""
-    return tuple(int(getattr(architecture, dimension)) for dimension in tensor.shape)
+    return tuple(size if isinstance(size, int) else int(attrgetter(size)(architecture)) for size in tensor.shape)
+
+
+def hf_shapes(
+    weight: Weight, architecture: Architecture, layer: int, part: Slice = WHOLE
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the Hugging Face tensors that hold the weight in a layer, by name: whole, of the slice's experts."""
+    shapes = [(tensor.name, hf_shape(tensor, architecture)) for tensor in weight.hf]
+    return {
+        name.format(layer=layer, expert=expert): shape
+        for expert in experts_of(weight, architecture, part)
+        for name, shape in shapes
+    }
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -72,47 +159,65 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def engine_shape(weight: Weight, architecture: Architecture, tp_size: int) -> tuple[int, ...]:
-    """Shape of one tensor-parallel rank's slice of the engine's parameter."""
+def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tuple[int, ...]:
+    """Shape of a slice of the engine's parameter; experts are its first dimension."""
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
-    rest = shapes[0][1:]
+    experts = (len(experts_of(weight, architecture, part)),) if weight.per_expert else ()
+    rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
     match weight.layout:
         case Layout.REPLICATED:
-            return shapes[0]
+            return (*experts, rows, *rest)
         case Layout.COLUMNS:
-            return (shapes[0][0], shapes[0][1] // tp_size)
+            return (*experts, rows, rest[0] // part.tp_size)
         case Layout.VOCABULARY:
-            return (padded_vocab_size(shapes[0][0], tp_size) // tp_size, *rest)
+            return (*experts, padded_vocab_size(rows, part.tp_size) // part.tp_size, *rest)
         case Layout.ROWS | Layout.GATE_UP | Layout.QKV:
-            return (sum(shape[0] for shape in shapes) // tp_size, *rest)
+            return (*experts, rows // part.tp_size, *rest)
 
 
-def segments(weight: Weight, architecture: Architecture, tp_size: int, tp_rank: int, layer: int = 0) -> list[Segment]:
-    """The pieces of Hugging Face tensors that make up the slice of `tp_rank`, in the slice's order.
+def segments(weight: Weight, architecture: Architecture, part: Slice, layer: int = 0) -> list[Segment]:
+    """The pieces of Hugging Face tensors that make up a slice, in the slice's order.
 
-    For Layout.VOCABULARY the rows that pad the slice are in no segment: they are zero.
+    One below the other they fill the engine's tensor, whose dimensions before the last are counted as rows. For
+    Layout.VOCABULARY the rows that pad the slice are in no segment: they are zero.
     """
-    names = [tensor.name.format(layer=layer) for tensor in weight.hf]
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
-    match weight.layout:
+    return [
+        segment
+        for expert in experts_of(weight, architecture, part)
+        for segment in _segments(
+            weight.layout,
+            [tensor.name.format(layer=layer, expert=expert) for tensor in weight.hf],
+            shapes,
+            part,
+            architecture.num_query_groups,
+        )
+    ]
+
+
+def _segments(
+    layout: Layout, names: Sequence[str], shapes: Sequence[tuple[int, ...]], part: Slice, num_query_groups: int
+) -> list[Segment]:
+    size, rank = part.tp_size, part.tp_rank
+    match layout:
         case Layout.REPLICATED:
             return [Segment(names[0], 0, 0, shapes[0][0])]
         case Layout.COLUMNS:
-            size = shapes[0][1] // tp_size
-            return [Segment(names[0], 1, tp_rank * size, (tp_rank + 1) * size)]
+            columns = shapes[0][1] // size
+            return [Segment(names[0], 1, rank * columns, (rank + 1) * columns)]
         case Layout.VOCABULARY:
-            size = padded_vocab_size(shapes[0][0], tp_size) // tp_size
-            stop = min((tp_rank + 1) * size, shapes[0][0])
-            start = min(tp_rank * size, stop)
+            rows = padded_vocab_size(shapes[0][0], size) // size
+            stop = min((rank + 1) * rows, shapes[0][0])
+            start = min(rank * rows, stop)
             return [Segment(names[0], 0, start, stop)] if stop > start else []
         case Layout.ROWS | Layout.GATE_UP:
-            sizes = [shape[0] // tp_size for shape in shapes]
             return [
-                Segment(name, 0, tp_rank * size, (tp_rank + 1) * size) for name, size in zip(names, sizes, strict=True)
+                Segment(name, 0, rank * rows, (rank + 1) * rows)
+                for name, rows in zip(names, (shape[0] // size for shape in shapes), strict=True)
             ]
         case Layout.QKV:
-            rows = sum(shape[0] for shape in shapes) // tp_size
-            return list(_cut(_qkv_blocks(names, shapes, architecture.num_query_groups), tp_rank * rows, rows))
+            rows = sum(shape[0] for shape in shapes) // size
+            return list(_cut(_qkv_blocks(names, shapes, num_query_groups), rank * rows, rows))
 
 
 def _qkv_blocks(names: Sequence[str], shapes: Sequence[tuple[int, ...]], groups: int) -> Iterator[Segment]:

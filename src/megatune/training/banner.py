@@ -7,13 +7,20 @@ from pathlib import Path
 
 import torch
 
+from megatune.architecture import Architecture
 from megatune.bridge.assemble import Assembly
-from megatune.config.settings import Settings
+from megatune.config.groups.performance import RecomputeSettings
+from megatune.config.pipeline import pipeline_chunks
+from megatune.config.settings import ParallelSettings, Settings
 from megatune.data.prepare import Prepared
 from megatune.engine import device
+from megatune.engine.groups import Place
+from megatune.engine.layers.attention.choice import describe
 from megatune.plan.flops import num_parameters
 from megatune.training.checkpoint import TrainState
 from megatune.training.course import Course
+
+_FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 
 
 def banner(
@@ -30,19 +37,16 @@ def banner(
         f"model      {settings.model.model_name_or_path}: {architecture.model_type}, {architecture.num_layers} layers, "
         f"{num_parameters(architecture):,} parameters"
     )
-    virtual = parallel.virtual_stages
-    parts = [f"tp {place.tp_size}{' + sp' if parallel.sequence_parallel else ''}", f"pp {place.pp_size}"]
-    parts += [f"vpp {virtual}"] if virtual else []
     yield (
-        f"layout     {' × '.join([*parts, f'dp {place.dp_size}'])} on {place.world_size} × {device.name()} "
+        f"layout     {' × '.join(_layout(parallel, place, architecture))} on {place.world_size} × {device.name()} "
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
     )
     masters = "" if settings.precision.params_dtype == "float32" else ", fp32 master weights and gradients"
     kind = "distributed " if parallel.use_distributed_optimizer else ""
-    yield (
-        f"numbers    {settings.precision.params_dtype}{masters}; {kind}{settings.optimizer.optimizer}; "
-        f"attention: {device.attention()}"
-    )
+    yield (f"numbers    {settings.precision.params_dtype}{masters}; {kind}{settings.optimizer.optimizer}")
+    yield f"kernels    {', '.join(_kernels(settings, architecture))}"
+    if kept := _recompute(settings.recompute):
+        yield f"recompute  {kept}"
     yield from (f"data       {line}" for line in prepared.report.lines())
     batch = settings.batch
     yield (
@@ -55,3 +59,39 @@ def banner(
     )
     if resumed is not None:
         yield f"resume     {resumed}: {state.step} steps done"
+
+
+def _layout(parallel: ParallelSettings, place: Place, architecture: Architecture) -> Iterator[str]:
+    yield f"tp {place.tp_size}{' + sp' if parallel.sequence_parallel else ''}"
+    if place.cp_size > 1:
+        yield f"cp {place.cp_size} ({parallel.cp_comm_type})"
+    chunks = [str(chunk.num_layers) for chunk in pipeline_chunks(parallel, architecture.num_layers)]
+    uneven = f" ({' + '.join(chunks)} layers)" if len(set(chunks)) > 1 else ""
+    yield f"pp {place.pp_size}{'' if parallel.virtual_stages else uneven}"
+    if parallel.virtual_stages:
+        yield f"vpp {parallel.virtual_stages}{uneven}"
+    if architecture.moe is not None:
+        yield f"ep {place.ep_size}" + (f" + etp {place.etp_size}" if place.etp_size > 1 else "")
+    yield f"dp {place.dp_size}"
+
+
+def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:
+    """What computes, where there is a choice."""
+    performance = settings.performance
+    yield f"attention: {describe(settings, architecture)}"
+    if architecture.moe is not None:
+        experts = settings.experts
+        yield f"experts: {'grouped' if experts.moe_grouped_gemm else 'one by one'}, {experts.moe_token_dispatcher_type}"
+    yield f"cross-entropy: {'in chunks' if performance.cross_entropy_loss_fusion else 'whole logits'}"
+    fused = [name for name in _FUSIONS if getattr(performance, name)]
+    if fused:
+        yield f"with {', '.join(fused)}"
+
+
+def _recompute(recompute: RecomputeSettings) -> str:
+    if recompute.recompute_granularity == "full":
+        count = recompute.recompute_num_layers
+        return f"full, {recompute.recompute_method or 'uniform'}{f', {count} layers' if count else ''}"
+    modules = list(recompute.recompute_modules) if recompute.recompute_granularity else []
+    modules += ["moe"] if recompute.moe_layer_recompute else []
+    return ", ".join(dict.fromkeys(modules))

@@ -154,9 +154,7 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     counters, layout = content.pop("optimizer"), content.pop("layout")
     state = TrainState(**content)
     _check_unchanged(checkpoint, state, expected)
-    load_optimizer(
-        checkpoint, assembly.parameters, main_shards(assembly.optimizer), assembly.architecture, assembly.place
-    )
+    load_optimizer(checkpoint, assembly.parameters, main_shards(assembly.optimizer), assembly.architecture)
     load_scalars(assembly.optimizer, counters)
     path = training / f"rng-{assembly.place.rank:05d}.safetensors"
     # Another layout has other ranks; no number is drawn in training that their states could change.

@@ -13,9 +13,11 @@ import torch
 
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
-from megatune.data.batches import Batch, StepLoader
+from megatune.data.batches import Batch, Collator
+from megatune.data.loader import StepLoader
 from megatune.data.order import global_batch_rows
 from megatune.data.prepare import Prepared
+from megatune.data.rows import TokenRows
 from megatune.engine import device, groups, optimizer
 from megatune.engine.model import gather_parameters
 from megatune.engine.step import forward_backward
@@ -26,7 +28,9 @@ from megatune.plan.flops import train_flops
 from megatune.training.agreement import on_rank_0
 from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainInfo, TrainSummary
 from megatune.training.checkpoint import TrainState, save_checkpoint
+from megatune.training.copies import check_gradients, check_weights
 from megatune.training.course import Course
+from megatune.training.garbage import collect_after, collection_by_hand
 from megatune.training.schedule import LearningRateSchedule
 from megatune.training.storage import CheckpointStore, rotate
 
@@ -69,7 +73,8 @@ class Trainer:
             )
         )
         try:
-            outcome = self._train()
+            with collection_by_hand(self.settings.performance):
+                outcome = self._train()
         finally:
             self.callbacks.on_train_end(
                 TrainSummary(
@@ -98,8 +103,15 @@ class Trainer:
             totals = forward_backward(
                 self.assembly.model, batches, token_sum, raised_hand=self.context.stop_requested()
             )
+            interval = self.settings.run.check_agreement_interval
+            checks = interval is not None and (step + 1) % interval == 0
+            if checks:
+                check_gradients(self.assembly, step + 1)
             updated, grad_norm = optimizer.step(self.assembly.optimizer, self.schedule.at(step))
             self._report(step, totals, updated, grad_norm, started)
+            if checks:
+                check_weights(self.assembly, step + 1, grad_norm=grad_norm, learning_rate=self.schedule.at(step))
+            collect_after(self.state.step, self.settings.performance)
             stops = bool(totals[2] > 0)
             if self.course.evaluates_at(self.state.step):
                 self._evaluate()
@@ -110,17 +122,15 @@ class Trainer:
         return "finished"
 
     def _loader(self) -> Iterator[tuple[int, list[Batch]]]:
-        parallel, batch, data = self.settings.parallel, self.settings.batch, self.settings.data
+        batch, data = self.settings.batch, self.settings.data
         return iter(
             StepLoader(
                 self.prepared.train,
+                self._collator(self.prepared.train, batch.per_device_train_batch_size),
                 data_parallel_rank=self.assembly.place.dp_rank,
                 data_parallel_size=self.assembly.place.dp_size,
-                micro_batch_size=batch.per_device_train_batch_size,
                 num_micro_batches=batch.gradient_accumulation_steps,
-                pad_multiple=self._pad_multiple,
-                pad_token_id=self.pad_token_id,
-                same_length=parallel.pipeline_model_parallel_size > 1,
+                same_length=self._same_length,
                 seed=self.settings.run.seed,
                 start_step=self.state.step,
                 stop_step=self.course.total_steps,
@@ -129,11 +139,22 @@ class Trainer:
             )
         )
 
-    @property
-    def _pad_multiple(self) -> int:
-        """Sequence parallelism cuts a sequence into equal parts, one for each tensor-parallel rank."""
+    def _collator(self, rows: TokenRows, micro_batch_size: int) -> Collator:
         parallel = self.settings.parallel
-        return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return Collator(
+            micro_batch_size=micro_batch_size,
+            packed=rows.is_packed,
+            sequence_multiple=parallel.sequence_multiple,
+            document_multiple=parallel.document_multiple,
+            pad_token_id=self.pad_token_id,
+        )
+
+    @property
+    def _same_length(self) -> bool:
+        """Pipelines send one shape from stage to stage; the allgather dispatcher takes one from every expert rank."""
+        parallel, dispatcher = self.settings.parallel, self.settings.experts.moe_token_dispatcher_type
+        gathers_tokens = parallel.expert_model_parallel_size > 1 and dispatcher == "allgather"
+        return parallel.pipeline_model_parallel_size > 1 or gathers_tokens
 
     def _report(self, step: int, totals: torch.Tensor, updated: bool, grad_norm: float, started: float) -> None:
         loss_sum, num_tokens, _ = totals.tolist()
@@ -142,7 +163,7 @@ class Trainer:
         if not updated and not skipped:
             raise self._not_finite(step, loss, grad_norm)
         seconds = time.monotonic() - started
-        lengths = self.prepared.train.lengths[self._rows_of(step)].tolist()
+        lengths = self.prepared.train.document_lengths(self._rows_of(step)).tolist()
         flops = train_flops(self.assembly.architecture, lengths) / self.assembly.place.world_size / seconds
         peak = device.peak_flops()
         self.state.step = step + 1
@@ -197,16 +218,13 @@ class Trainer:
         self.context.beat("evaluate", self.state.step)
         started = time.monotonic()
         gather_parameters(self.assembly.model)
-        stages = self.settings.parallel.pipeline_model_parallel_size
         loader = StepLoader(
             rows,
+            self._collator(rows, self.settings.batch.per_device_eval_batch_size),
             data_parallel_rank=self.assembly.place.dp_rank,
             data_parallel_size=self.assembly.place.dp_size,
-            micro_batch_size=self.settings.batch.per_device_eval_batch_size,
-            num_micro_batches=stages,
-            pad_multiple=self._pad_multiple,
-            pad_token_id=self.pad_token_id,
-            same_length=stages > 1,
+            num_micro_batches=self.settings.parallel.pipeline_model_parallel_size,
+            same_length=self._same_length,
             shuffle=False,
         )
         loss_sum = num_tokens = 0.0

@@ -71,11 +71,11 @@ def compare(computed: Numbers, truth: Numbers) -> Errors:
         largest = _worst(largest, expected.abs().max().item())
     gaps = {name: _gradient_gap(computed, truth, name) for name in sorted(computed.names | truth.names)}
     return Errors(
-        logits=_relative(gap, largest),
-        loss=_relative(abs(computed.loss - truth.loss), abs(truth.loss)),
-        gradient=_relative(*(math.hypot(*norms) for norms in zip(*gaps.values(), strict=True))),
-        gradients={name: _relative(*norms) for name, norms in gaps.items()},
-        loss_reach=_relative(2 * gap, abs(truth.loss)),
+        logits=relative(gap, largest),
+        loss=relative(abs(computed.loss - truth.loss), abs(truth.loss)),
+        gradient=relative(*(math.hypot(*norms) for norms in zip(*gaps.values(), strict=True))),
+        gradients={name: relative(*norms) for name, norms in gaps.items()},
+        loss_reach=relative(2 * gap, abs(truth.loss)),
     )
 
 
@@ -93,7 +93,8 @@ def _worst(one: float, other: float) -> float:
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
-def _relative(gap: float, size: float) -> float:
+def relative(gap: float, size: float) -> float:
+    """gap / size; infinite where either is not finite, or where there is a gap to nothing."""
     if not math.isfinite(gap) or not math.isfinite(size):
         return math.inf
     if size == 0:
@@ -108,6 +109,13 @@ def judge(errors: Errors, stock: Errors | None = None) -> list[Difference]:
         stock: the errors of Transformers where 16 bits are computed in, None for fp32.
     """
     return list(_judge_fp32(errors) if stock is None else _judge_sixteen_bits(errors, stock))
+
+
+def judge_alike(errors: Errors, others: Errors) -> list[Difference]:
+    """Two layouts in 16 bits, both measured against fp32 with the same weights: neither may err more than the other
+    by more than it may err more than Transformers. Shown are the larger error and what the smaller one allows."""
+    pairs = zip(judge(errors, others), judge(others, errors), strict=True)
+    return [max(pair, key=lambda one: one.error) for pair in pairs]
 
 
 def _judge_fp32(errors: Errors) -> Iterator[Difference]:

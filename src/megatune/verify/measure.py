@@ -7,59 +7,74 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.save import save_gradients
 from megatune.config.settings import ParallelSettings
-from megatune.data.batches import Batch
+from megatune.data.batches import Batch, Collator
+from megatune.data.rows import Document
 from megatune.engine import groups, step
 from megatune.engine.groups import Place
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
+from megatune.engine.traces import tracing
 from megatune.launch.context import RankContext
-from megatune.objectives.language_model import IGNORED, token_sum
-from megatune.verify.numbers import write_logits, write_loss
-from megatune.verify.samples import FP16_LOSS_SCALE, Sample
+from megatune.objectives.language_model import token_sum
+from megatune.verify.numbers import write_logits, write_loss, write_trace
+from megatune.verify.places import engine_places
+from megatune.verify.samples import FP16_LOSS_SCALE, Sample, sample_rows
 
 
-def num_micro_batches(num_samples: int, micro_batch_size: int, dp_size: int, parallel: ParallelSettings) -> int:
+def num_micro_batches(num_rows: int, micro_batch_size: int, dp_size: int, parallel: ParallelSettings) -> int:
     """Micro-batches of each data-parallel rank: with virtual stages they come in rounds of one a pipeline stage."""
-    needed = math.ceil(num_samples / (micro_batch_size * dp_size))
+    needed = math.ceil(num_rows / (micro_batch_size * dp_size))
     round_size = parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1
     return math.ceil(needed / round_size) * round_size
 
 
 def deal(
-    samples: Sequence[Sample], place: Place, parallel: ParallelSettings, *, micro_batch_size: int = 1
+    samples: Sequence[Sample],
+    place: Place,
+    parallel: ParallelSettings,
+    *,
+    micro_batch_size: int = 1,
+    packed: bool = False,
 ) -> list[Batch]:
     """This data-parallel rank's micro-batches, all of one length.
 
-    Sample j takes slot j = (m · dp + rank) · b + i, for micro-batch m and its row i; slots beyond the samples hold
-    padding, which trains nothing.
+    Row j takes slot j = (m · dp + rank) · b + i, for micro-batch m and its row i; slots beyond the rows hold padding,
+    which trains nothing.
+
+    Args:
+        packed: rows hold several samples.
     """
-    length = _padded_length(samples, parallel)
-    batches = []
-    for m in range(num_micro_batches(len(samples), micro_batch_size, place.dp_size, parallel)):
-        start = (m * place.dp_size + place.dp_rank) * micro_batch_size
-        batches.append(_batch(samples[start : start + micro_batch_size], micro_batch_size, length))
-    return batches
+    rows = sample_rows(samples, packed=packed)
+    return _batches(samples, rows, parallel, micro_batch_size, place.dp_size, packed)[place.dp_rank :: place.dp_size]
 
 
-def _padded_length(samples: Sequence[Sample], parallel: ParallelSettings) -> int:
-    multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return math.ceil(max(len(sample.input_ids) for sample in samples) / multiple) * multiple
+def _batches(
+    samples: Sequence[Sample],
+    rows: Sequence[Sequence[int]],
+    parallel: ParallelSettings,
+    micro_batch_size: int,
+    dp_size: int,
+    packed: bool,
+) -> list[Batch]:
+    """The micro-batches of all data-parallel ranks: the first of each, then the second of each."""
+    collator = Collator(micro_batch_size, packed, parallel.sequence_multiple, parallel.document_multiple, 0)
+    slots = num_micro_batches(len(rows), micro_batch_size, dp_size, parallel) * dp_size * micro_batch_size
+    dealt = [
+        [_document(samples[number]) for row in rows[start : start + micro_batch_size] for number in row]
+        for start in range(0, slots, micro_batch_size)
+    ]
+    length = max(collator.length([len(document.input_ids) for document in documents]) for documents in dealt)
+    return [collator(documents, length) for documents in dealt]
 
 
-def _batch(samples: Sequence[Sample], rows: int, length: int) -> Batch:
-    input_ids = torch.zeros(rows, length, dtype=torch.int64)
-    labels = torch.full((rows, length), IGNORED, dtype=torch.int64)
-    for row, sample in enumerate(samples):
-        size = len(sample.input_ids)
-        input_ids[row, :size] = torch.tensor(sample.input_ids)
-        labels[row, : size - 1] = torch.tensor(sample.labels[1:])
-    lengths = tuple(len(sample.input_ids) for sample in samples) + (0,) * (rows - len(samples))
-    return Batch(input_ids, labels, torch.arange(length).expand(rows, length).contiguous(), lengths)
+def _document(sample: Sample) -> Document:
+    return Document(np.asarray(sample.input_ids, np.int32), np.asarray(sample.labels, np.int32))
 
 
 def measure(
@@ -69,19 +84,27 @@ def measure(
     folder: Path,
     *,
     micro_batch_size: int = 1,
+    packed: bool = False,
 ) -> None:
     """Compute all numbers and write them into a folder that exists, as `numbers` says; collective.
 
-    Where gradients are computed in fp16 they are written as they are there, multiplied by FP16_LOSS_SCALE.
+    In fp16 the loss is multiplied by FP16_LOSS_SCALE, and gradients are divided by it before they are written.
+
+    Args:
+        packed: rows hold several samples.
     """
     state = scalars(assembly.optimizer)
     if "loss_scale" in state:
         load_scalars(assembly.optimizer, {**state, "loss_scale": FP16_LOSS_SCALE})
-    measure_logits(assembly, samples, parallel, folder)
-    loss = measure_loss(assembly, deal(samples, assembly.place, parallel, micro_batch_size=micro_batch_size))
+    measure_logits(assembly, samples, parallel, folder, packed=packed)
+    batches = deal(samples, assembly.place, parallel, micro_batch_size=micro_batch_size, packed=packed)
+    loss = measure_loss(assembly, batches)
     if assembly.place.rank == 0:
         write_loss(folder, loss)
     shards = main_shards(assembly.optimizer)
+    if "loss_scale" in state:
+        for shard in shards.values():
+            shard.grad.div_(FP16_LOSS_SCALE)
     save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
     groups.barrier()
 
@@ -92,26 +115,66 @@ def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
     return loss_sum / num_tokens
 
 
-def measure_logits(assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path) -> None:
+def measure_logits(
+    assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path, *, packed: bool = False
+) -> None:
     """Write the logits of each sample. Every replica computes all samples; the last stage of the first writes them."""
     place = assembly.place
-    count = num_micro_batches(len(samples), 1, 1, parallel)
-    batches = [_batch(samples[index : index + 1], 1, _padded_length(samples, parallel)) for index in range(count)]
-    found = list(_whole_logits(assembly, samples, step.logits(assembly.model, batches)))
-    if place.is_last_stage and (place.tp_rank, place.dp_rank) == (0, 0):
-        write_logits(folder, found)
+    rows = sample_rows(samples, packed=packed)
+    batches = _batches(samples, rows, parallel, micro_batch_size=1, dp_size=1, packed=packed)
+    logits = step.logits(assembly.model, batches)
+    found = {
+        number: _whole_vocabulary(assembly, logits[index][0, tokens])
+        for number, index, tokens in _samples_in(rows, batches)
+        if logits  # empty before the last stage
+    }
+    if place.is_last_stage and (place.tp_rank, place.replica_rank) == (0, 0):
+        write_logits(folder, [found[number] for number in range(len(samples))])
 
 
-def _whole_logits(assembly: Assembly, samples: Sequence[Sample], slices: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Put the tensor-parallel ranks' parts of the vocabulary together, and leave out padding of both kinds."""
-    for sample, mine in zip(samples, slices, strict=False):  # `slices` is empty before the last stage
-        parts = [torch.empty_like(mine) for _ in range(assembly.place.tp_size)]
-        torch.distributed.all_gather(parts, mine.contiguous(), group=groups.tensor_parallel_group())
-        yield torch.cat(parts, -1)[0, : len(sample.input_ids), : assembly.architecture.vocab_size].cpu()
+def _whole_vocabulary(assembly: Assembly, mine: Tensor) -> Tensor:
+    """Put the tensor-parallel ranks' parts [T, padded vocabulary / tp] together, without padding, on the CPU."""
+    parts = [torch.empty_like(mine) for _ in range(assembly.place.tp_size)]
+    torch.distributed.all_gather(parts, mine.contiguous(), group=groups.tensor_parallel_group())
+    return torch.cat(parts, -1)[:, : assembly.architecture.vocab_size].cpu()
+
+
+def measure_trace(
+    assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path, *, packed: bool = False
+) -> None:
+    """Write what every place of the model computes of each sample; each stage of the first replica writes its own."""
+    rows = sample_rows(samples, packed=packed)
+    batches = _batches(samples, rows, parallel, micro_batch_size=1, dp_size=1, packed=packed)
+    with tracing(assembly.model, engine_places) as found:
+        step.logits(assembly.model, batches)
+    outputs = {
+        (number, place): outputs[index][0, tokens]
+        for place, outputs in found.items()
+        for number, index, tokens in _samples_in(rows, batches)
+    }
+    if outputs:
+        write_trace(folder, assembly.place.pp_rank, outputs)
+    groups.barrier()
+
+
+def _samples_in(rows: Sequence[Sequence[int]], batches: Sequence[Batch]) -> Iterator[tuple[int, int, slice]]:
+    """Each sample's number, its micro-batch, and where its tokens lie in that one's row."""
+    for index, (row, batch) in enumerate(zip(rows, batches, strict=False)):
+        starts = [0] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+        for number, start, length in zip(row, starts, batch.lengths, strict=False):
+            yield number, index, slice(start, start + length)
+
+
+@torch.no_grad()
+def _round_weights(assembly: Assembly, dtype: torch.dtype) -> None:
+    for local in assembly.parameters:
+        if local.parameter.requires_grad:  # buffers are in fp32, whatever is computed in
+            local.parameter.copy_(local.parameter.to(dtype))
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """What every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`."""
+    """What every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`: a trace where
+    `payload["trace"]`, else numbers. Weights are rounded to `payload["weights_dtype"]` first."""
     settings, samples = payload["settings"], payload["samples"]
     groups.join(
         context.rank,
@@ -123,6 +186,8 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     )
     context.beat("load", 0)
     assembly = assemble(payload["model_dir"], settings)
+    _round_weights(assembly, getattr(torch, payload["weights_dtype"]))
     context.beat("measure", 0)
-    measure(assembly, samples, settings.parallel, Path(payload["folder"]))
+    compute = measure_trace if payload["trace"] else measure
+    compute(assembly, samples, settings.parallel, Path(payload["folder"]), packed=settings.data.packing)
     groups.leave()

@@ -3,6 +3,7 @@
 loss.json               {"loss": mean over all trained tokens}
 logits.safetensors      the sample's number -> its logits, [s, vocabulary]
 gradient*.safetensors   grad/HUGGING_FACE_NAME -> its gradient
+trace-*.safetensors     sample's number/PLACE -> what was computed there, [s, ...]; each pipeline stage writes its own
 """
 
 from __future__ import annotations
@@ -32,6 +33,38 @@ def write_gradients(folder: Path, gradients: Mapping[str, Tensor]) -> None:
     """Write gradients that are in memory, by Hugging Face name."""
     save_file({f"grad/{name}": values.contiguous() for name, values in gradients.items()},
               folder / "gradient.safetensors")  # fmt: skip
+
+
+def write_trace(folder: Path, stage: int, outputs: Mapping[tuple[int, str], Tensor]) -> None:
+    """Write what one pipeline stage computed, by sample and place, [s, ...] on the CPU."""
+    save_file({f"{sample}/{place}": values.contiguous() for (sample, place), values in outputs.items()},
+              folder / f"trace-{stage}.safetensors")  # fmt: skip
+
+
+class Trace:
+    """What `write_trace` wrote into a folder, read tensor by tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file_of = {
+            name: file
+            for path in sorted(folder.glob("trace-*.safetensors"))
+            for file in [SafetensorsFolder(folder, path.stem)]
+            for name in file.names()
+        }
+
+    @property
+    def places(self) -> set[str]:
+        """Where something was computed."""
+        return {name.partition("/")[2] for name in self._file_of}
+
+    @property
+    def num_samples(self) -> int:
+        return len({name.partition("/")[0] for name in self._file_of})
+
+    def output(self, sample: int, place: str) -> Tensor:
+        """What was computed of one sample in a place, [s, ...]."""
+        name = f"{sample}/{place}"
+        return _whole(self._file_of[name], name)
 
 
 class Numbers:

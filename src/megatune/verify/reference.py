@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatune.launch.context import RankContext
 from megatune.objectives.language_model import IGNORED
-from megatune.verify.numbers import write_gradients, write_logits, write_loss
-from megatune.verify.samples import Sample
+from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
+from megatune.verify.places import reference_places
+from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 
 
 @dataclass(slots=True)
@@ -37,7 +38,29 @@ def load_reference_model(model_dir: str | Path, dtype: torch.dtype) -> torch.nn.
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
+    )
+    return model.eval()
+
+
+def _load_rounded(model_dir: str | Path, weights_dtype: torch.dtype, dtype: torch.dtype) -> torch.nn.Module:
+    """The checkpoint with weights rounded to one dtype, computing in another."""
+    model = load_reference_model(model_dir, weights_dtype)
+    # `to` rounds buffers, too, and Transformers keeps some in fp32: rotary frequencies, the bias of a router.
+    return model if dtype is weights_dtype else model.to(dtype)
+
+
+def checkpoint_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model's parameters as its checkpoint names and cuts them: Transformers 5 holds all experts of a
+    layer in one parameter, checkpoints have them one by one.
+
+    Args:
+        tensors: by name in `model.named_parameters()`, shaped like the parameters: themselves, or their gradients.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
 
 
 def compute_reference(
@@ -63,7 +86,7 @@ def compute_reference(
         logits.append(output.detach().cpu())
         loss_sum += loss.item()
     named = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None} if gradients else {}
-    return Reference(logits, loss_sum / total, named)
+    return Reference(logits, loss_sum / total, checkpoint_tensors(model, named))
 
 
 def write_reference(
@@ -80,23 +103,56 @@ def write_reference(
     Args:
         weights_dtype: the weights are rounded to this first.
         dtype: what is computed in.
+        loss_scale: multiplies the loss; gradients are divided by it before they are written.
     """
-    model = load_reference_model(model_dir, weights_dtype).to(dtype)
+    model = _load_rounded(model_dir, weights_dtype, dtype)
     reference = compute_reference(model, samples, loss_scale=loss_scale)
     folder.mkdir(parents=True, exist_ok=True)
     write_loss(folder, reference.loss)
     write_logits(folder, reference.logits)
-    write_gradients(folder, reference.gradients)
+    gradients = reference.gradients
+    if loss_scale != 1:
+        gradients = {name: gradient.float() / loss_scale for name, gradient in gradients.items()}
+    write_gradients(folder, gradients)
+
+
+@torch.no_grad()
+def write_reference_trace(
+    model_dir: str | Path,
+    samples: Sequence[Sample],
+    folder: Path,
+    *,
+    weights_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compute forward and write what every place puts out, as `numbers` says; arguments as `write_reference`."""
+    model = _load_rounded(model_dir, weights_dtype, dtype)
+    found: dict[str, list[Tensor]] = {}
+
+    def collect(place: str, take: Callable[[Any], Tensor]) -> Callable[[torch.nn.Module, Any, Any], None]:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            found.setdefault(place, []).append(take(output).flatten(0, -2))
+
+        return hook
+
+    for place, module, take in reference_places(model):
+        module.register_forward_hook(collect(place, take))
+    for sample in samples:
+        model(input_ids=torch.tensor([sample.input_ids]))
+    folder.mkdir(parents=True, exist_ok=True)
+    outputs = {(number, place): values for place, every in found.items() for number, values in enumerate(every)}
+    write_trace(folder, 0, outputs)
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """What the one process of the reference does: write `payload["folders"]`, each with arguments of its own."""
-    for folder, dtypes in payload["folders"].items():
-        context.beat("reference", 0)
-        write_reference(
-            payload["model_dir"],
-            payload["samples"],
-            Path(folder),
-            loss_scale=payload["loss_scale"],
-            **{key: getattr(torch, dtype) for key, dtype in dtypes.items()},
-        )
+    """What the one process of the reference does: write into `payload["folder"]`, a trace where `payload["trace"]`,
+    else numbers, computed in `payload["dtype"]` with weights rounded to `payload["weights_dtype"]`."""
+    context.beat("reference", 0)
+    weights_dtype, dtype = (getattr(torch, payload[key]) for key in ("weights_dtype", "dtype"))
+    model_dir, samples, folder = payload["model_dir"], payload["samples"], Path(payload["folder"])
+    if payload["trace"]:
+        write_reference_trace(model_dir, samples, folder, weights_dtype=weights_dtype, dtype=dtype)
+        return
+    # Both sides of a comparison in fp16 scale their loss.
+    scale = FP16_LOSS_SCALE if weights_dtype is torch.float16 else 1.0
+    write_reference(model_dir, samples, folder, weights_dtype=weights_dtype, dtype=dtype, loss_scale=scale)

@@ -6,6 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from megatune.data.packing import pack
 from megatune.objectives.language_model import IGNORED
 
 # fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above. All sides multiply
@@ -35,3 +38,12 @@ def random_samples(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> li
 def uneven_lengths(num_samples: int, longest: int) -> list[int]:
     """Lengths from `longest` down to half of it, so that micro-batches hold different numbers of trained tokens."""
     return [longest - index * (longest // 2) // num_samples for index in range(num_samples)]
+
+
+def sample_rows(samples: Sequence[Sample], *, packed: bool) -> list[list[int]]:
+    """Numbers of the samples of each row: one, or, packed, as many as fit into twice the longest."""
+    if not packed:
+        return [[number] for number in range(len(samples))]
+    lengths = [len(sample.input_ids) for sample in samples]
+    numbers, starts = pack(lengths, 2 * max(lengths), seed=0)
+    return [row.tolist() for row in np.split(numbers, starts[1:-1])]

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from megatune.architecture import Architecture
-from megatune.config.rules import experts, layout, memory, pipeline, run, schedule
+from megatune.config.rules import attention, experts, layout, memory, pipeline, run, schedule
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-RULES: tuple[Rule, ...] = (*run.RULES, *schedule.RULES, *layout.RULES, *pipeline.RULES, *experts.RULES, *memory.RULES)
+RULES: tuple[Rule, ...] = (
+    *run.RULES,
+    *schedule.RULES,
+    *layout.RULES,
+    *pipeline.RULES,
+    *experts.RULES,
+    *memory.RULES,
+    *attention.RULES,
+)
 
 
 def check(

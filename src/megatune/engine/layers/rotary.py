@@ -1,15 +1,17 @@
-"""Rotary position embeddings: their frequencies, and the rotation in one pass."""
+"""Rotary position embeddings: their frequencies, and the rotation.
+
+Legend: s sequence, b rows, n heads, c channels of a head, d channels of a head that are turned: the last d of c.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatune.architecture import Architecture, Llama3RopeScaling
+from megatune.architecture import Architecture, Llama3RopeScaling, YarnRopeScaling
 from megatune.engine import device
 
 
@@ -22,25 +24,19 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
         fp32 [kv_channels / 2], in radians per token.
     """
     dim = architecture.kv_channels
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    frequencies = 1.0 / (architecture.rotary_base**exponents)
-    if isinstance(architecture.rope_scaling, Llama3RopeScaling):
-        return _llama3(frequencies, architecture.rope_scaling)
-    return frequencies
+    wavelengths = architecture.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    match architecture.rope_scaling:
+        case Llama3RopeScaling() as scaling:
+            return _llama3(1.0 / wavelengths, scaling)
+        case YarnRopeScaling() as scaling:
+            return _yarn(wavelengths, architecture.rotary_base, scaling)
+    return 1.0 / wavelengths
 
 
-def angles(position_ids: Tensor, frequencies: Tensor) -> Tensor:
-    """The angle by which each pair of channels is turned, for Megatron-Core's layers.
-
-    Args:
-        position_ids: int64 [s].
-        frequencies: fp32 [d / 2].
-
-    Returns:
-        fp32 [s, 1, 1, d], each angle at both channels of its pair, half the dimension apart.
-    """
-    turned = torch.outer(position_ids.float(), frequencies)
-    return torch.cat((turned, turned), -1)[:, None, None, :]
+def attention_factor(architecture: Architecture) -> float:
+    """What cosine and sine are multiplied with: YaRN makes attention sharper this way."""
+    scaling = architecture.rope_scaling
+    return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
@@ -56,41 +52,111 @@ def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return torch.where(wavelengths < shortest, frequencies, stretched)
 
 
-def fused_rotary(hidden_states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate in one pass, keeping only cosine and sine for the backward pass.
+def _yarn(wavelengths: Tensor, rotary_base: float, scaling: YarnRopeScaling) -> Tensor:
+    """YaRN's rule (arXiv:2309.00071, section 3.2): pairs that turn more than `beta_fast` times within the original
+    context are kept, those that turn less than `beta_slow` times stretched by `factor`, with a linear ramp between."""
+    half = len(wavelengths)
 
-    It answers where Megatron-Core asks Transformer Engine for a fused kernel (`apply_rope_fusion`). A rotation's
-    gradient is the opposite rotation, so the input need not be kept.
+    def pair_that_turns(times: float) -> float:
+        """Its index, as a real number."""
+        per_radian = scaling.original_max_position_embeddings / (times * 2 * math.pi)
+        return (2 * half * math.log(per_radian)) / (2 * math.log(rotary_base))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    if first == last:  # a ramp of no width: Transformers gives it this one
+        last += 0.001
+    share_kept = 1 - ((torch.arange(half, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (scaling.factor * wavelengths) * (1 - share_kept) + 1.0 / wavelengths * share_kept
+
+
+def cos_sin(position_ids: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """What a micro-batch's queries and keys are turned with, made once for all layers.
 
     Args:
-        hidden_states: [s, b, n, d], queries or keys.
-        angles: fp32 [s, 1, 1, d], position × frequency, both halves alike.
+        position_ids: int64 [s].
+        frequencies: fp32 [d / 2].
+        factor: multiplies both.
+        dtype: of the queries and keys.
+
+    Returns:
+        [2, s, 1, 1, d]: cosines, each at both channels of its pair, d / 2 apart; and sines, the first half negative.
+        One tensor, since Megatron-Core hands it to every layer, and through its recomputation, as rotary_pos_emb.
     """
-    assert not interleaved, "the supported families rotate halves"
-    return _Rotate.apply(hidden_states, *_cos_sin(angles, hidden_states.dtype))
+    angles = torch.outer(position_ids.float(), frequencies)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+    return table[:, :, None, None, :].to(dtype)
+
+
+def rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn each pair of the last d channels by its angle.
+
+    Args:
+        hidden_states: [s, b, n, c], queries or keys.
+        cos_sin: [2, s, 1, 1, d], see `cos_sin`.
+        interleaved: channels 2i and 2i + 1 are a pair, otherwise i and i + d / 2.
+
+    Returns:
+        [s, b, n, c]; either way a turned pair is d / 2 channels apart, as with Transformers.
+    """
+    cos, sin = cos_sin
+    rest, turned = _split(hidden_states, cos.shape[-1])
+    halves, swapped = _halves(turned, interleaved)
+    return _join(rest, halves * cos + swapped * sin)
+
+
+def fused_rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
+    """`rotate` in one pass over memory where there is a compiler, and in fewer elsewhere, forward and backward."""
+    rotated: Tensor = _Rotate.apply(hidden_states, cos_sin, interleaved)
+    return rotated
 
 
 class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the opposite rotation: only cosine and sine are kept."""
+
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(cos, sin)
-        return _rotate(hidden_states, cos, sin)
+    def forward(ctx: Any, hidden_states: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos_sin)
+        ctx.interleaved = interleaved
+        cos, sin = cos_sin
+        # Detached, or the compiler makes one kernel for training and another for evaluation.
+        return _turn(hidden_states.detach(), cos, sin, interleaved, False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+        cos, sin = ctx.saved_tensors[0]
+        return _turn(grad, cos, -sin, False, ctx.interleaved), None, None
 
 
-def _rotate_eagerly(hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = hidden_states.chunk(2, -1)
-    return hidden_states * cos + torch.cat((-second, first), -1) * sin
+def _turn_eagerly(
+    hidden_states: Tensor, cos: Tensor, sin: Tensor, from_neighbours: bool, to_neighbours: bool
+) -> Tensor:
+    rest, turned = _split(hidden_states, cos.shape[-1])
+    halves, swapped = _halves(turned, from_neighbours)
+    turned = swapped.mul_(sin).addcmul_(halves, cos)
+    if to_neighbours:
+        turned = torch.stack(turned.chunk(2, -1), -1).flatten(-2)
+    return _join(rest, turned)
 
 
-_rotate = torch.compile(_rotate_eagerly, dynamic=True) if device.HAS_GPU else _rotate_eagerly
+_turn = torch.compile(_turn_eagerly, dynamic=True) if device.HAS_GPU else _turn_eagerly
 
 
-@functools.lru_cache(maxsize=4)
-def _cos_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, made once for all layers: Megatron-Core hands every layer the same `angles` object."""
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def _split(hidden_states: Tensor, num_turned: int) -> tuple[Tensor, Tensor]:
+    return hidden_states[..., :-num_turned], hidden_states[..., -num_turned:]
+
+
+def _join(rest: Tensor, turned: Tensor) -> Tensor:
+    return torch.cat((rest, turned), -1) if rest.shape[-1] else turned
+
+
+def _halves(turned: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first channels of all pairs and then the second ones; and the other way around, in memory of its own."""
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        return torch.cat((first, second), -1), torch.cat((second, first), -1)
+    first, second = turned.chunk(2, -1)
+    return turned, torch.cat((second, first), -1)

@@ -1,0 +1,35 @@
+"""Rules of the kernels that attend. Which of them the machine has is seen when a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatune.config.rules.problem import Context, Problem, Rule
+
+_BACKEND = "performance.attention_backend"
+
+
+def whole_rows(context: Context) -> Iterator[Problem]:
+    """cuDNN attends to whole rows of one document only."""
+    settings = context.settings
+    parallel = settings.parallel
+    if settings.performance.attention_backend != "fused":
+        return
+    mend = "write attention_backend: auto, or flash"
+    if settings.data.packing:
+        yield Problem(
+            (_BACKEND, "data.packing"),
+            "attention_backend: fused and packing: true",
+            "cuDNN's attention is used for rows of one document only; packed rows need flash attention",
+            mend,
+        )
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
+        yield Problem(
+            (_BACKEND, "parallel.cp_comm_type", "parallel.context_parallel_size"),
+            f"attention_backend: fused and cp_comm_type {parallel.cp_comm_type}",
+            "cuDNN's attention is used for whole rows only, and each process has a part of the row's queries",
+            f"{mend}; or cp_comm_type: a2a, which attends to whole rows",
+        )
+
+
+RULES: tuple[Rule, ...] = (whole_rows,)

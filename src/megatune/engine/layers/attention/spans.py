@@ -1,0 +1,178 @@
+"""Which queries attend to which keys, and in which order a context-parallel rank finds them.
+
+Everything here follows from the boundaries of a row's documents, which are known on the host. It is made once for each
+pattern of boundaries and remembered, so that layers do not compute it again and a GPU is never waited for.
+
+Legend: s tokens of a whole row, cp context-parallel ranks. A document is cut into 2 · cp equal parts, of which rank r
+holds r and 2 · cp - 1 - r (`engine.sequences`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from megatune.engine import device
+from megatune.engine.sequences import local_tokens
+
+# Patterns that are remembered: more than micro-batches are under way in a pipeline.
+_REMEMBERED = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Runs of queries; each attends to its own run of keys, and to no other.
+
+    Attributes:
+        queries: where each run of queries begins, and where the last one ends.
+        keys: the same of the runs of keys.
+        causal: the last query of a run sees all keys of its run, each one before it one key fewer. Otherwise every
+            query sees every key of its run.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    causal: bool
+
+    @property
+    def is_one_square(self) -> bool:
+        """One causal run: the attention of a row that is one document."""
+        return self.causal and len(self.queries) == 2 and self.queries == self.keys
+
+    @cached_property
+    def runs(self) -> tuple[tuple[slice, slice], ...]:
+        """The queries and the keys of each run."""
+        queries, keys = ([slice(*bounds) for bounds in pairwise(ends)] for ends in (self.queries, self.keys))
+        return tuple(zip(queries, keys, strict=True))
+
+    @cached_property
+    def max_queries(self) -> int:
+        return max(stop - start for start, stop in pairwise(self.queries))
+
+    @cached_property
+    def max_keys(self) -> int:
+        return max(stop - start for start, stop in pairwise(self.keys))
+
+    @cached_property
+    def on_device(self) -> tuple[Tensor, Tensor]:
+        """`queries` and `keys`, int32 [runs + 1], on the device."""
+        bounds = device.send(torch.tensor((self.queries, self.keys), dtype=torch.int32))
+        return bounds[0], bounds[1]
+
+
+@lru_cache(_REMEMBERED)
+def documents(boundaries: tuple[int, ...]) -> Spans:
+    """Whole rows: every document attends to itself."""
+    return Spans(boundaries, boundaries, causal=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """How tokens that were gathered from all context-parallel ranks are brought into the row's order, and back.
+
+    Attributes:
+        to_row: int64 [s], on the device: where the row's tokens are among the gathered ones.
+        from_row: int64 [s], on the device: where the gathered tokens are in the row.
+    """
+
+    to_row: Tensor
+    from_row: Tensor
+
+
+@lru_cache(_REMEMBERED)
+def gathered(boundaries: tuple[int, ...], cp_size: int) -> Gathered:
+    """See `Gathered`."""
+    from_row = _from_row(boundaries, cp_size)
+    return Gathered(device.send(from_row.argsort()), device.send(from_row))
+
+
+def _from_row(boundaries: tuple[int, ...], cp_size: int) -> Tensor:
+    return torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)])
+
+
+@dataclass(frozen=True, eq=False)
+class Prefixes:
+    """What the queries of one rank see of the gathered keys: of each document the parts up to theirs.
+
+    Attributes:
+        order: int64 [keys], on the device: the gathered tokens in the order of `spans`; early ones come twice, for
+            the queries of the earlier and of the later part.
+        spans: two runs for each document, of this rank's two parts.
+    """
+
+    order: Tensor
+    spans: Spans
+
+
+@lru_cache(_REMEMBERED)
+def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> Prefixes:
+    """See `Prefixes`."""
+    to_row = _from_row(boundaries, cp_size).argsort()
+    sizes, runs = [], []
+    for start, stop in pairwise(boundaries):
+        size = (stop - start) // (2 * cp_size)
+        for part in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            sizes.append(size)
+            runs.append(to_row[start : start + (part + 1) * size])
+    spans = Spans(_bounds(sizes), _bounds([len(run) for run in runs]), causal=True)
+    return Prefixes(device.send(torch.cat(runs)), spans)
+
+
+def _bounds(sizes: list[int]) -> tuple[int, ...]:
+    return tuple(accumulate(sizes, initial=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Who sees what of the keys and values that come around a ring of context-parallel ranks.
+
+    Attributes:
+        own: this rank's queries and its own keys: both parts in order, causally.
+        of_earlier: all of this rank's queries, and the first parts of an earlier rank's keys.
+        of_later: the queries of this rank's second parts, and all of a later rank's keys.
+        first, second: where the two parts of each document are among a rank's tokens: a slice of a row that is one
+            document, otherwise int64 [s / (2 · cp)] on the device.
+    """
+
+    own: Spans
+    of_earlier: Spans
+    of_later: Spans
+    first: slice | Tensor
+    second: slice | Tensor
+
+    def turn(self, step: int, cp_rank: int) -> tuple[slice | Tensor, slice | Tensor, Spans]:
+        """Which of a rank's queries and which of the keys that are with it after so many steps take part, and how."""
+        if step == 0:
+            return slice(None), slice(None), self.own
+        if step <= cp_rank:
+            return slice(None), self.first, self.of_earlier
+        return self.second, slice(None), self.of_later
+
+
+@lru_cache(_REMEMBERED)
+def ring(boundaries: tuple[int, ...], cp_size: int) -> Ring:
+    """See `Ring`; the same for every rank."""
+    whole = tuple(boundary // cp_size for boundary in boundaries)
+    half = tuple(boundary // (2 * cp_size) for boundary in boundaries)
+    return Ring(
+        own=Spans(whole, whole, causal=True),
+        of_earlier=Spans(whole, half, causal=False),
+        of_later=Spans(half, whole, causal=False),
+        first=_parts(whole, 0),
+        second=_parts(whole, 1),
+    )
+
+
+def _parts(boundaries: tuple[int, ...], which: int) -> slice | Tensor:
+    """The first or second half of each document."""
+    halves = [
+        (start + which * (stop - start) // 2, start + (which + 1) * (stop - start) // 2)
+        for start, stop in pairwise(boundaries)
+    ]
+    if len(halves) == 1:
+        return slice(*halves[0])
+    return device.send(torch.cat([torch.arange(start, stop) for start, stop in halves]))

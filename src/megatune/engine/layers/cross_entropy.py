@@ -1,0 +1,238 @@
+"""Output layer and cross-entropy in one: the logits of all tokens are never in memory.
+
+Only trained tokens are computed, a chunk at a time, and the backward pass computes a chunk's logits again. The other
+way is to compute gradients already in the forward pass, as if every loss had the same weight, and to scale them later;
+it saves one of four matrix products. But it must hold a whole fp32 gradient of the weight between the passes (2.3 GiB
+for Qwen3-8B, once for each micro-batch in flight), computes gradients that an evaluation throws away, and is right for
+one common weight only. Recomputed, nothing as large as the vocabulary outlives a chunk, any gradient of the token
+losses is right, and the passes over memory that the chunks save pay for much of the product.
+
+Legend: s tokens of a row, b rows, h hidden size, n trained tokens, v real rows of the vocabulary on this
+tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatune.engine import device
+from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
+
+# Of one chunk's logits, were they fp32. On a GPU few and large products are faster: each passes over the gradient of
+# the whole weight.
+CHUNK_BYTES = 2**30 if device.HAS_GPU else 2**28
+
+
+class OutputLayer(ColumnParallelLinear):
+    """The output layer, which computes the loss, too, when it is given labels.
+
+    Being one module matters: DDP brings a module's weight up to date when the module is called (overlap_param_gather).
+    """
+
+    num_vocabulary_rows: int  # of this rank's rows those that are real; the rest only pads the vocabulary
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        labels: Tensor | None = None,
+        trained: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Compute logits, or with `labels` and `trained` token losses; see `token_losses`."""
+        if labels is None or trained is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        weight = self.weight if weight is None else weight
+        first = self.tp_group.rank() * weight.shape[0]
+        part = VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel)
+        return token_losses(input_, weight, labels, trained, part), None
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """What a tensor-parallel rank holds of the vocabulary.
+
+    Attributes:
+        first: the token that its first row stands for.
+        num_rows: how many of its rows are real, v; may be 0.
+        group: the ranks that hold the other parts; None if there are none.
+        sequence_parallel: whether each rank holds 1 / tp of the tokens' hidden states.
+    """
+
+    first: int
+    num_rows: int
+    group: ProcessGroup | None = None
+    sequence_parallel: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many parts there are."""
+        return 1 if self.group is None else self.group.size()
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Parts of the tokens, of nearly one size, whose logits are computed at once."""
+        if not num_tokens or not self.num_rows:
+            return
+        count = -(-num_tokens * self.num_rows * 4 // CHUNK_BYTES)
+        size = -(-num_tokens // count)
+        for start in range(0, num_tokens, size):
+            yield slice(start, min(start + size, num_tokens))
+
+
+def token_losses(
+    hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyPart
+) -> Tensor:
+    """Cross-entropy of each token: log Σ exp(logits) - logits[label], in fp32, over the whole vocabulary.
+
+    Args:
+        hidden_states: [s, b, h], or [s / tp, b, h] with sequence parallelism.
+        weight: [at least v, h], this rank's rows; the first v count. Where it has a `main_grad` its gradient is added
+            there.
+        labels: int64 [b, s].
+        trained: int64 [n], places of the trained tokens in the flattened labels.
+
+    Returns:
+        fp32 [b, s], 0 where a token is not trained.
+    """
+    b, s = labels.shape
+    targets = labels.reshape(-1).index_select(0, trained)
+    rows = trained % s * b + trained // s  # places in the flattened hidden states
+    losses = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part)
+    return losses.new_zeros(b * s).index_copy(0, trained, losses).view(b, s)
+
+
+def reference_token_losses(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The same from all logits, on one rank and without padding of the vocabulary, for tests of `token_losses`."""
+    logits = torch.nn.functional.linear(hidden_states, weight).float().permute(1, 2, 0)
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Losses of the trained tokens, fp32 [n]. One collective of 2 · n numbers in the forward pass, and those that a
+    column-parallel linear layer has."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden_states: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, part: VocabularyPart
+    ) -> Tensor:
+        inputs = _gather(hidden_states, part)
+        real_weight = weight[: part.num_rows]
+        columns, is_mine = _local(targets, part)
+        log_sums = inputs.new_full(targets.shape, -torch.inf, dtype=torch.float32)
+        target_logits = torch.zeros_like(log_sums)
+        for chunk in part.chunks(len(rows)):
+            logits = inputs.index_select(0, rows[chunk]) @ real_weight.t()
+            target_logits[chunk] = logits.gather(1, columns[chunk, None])[:, 0].float().where(is_mine[chunk], 0)
+            log_sums[chunk] = _log_sum_exp(logits)
+            del logits  # before the next chunk's are made
+        log_sums, target_logits = _combine(log_sums, target_logits, part)
+        losses = log_sums - target_logits
+        ctx.save_for_backward(hidden_states, weight, targets, rows, log_sums, losses)
+        ctx.part = part
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_states, weight, targets, rows, log_sums, losses = ctx.saved_tensors
+        part: VocabularyPart = ctx.part
+        inputs = _gather(hidden_states, part)
+        real_weight = weight[: part.num_rows]
+        columns, is_mine = _local(targets, part)
+        # softmax - 1 at the target, exact also where the softmax is nearly 1.
+        grad_targets = torch.expm1(-losses) * grad_losses
+        grad_inputs = torch.zeros_like(inputs)
+        weight_gradient = _weight_gradient(weight) if ctx.needs_input_grad[1] else None
+        for chunk in part.chunks(len(rows)):
+            some = inputs.index_select(0, rows[chunk])
+            grad_logits = _scaled_softmax(some @ real_weight.t(), log_sums[chunk], grad_losses[chunk])
+            here = columns[chunk, None]
+            there = grad_targets[chunk, None].to(grad_logits.dtype)
+            grad_logits.scatter_(1, here, torch.where(is_mine[chunk, None], there, grad_logits.gather(1, here)))
+            grad_inputs.index_copy_(0, rows[chunk], grad_logits @ real_weight)
+            if weight_gradient is not None:
+                add_weight_gradient(weight_gradient[: part.num_rows], grad_logits, some)
+            del grad_logits
+        grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
+        return grad_hidden_states, _handed_over(weight, weight_gradient), None, None, None
+
+
+def _log_sum_exp_eagerly(logits: Tensor) -> Tensor:
+    """[n, v] to fp32 [n]; fp32 logits are overwritten, which spares a copy."""
+    wide = logits.float()
+    largest = wide.amax(-1)
+    return wide.sub_(largest[:, None]).exp_().sum(-1).log_().add_(largest)
+
+
+def _scaled_softmax_eagerly(logits: Tensor, log_sums: Tensor, scale: Tensor) -> Tensor:
+    """exp(logits - log_sums) · scale in the dtype of the logits, computed in fp32: [n, v], [n], [n] to [n, v]; fp32
+    logits are overwritten. The scale comes before rounding: in fp16 it is what keeps small gradients from being 0."""
+    return logits.float().sub_(log_sums[:, None]).exp_().mul_(scale[:, None]).to(logits.dtype)
+
+
+_log_sum_exp = torch.compile(_log_sum_exp_eagerly, dynamic=True) if device.HAS_GPU else _log_sum_exp_eagerly
+_scaled_softmax = torch.compile(_scaled_softmax_eagerly, dynamic=True) if device.HAS_GPU else _scaled_softmax_eagerly
+
+
+def _local(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """Where the targets are among this rank's rows, int64 [n], and whether they are there at all, bool [n]."""
+    columns = targets - part.first
+    is_mine = (columns >= 0) & (columns < part.num_rows)
+    return columns.where(is_mine, 0), is_mine
+
+
+def _combine(log_sums: Tensor, target_logits: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """Those of the whole vocabulary from those of its parts, fp32 [n] each."""
+    if part.size == 1 or not len(log_sums):
+        return log_sums, target_logits
+    mine = torch.stack((log_sums, target_logits))
+    all_parts = mine.new_empty(part.size * 2, len(log_sums))
+    torch.distributed.all_gather_into_tensor(all_parts, mine, group=part.group)
+    return all_parts[0::2].logsumexp(0), all_parts[1::2].sum(0)
+
+
+def _gather(hidden_states: Tensor, part: VocabularyPart) -> Tensor:
+    """Hidden states of all tokens, [s · b, h]. With sequence parallelism they lie in the buffer that Megatron-Core's
+    linear layers gather into, until the next one of them does."""
+    if part.sequence_parallel:
+        shape = [hidden_states.shape[0] * part.size, *hidden_states.shape[1:]]
+        whole = get_global_memory_buffer().get_tensor(shape, hidden_states.dtype, "mpu")
+        torch.distributed.all_gather_into_tensor(whole, hidden_states.contiguous(), group=part.group)
+        hidden_states = whole
+    return hidden_states.reshape(-1, hidden_states.shape[-1])
+
+
+def _reduce(grad_inputs: Tensor, part: VocabularyPart) -> Tensor:
+    """Sum of the ranks' gradients of all tokens [s, b, h]: [s, b, h], or this rank's [s / tp, b, h]."""
+    if part.sequence_parallel:
+        mine = grad_inputs.new_empty(len(grad_inputs) // part.size, *grad_inputs.shape[1:])
+        torch.distributed.reduce_scatter_tensor(mine, grad_inputs, group=part.group)
+        return mine
+    if part.size > 1:
+        torch.distributed.all_reduce(grad_inputs, group=part.group)
+    return grad_inputs
+
+
+def _weight_gradient(weight: Tensor) -> Tensor:
+    """Where chunks add their part of the weight's gradient. DDP's buffer, whatever gradient_accumulation_fusion says:
+    a sum over chunks needs an fp32 tensor as large as the weight, and that one is there."""
+    main_grad = getattr(weight, "main_grad", None)
+    return torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+
+
+def _handed_over(weight: Tensor, weight_gradient: Tensor | None) -> Tensor | None:
+    """What autograd is given for the weight."""
+    if weight_gradient is None:
+        return None
+    if weight_gradient is getattr(weight, "main_grad", None):
+        return announced_gradient(weight)
+    return weight_gradient.to(weight.dtype)

@@ -1,0 +1,60 @@
+"""Weight gradients added straight into `main_grad`, DDP's buffer, instead of into a tensor of their own first.
+
+Megatron-Core asks Apex's CUDA extension for this (`gradient_accumulation_fusion`); torch's matrix product does it, too.
+
+Legend: n tokens, i input features, o output features of this rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from megatune.engine import device
+
+
+def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
+    """main_grad += grad_outputᵀ · input, unrounded where `main_grad` is wider than the inputs.
+
+    Args:
+        main_grad: [o, i], contiguous.
+        grad_output: [n, o].
+        input: [n, i], of the same dtype as `grad_output`.
+    """
+    if main_grad.dtype == input.dtype:
+        main_grad.addmm_(grad_output.t(), input)
+    elif device.HAS_GPU and main_grad.dtype == torch.float32:
+        torch.addmm(main_grad, grad_output.t(), input, out_dtype=torch.float32, out=main_grad)
+    else:
+        main_grad.addmm_(grad_output.t().to(main_grad.dtype), input.to(main_grad.dtype))
+
+
+def announced_gradient(weight: Tensor) -> Tensor | None:
+    """What a backward pass hands to autograd for a weight whose gradient it has added to `main_grad` itself.
+
+    DDP's hook wants a gradient, so that it runs on the thread that starts its communication, and throws it away unread
+    once it is told. The weight's own memory has the right shape and costs none. A weight that the embedding shares gets
+    a real gradient from there, to which nothing must be added.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
+
+
+def install() -> None:
+    """Let this module stand where Megatron-Core's linear layers look for Apex's extension."""
+    module: Any = layers
+    module.fused_weight_gradient_mlp_cuda = sys.modules[__name__]
+    module._grad_accum_fusion_available = True
+
+
+def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """Apex's name and order of arguments, for an fp32 `main_grad`; see `add_weight_gradient`."""
+    add_weight_gradient(main_grad, grad_output, input)
+
+
+# Apex has one function for 16-bit gradients; here the dtypes decide.
+wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32

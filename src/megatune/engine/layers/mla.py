@@ -1,0 +1,196 @@
+"""Multi-latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads come from one narrow latent.
+
+Legend: s tokens of a context-parallel rank, s' its part s / tp under sequence parallelism and s without; b rows; h
+hidden size; n heads of this rank. A query and a key have d_nope channels without rotary embedding and then d_rope with
+it, a value has d_v.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    CheckpointWithoutOutput,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from megatune.engine.layers.rotary import fused_rotate, rotate
+from megatune.engine.layers.self_attention import attend
+from megatune.engine.sequences import Sequences
+
+# Transformers' DeepseekV3Attention takes it for the latents, whatever the checkpoint says of the other norms.
+LATENT_NORM_EPSILON = 1e-6
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear map whose weight every tensor-parallel rank holds whole.
+
+    Without sequence parallelism all ranks see the same tokens and find the same gradient. With it each sees its part of
+    them, and Megatron-Core sums the gradients of weights that carry `sequence_parallel`.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: MLATransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., input_size] to [..., output_size]."""
+        return torch.nn.functional.linear(hidden_states, self.weight)
+
+
+class MLASelfAttention(torch.nn.Module):
+    """Multi-latent self-attention, with the parameter names of Megatron-Core's.
+
+    Megatron-Core's own makes rotary embeddings that know nothing of the micro-batch's positions, and cuts the narrow
+    down projections over ranks only to gather what they give.
+
+    Args:
+        config: Megatron-Core's configuration.
+        submodules: what projects, normalizes and attends.
+        layer_number: of this layer in the whole model, from 1.
+        attn_mask_type: for the core attention.
+        rope_interleaved: rotary embedding turns neighbouring channels.
+        pg_collection: this rank's process groups.
+        cp_comm_type: for the core attention.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        rope_interleaved: bool,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.tp_group = config, pg_collection.tp
+        self.rotate = functools.partial(
+            fused_rotate if config.apply_rope_fusion else rotate, interleaved=rope_interleaved
+        )
+        recomputed = config.recompute_modules if config.recompute_granularity == "selective" else []
+        self.recompute_up_proj, self.recompute_core_attention = "mla_up_proj" in recomputed, "core_attn" in recomputed
+        self._build_projections(submodules)
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            softmax_scale=config.softmax_scale,
+            k_channels=config.qk_head_dim + config.qk_pos_emb_head_dim,
+            v_channels=config.v_head_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
+        )
+
+    def _build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
+        config, heads = self.config, self.config.num_attention_heads
+
+        def down(spec: Any, size: int) -> torch.nn.Module:
+            return build_module(spec, config.hidden_size, size, config=config)
+
+        def norm(spec: Any, size: int) -> torch.nn.Module:
+            return build_module(spec, config=config, hidden_size=size, eps=LATENT_NORM_EPSILON)
+
+        linear = {"config": config, "bias": False, "tp_group": self.tp_group}
+        to_heads = {**linear, "init_method": config.init_method, "gather_output": False}
+        query_size = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+        if config.q_lora_rank is None:
+            self.linear_q_proj = build_module(submodules.linear_q_proj, config.hidden_size, query_size, **to_heads)
+        else:
+            self.linear_q_down_proj = down(submodules.linear_q_down_proj, config.q_lora_rank)
+            self.q_layernorm = norm(submodules.q_layernorm, config.q_lora_rank)
+            self.linear_q_up_proj = build_module(
+                submodules.linear_q_up_proj, config.q_lora_rank, query_size, **to_heads
+            )
+        self.linear_kv_down_proj = down(
+            submodules.linear_kv_down_proj, config.kv_lora_rank + config.qk_pos_emb_head_dim
+        )
+        self.kv_layernorm = norm(submodules.kv_layernorm, config.kv_lora_rank)
+        self.linear_kv_up_proj = build_module(
+            submodules.linear_kv_up_proj,
+            config.kv_lora_rank,
+            heads * (config.qk_head_dim + config.v_head_dim),
+            **to_heads,
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            heads * config.v_head_dim,
+            config.hidden_size,
+            **linear,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: None,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: Sequences,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        """Project down and up, attend, project.
+
+        Args:
+            hidden_states: [s', b, h].
+            rotary_pos_emb: [2, s, 1, 1, d_rope], see `engine.layers.rotary.cos_sin`.
+
+        Returns:
+            [s', b, h], and no bias.
+        """
+        latents = self._project_down(hidden_states)
+        up = functools.partial(self._project_up, cos_sin=rotary_pos_emb)
+        # None: anything else, False too, asks for Transformer Engine.
+        checkpoint = CheckpointWithoutOutput(fp8=None) if self.recompute_up_proj and self.training else None
+        query, key, value = checkpoint.checkpoint(up, *latents) if checkpoint else up(*latents)
+        recompute = self.recompute_core_attention and self.training
+        context = attend(self.core_attention, query, key, value, packed_seq_params, recompute=recompute)
+        if checkpoint:
+            checkpoint.discard_output_and_register_recompute(context)
+        output, _ = self.linear_proj(context)
+        return output, None
+
+    def _project_down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries are made from, [s', b, q_lora_rank] or `hidden_states`; what keys and values are made from,
+        [s', b, kv_lora_rank]; and the part of the key that all heads share, [s, b, 1, d_rope]."""
+        config = self.config
+        query_latent = hidden_states
+        if config.q_lora_rank is not None:
+            query_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        latent, shared_key = self.linear_kv_down_proj(hidden_states).split(
+            [config.kv_lora_rank, config.qk_pos_emb_head_dim], -1
+        )
+        # Its gradient comes from the heads of all tensor-parallel ranks; both sum it in the backward pass.
+        if config.sequence_parallel:
+            shared_key = gather_from_sequence_parallel_region(shared_key, group=self.tp_group)
+        else:
+            shared_key = copy_to_tensor_model_parallel_region(shared_key, group=self.tp_group)
+        return query_latent, self.kv_layernorm(latent), shared_key.unsqueeze(2)
+
+    def _project_up(
+        self, query_latent: Tensor, latent: Tensor, shared_key: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key [s, b, n, d_nope + d_rope] and value [s, b, n, d_v], each in memory of its own."""
+        config = self.config
+        d_nope, d_rope, d_v = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        linear_q = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query = self.rotate(linear_q(query_latent)[0].unflatten(-1, (-1, d_nope + d_rope)), cos_sin)
+        key, value = self.linear_kv_up_proj(latent)[0].unflatten(-1, (-1, d_nope + d_v)).split([d_nope, d_v], -1)
+        shared_key = self.rotate(shared_key, cos_sin).expand(*key.shape[:-1], d_rope)
+        return query, torch.cat((key, shared_key), -1), value.contiguous()

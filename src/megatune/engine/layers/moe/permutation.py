@@ -1,0 +1,113 @@
+"""Rows of tokens, grouped by the expert that they go to, and back.
+
+Legend: n tokens, k choices of each token, h hidden size, R rows: a token has a row for each of its choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """Which choice each row is of, and which row each choice became.
+
+    Backward passes gather, as forward passes do: nothing is added in an order that a GPU picks anew each time.
+
+    Attributes:
+        choices: int64 [R], token · k + number of the choice; n · k for a row of zeros.
+        rows: int64 [n, k]; R for a choice that was dropped.
+        is_complete: there are neither rows of zeros nor dropped choices.
+    """
+
+    choices: Tensor
+    rows: Tensor
+    is_complete: bool
+
+    def permute(self, tokens: Tensor) -> Tensor:
+        """The rows of these tokens: [n, h] to [R, h]."""
+        return _Permute.apply(tokens, self.choices // self.rows.shape[1], self.rows, self.is_complete)
+
+    def permute_choices(self, values: Tensor) -> Tensor:
+        """What each row has of a value for each choice: [n, k] to [R]."""
+        return _Permute.apply(values.reshape(-1, 1), self.choices, self.rows.view(-1, 1), self.is_complete).view(-1)
+
+    def unpermute(self, output: Tensor) -> Tensor:
+        """The sum of each token's rows: [R, h] to [n, h]."""
+        return _Unpermute.apply(output, self.choices // self.rows.shape[1], self.rows, self.is_complete)
+
+
+def group_by_expert(
+    experts: Tensor, num_experts: int, *, num_rows: int | None = None, capacity: int | None = None
+) -> Permutation:
+    """Order choices by expert, and by token for each expert.
+
+    Args:
+        experts: int64 [n, k]; num_experts for a choice that is dropped.
+        num_rows: choices that are not dropped. None where none is.
+        capacity: rows of each expert, filled up with zeros. No expert is chosen more often. None for as many rows as
+            choices.
+    """
+    k, flat = experts.shape[1], experts.reshape(-1)
+    by_expert, order = flat.sort(stable=True)
+    places = torch.arange(flat.shape[0], device=flat.device)
+    if capacity is None:
+        num_rows = flat.shape[0] if num_rows is None else num_rows
+        rows = torch.empty_like(order).scatter_(0, order, places).clamp_(max=num_rows)
+        return Permutation(order[:num_rows], rows.view(-1, k), is_complete=num_rows == flat.shape[0])
+    num_rows = num_experts * capacity
+    starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=flat.device))
+    filled = (by_expert * capacity + places - starts[by_expert]).clamp_(max=num_rows)
+    choices = torch.full((num_rows + 1,), flat.shape[0], device=flat.device).scatter_(0, filled, order)[:num_rows]
+    rows = torch.empty_like(order).scatter_(0, order, filled)
+    return Permutation(choices, rows.view(-1, k), is_complete=False)
+
+
+def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert is chosen: int64 [num_experts], without asking the host."""
+    flat = experts.reshape(-1)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.is_complete = is_complete
+        return _take(tokens, sources, is_complete)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        return _sum(grad, rows, ctx.is_complete), None, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, sources: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
+        ctx.save_for_backward(sources)
+        ctx.is_complete = is_complete
+        return _sum(output, rows, is_complete)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (sources,) = ctx.saved_tensors
+        return _take(grad, sources, ctx.is_complete), None, None, None
+
+
+def _take(values: Tensor, index: Tensor, is_complete: bool) -> Tensor:
+    """values[index], where an index one beyond the last finds zeros."""
+    if not is_complete:
+        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+    return values.index_select(0, index)
+
+
+def _sum(values: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
+    """Sum of values[rows[i]] for each i; 16-bit values are summed in fp32 and rounded once."""
+    taken = _take(values, rows.view(-1), is_complete)
+    return taken if rows.shape[1] == 1 else taken.view(*rows.shape, values.shape[1]).sum(1)

@@ -1,0 +1,159 @@
+"""The router: which experts a token goes to, and the losses that keep it from preferring few of them.
+
+Legend: n tokens of this rank, E experts, k choices of each token, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatune.engine.layers.moe import routing
+from megatune.engine.layers.moe.auxiliary_loss import balance_loss, documents_of_tokens, real_tokens, z_loss
+from megatune.engine.sequences import Sequences
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # The router's product asks whether this is None; without Transformer Engine the name is not even there.
+    moe_utils.te_general_gemm = None
+
+_BALANCE_LOSSES = ("aux_loss", "seq_aux_loss")
+
+
+class Router(TopKRouter):
+    """Megatron-Core's router, which knows which tokens are padding and which document each belongs to.
+
+    Its gating, weight, expert bias and counts of tokens are the stock ones, so that Megatron-Core updates the bias.
+    Choices are made as Transformers makes them, and auxiliary losses are those of the whole micro-batch.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config, pg_collection)
+        # Balance loss, z-loss and weight of the micro-batches since they were last reported.
+        sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
+        self.register_buffer("auxiliary_sums", sums, persistent=False)
+
+    def forward(self, input: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Route tokens.
+
+        Args:
+            input: [s / cp (/ tp), b, h].
+
+        Returns:
+            The share of each choice in its token's output, fp32 [n, k], and the chosen experts, int64 [n, k]: E for a
+            choice that is dropped.
+        """
+        logits = self.gating(input).view(-1, self.num_experts)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        is_real = real_tokens(sequences, self.config.sequence_parallel)
+        scores = routing.score(logits, self.score_function)
+        experts = self._choose(logits.detach(), scores.detach(), is_real)
+        probs = routing.weigh(
+            scores,
+            experts,
+            normalize=not self.config.moe_router_pre_softmax,
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
+        )
+        # Neither evaluation nor the first pass of a layer that is recomputed counts.
+        if self.training and torch.is_grad_enabled():
+            probs = self._attach_losses(probs, logits, scores, is_real, sequences)
+            self._count(experts, is_real)
+        most = capacity_of(self.config)
+        if most is not None:
+            experts = routing.drop(experts, probs, is_real, self.num_experts, most(len(experts)))
+        return probs.float(), experts
+
+    def _choose(self, logits: Tensor, scores: Tensor, is_real: Tensor) -> Tensor:
+        if self.routing_type == "sinkhorn" and self.training:
+            return routing.choose_balanced(logits, is_real, self.topk)
+        biased = scores if self.expert_bias is None else scores + self.expert_bias
+        return routing.choose(biased, self.topk, self.config.moe_router_num_groups, self.config.moe_router_group_topk)
+
+    def _attach_losses(
+        self, probs: Tensor, logits: Tensor, scores: Tensor, is_real: Tensor, sequences: Sequences
+    ) -> Tensor:
+        """Let the backward pass of `probs` add the gradients of the auxiliary losses."""
+        balance = z = torch.zeros((), device=logits.device)
+        balance_coeff, z_coeff = balance_coeff_of(self.config), self.config.moe_z_loss_coeff or 0.0
+        if not balance_coeff and not z_coeff:
+            return probs
+        if balance_coeff:
+            documents, num_documents = torch.zeros_like(is_real, dtype=torch.int64), 1
+            if self.routing_type == "seq_aux_loss":
+                documents, num_documents = documents_of_tokens(sequences, self.config.sequence_parallel)
+            affinities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
+            # What the router would choose by itself: its bias and groups are no merit of its weight.
+            own = routing.choose(scores.detach(), self.topk)
+            balance = balance_loss(affinities, own, is_real, documents, num_documents, self.tp_cp_group)
+        if z_coeff:
+            z = z_loss(logits, is_real, self.tp_cp_group)
+        # All gradients are divided by the trained tokens of the step: this makes the losses of its micro-batches a mean
+        # with the weights that their tokens have in the loss.
+        weight = sequences.num_trained
+        with torch.no_grad():
+            shares = torch.stack((balance, z, torch.ones_like(balance) / self.tp_cp_group.size()))
+            self.auxiliary_sums += shares.double() * weight
+        return MoEAuxLossAutoScaler.apply(probs, (balance_coeff * balance + z_coeff * z) * weight)
+
+    @torch.no_grad()
+    def _count(self, experts: Tensor, is_real: Tensor) -> None:
+        """Count choices for Megatron-Core's update of the bias."""
+        if self.enable_expert_bias:
+            counts = is_real[:, None].expand_as(experts).reshape(-1).to(self.local_tokens_per_expert.dtype)
+            self.local_tokens_per_expert.scatter_add_(0, experts.reshape(-1), counts)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Take the weight to another dtype, but no buffer: the bias is fp32, and counts are inexact in 16 bits."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
+def balance_coeff_of(config: TransformerConfig) -> float:
+    """The weight of the load-balancing loss, 0 without one."""
+    return config.moe_aux_loss_coeff if config.moe_router_load_balancing_type in _BALANCE_LOSSES else 0.0
+
+
+def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
+    """The most choices of an expert that a rank with so many tokens keeps; None where nothing is dropped."""
+    if config.moe_expert_capacity_factor is None:
+        return None
+    return partial(
+        routing.capacity,
+        topk=config.moe_router_topk,
+        num_experts=config.num_moe_experts,
+        factor=config.moe_expert_capacity_factor,
+    )
+
+
+def take_auxiliary_losses(model: Sequence[torch.nn.Module]) -> dict[str, float]:
+    """Means of the auxiliary losses in use since they were last taken; collective over all ranks.
+
+    They are means over expert layers, and over micro-batches weighted by their trained tokens; without coefficients.
+
+    Returns:
+        "load_balancing_loss", 1 where experts are equally busy, and "z_loss".
+    """
+    config: Any = model[0].config
+    if config.num_moe_experts is None:
+        return {}
+    sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, Router):
+                sums += module.auxiliary_sums
+                module.auxiliary_sums.zero_()
+    torch.distributed.all_reduce(sums)
+    balance, z, weight = sums.tolist()
+    in_use = {"load_balancing_loss": (balance, balance_coeff_of(config)), "z_loss": (z, config.moe_z_loss_coeff)}
+    return {name: total / max(weight, 1.0) for name, (total, coeff) in in_use.items() if coeff}

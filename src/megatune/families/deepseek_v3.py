@@ -1,0 +1,81 @@
+"""DeepSeek-V3, DeepSeek-R1 and Moonlight: latent attention, experts in groups, chosen with a bias."""
+
+from collections.abc import Iterator
+
+from megatune.architecture import MixtureOfExperts, MultiLatentAttention
+from megatune.families.dense import FRAME
+from megatune.families.family import Config, Family
+from megatune.families.latent import LATENT_ATTENTION
+from megatune.families.rope import rope_parameters, softmax_scale
+from megatune.families.sparse import EXPERT_BIAS, EXPERTS, shared_experts
+
+
+def _experts(config: Config) -> MixtureOfExperts | None:
+    layers = tuple(layer >= config["first_k_dense_replace"] for layer in range(config["num_hidden_layers"]))
+    if not any(layers):
+        return None
+    # Where every group is chosen, groups decide nothing.
+    grouped = config["topk_group"] < config["n_group"]
+    return MixtureOfExperts(
+        layers=layers,
+        num_experts=config["n_routed_experts"],
+        router_topk=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        shared_expert_intermediate_size=config["moe_intermediate_size"] * config["n_shared_experts"],
+        score_function="sigmoid",
+        num_groups=config["n_group"] if grouped else 0,
+        group_topk=config["topk_group"] if grouped else 0,
+        topk_scaling_factor=float(config["routed_scaling_factor"]),
+        expert_bias=True,
+        router_dtype="fp32",
+    )
+
+
+def _latent_attention(config: Config) -> MultiLatentAttention:
+    head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    return MultiLatentAttention(
+        q_lora_rank=config["q_lora_rank"],
+        kv_lora_rank=config["kv_lora_rank"],
+        qk_head_dim=config["qk_nope_head_dim"],
+        qk_pos_emb_head_dim=config["qk_rope_head_dim"],
+        v_head_dim=config["v_head_dim"],
+        softmax_scale=softmax_scale(rope_parameters(config), head_dim),
+        rope_interleaved=bool(config.get("rope_interleave", True)),
+    )
+
+
+def _problems(config: Config) -> Iterator[tuple[str, str]]:
+    if "q_lora_rank" not in config:
+        yield "'q_lora_rank' is missing", "it says whether queries come from a latent; null where they do not"
+    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
+    if groups not in (None, heads):
+        yield f"num_key_value_heads = {groups!r} is not supported", f"every one of the {heads} heads has its own key"
+    head_dim, rotary = config.get("head_dim"), config["qk_rope_head_dim"]
+    if head_dim not in (None, rotary):
+        yield (
+            f"head_dim = {head_dim!r} is not supported",
+            f"rotary embedding turns {rotary} channels, qk_rope_head_dim",
+        )
+
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    weights=(*FRAME, *LATENT_ATTENTION, *EXPERTS, EXPERT_BIAS, *shared_experts("shared_experts")),
+    required={
+        "attention_bias": False, "attention_dropout": 0, "hidden_act": "silu", "norm_topk_prob": True,
+        # Not in Transformers, which computes these values whatever is said.
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+    },
+    dimensions=(
+        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    ),
+    defaults={"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096},
+    aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+    # Layers that predict further tokens come after the last one; they take no part in training.
+    ignored_keys=(r"model\.layers\.{num_layers}\..+",),
+    head_dim_key="qk_rope_head_dim",
+    experts=_experts,
+    latent_attention=_latent_attention,
+    problems=_problems,
+)  # fmt: skip

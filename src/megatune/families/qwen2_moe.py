@@ -1,0 +1,36 @@
+"""Qwen1.5-MoE and Qwen2-MoE: a gated shared expert beside routed ones."""
+
+from megatune.architecture import MixtureOfExperts
+from megatune.families.dense import DECODER, QKV_BIAS
+from megatune.families.family import Config, Family
+from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, qwen_layers, shared_experts
+
+
+def _experts(config: Config) -> MixtureOfExperts | None:
+    layers = qwen_layers(config)
+    if not any(layers):
+        return None
+    return MixtureOfExperts(
+        layers=layers,
+        num_experts=config["num_experts"],
+        router_topk=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        shared_expert_intermediate_size=config["shared_expert_intermediate_size"],
+        shared_expert_gate=True,
+        pre_softmax=not config["norm_topk_prob"],
+    )
+
+
+FAMILY = Family(
+    model_type="qwen2_moe",
+    weights=(*DECODER, QKV_BIAS, *EXPERTS, *shared_experts("shared_expert"), SHARED_EXPERT_GATE),
+    read={"add_qkv_bias": "qkv_bias"},
+    required={"use_sliding_window": False, "attention_dropout": 0, "hidden_act": "silu"},
+    dimensions=(
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+        "decoder_sparse_step",
+    ),
+    defaults={"qkv_bias": True, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": False},
+    aliases={"num_local_experts": "num_experts"},
+    experts=_experts,
+)  # fmt: skip

@@ -1,0 +1,85 @@
+"""Rotary settings of a config.json: what Transformers reads from them, and what it derives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatune.architecture import Llama3RopeScaling, YarnRopeScaling
+
+_NUMBERS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings of a config.json, whether written by Transformers 5 (rope_parameters) or 4 (rope_theta and
+    rope_scaling, its kind under "rope_type" or "type"), with Transformers' defaults."""
+    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
+    # Stated beside the rotary settings it takes precedence; stated nowhere it is the length the model reads.
+    if config.get("original_max_position_embeddings"):
+        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    return parameters
+
+
+def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """What of `rope_parameters` this engine cannot compute, and why."""
+    rope_type = rope["rope_type"]
+    if rope_type not in rope_types:
+        yield f"rotary scaling {rope_type!r} is not supported", f"the family is computed with {', '.join(rope_types)}"
+        return
+    for key in _NUMBERS[rope_type]:
+        if not isinstance(rope.get(key), int | float):
+            yield f"rotary scaling {rope_type!r} has no number {key!r}", f"it is {rope.get(key)!r}"
+    if rope["partial_rotary_factor"] not in (None, 1):
+        yield (
+            f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported",
+            "rotary embedding turns every channel here",
+        )
+
+
+def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | None:
+    """The scaling that `rope_parameters` ask for."""
+    match rope["rope_type"]:
+        case "llama3":
+            return Llama3RopeScaling(
+                factor=float(rope["factor"]),
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+            )
+        case "yarn":
+            return YarnRopeScaling(
+                factor=float(rope["factor"]),
+                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+                beta_fast=float(rope.get("beta_fast") or 32),
+                beta_slow=float(rope.get("beta_slow") or 1),
+                attention_factor=_attention_factor(rope),
+                truncate=bool(rope.get("truncate", True)),
+            )
+    return None
+
+
+def softmax_scale(rope: Mapping[str, Any], head_dim: int) -> float:
+    """What multiplies the scores of latent attention, whose published models put part of YaRN's factor there."""
+    scale = head_dim**-0.5
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+        scale *= _mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+    return float(scale)
+
+
+def _attention_factor(rope: Mapping[str, Any]) -> float:
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    factor, mscale, mscale_all_dim = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor)
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    """How much longer contexts sharpen attention (arXiv:2309.00071, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

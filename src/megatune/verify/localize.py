@@ -1,0 +1,114 @@
+"""Where a difference arises: the first place whose output differs, or the last one whose gradient does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatune.verify.compare import SIXTEEN_BIT_PARAMETER_ROOM, WHOLE_GRADIENT, Difference, relative
+from megatune.verify.numbers import Trace
+from megatune.verify.places import LOGITS, LOSS, forward_order, place_of_weight, sparse_layers
+
+# fp32, relative L2 of all tokens: another order of the same sums. One wrong token in a thousand makes 3e-2.
+PLACE_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceError:
+    """How far one place's output is from the truth.
+
+    Attributes:
+        place: as in `verify.places`.
+        error: relative L2 over all tokens of all samples; of gradients the worst weight's.
+        worst: sample and token, both from 0, that most of the error is in; None where that is not known.
+        moved: tokens that a router sends to other experts; 0 elsewhere.
+    """
+
+    place: str
+    error: float
+    tolerance: float
+    worst: tuple[int, int] | None = None
+    moved: int = 0
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where computing goes wrong.
+
+    Attributes:
+        places: in the order in which they are computed: forward, or, where all outputs agree, backward.
+        in_gradients: the errors are those of gradients.
+    """
+
+    places: tuple[PlaceError, ...]
+    in_gradients: bool
+
+    @property
+    def first(self) -> PlaceError | None:
+        """The first place that differs; None where all agree as far as they can be looked at."""
+        return next((place for place in self.places if not place.passes), None)
+
+
+def locate(
+    differences: Sequence[Difference], computed: Trace, truth: Trace, stock: Trace | None = None, *, alike: bool = False
+) -> Location:
+    """Find the place from which on two computations differ.
+
+    Args:
+        differences: what was compared before.
+        stock: a computation in the same 16 bits as `computed`, None for fp32: a place's error may be twice its error.
+        alike: the error of either of the two may be at most twice that of the other one.
+    """
+    places = []
+    for place in sorted(computed.places | truth.places, key=forward_order):
+        found = _compare(computed, truth, place)
+        if stock is not None:
+            other = _compare(stock, truth, place)
+            better, worse = (found, other) if alike and found.error < other.error else (other, found)
+            found = replace(worse, tolerance=SIXTEEN_BIT_PARAMETER_ROOM * better.error)
+        places.append(found)
+    places += [PlaceError(one.name, one.error, one.tolerance) for one in differences if one.name in (LOGITS, LOSS)]
+    forward = Location(tuple(places), in_gradients=False)
+    return forward if forward.first is not None else Location(_gradients(differences), in_gradients=True)
+
+
+def _compare(computed: Trace, truth: Trace, place: str) -> PlaceError:
+    if place not in computed.places or place not in truth.places:
+        return PlaceError(place, math.inf, PLACE_TOLERANCE)
+    gap, size, most, worst, moved = 0.0, 0.0, 0.0, None, 0
+    for sample in range(truth.num_samples):
+        expected, output = truth.output(sample, place).double(), computed.output(sample, place).double()
+        of_tokens = (output - expected).square().flatten(1).sum(1).nan_to_num(nan=math.inf, posinf=math.inf)
+        gap, size = gap + of_tokens.sum().item(), size + expected.square().sum().item()
+        if of_tokens.max().item() > most:
+            most, worst = of_tokens.max().item(), (sample, int(of_tokens.argmax()))
+        if place.endswith("router"):
+            moved += _moved(output, expected)
+    return PlaceError(place, relative(math.sqrt(gap), math.sqrt(size)), PLACE_TOLERANCE, worst, moved)
+
+
+def _moved(weights: Tensor, expected: Tensor) -> int:
+    """Tokens whose experts differ. A router says [s, experts]: the weight of each expert, 0 where it is not chosen."""
+    return int(torch.any((weights != 0) != (expected != 0), -1).sum())
+
+
+def _gradients(differences: Sequence[Difference]) -> tuple[PlaceError, ...]:
+    """The worst weight of each place, in the order of the backward pass."""
+    weights = [one for one in differences if one.name not in (LOGITS, LOSS, WHOLE_GRADIENT)]
+    sparse = sparse_layers(one.name for one in weights)
+    worst: dict[str, PlaceError] = {}
+    for one in weights:
+        place = place_of_weight(one.name, sparse)
+        found = PlaceError(place, one.error, one.tolerance)
+        # What differs comes first: tolerances of weights are their own in 16 bits.
+        if place not in worst or (found.passes, -found.error) < (worst[place].passes, -worst[place].error):
+            worst[place] = found
+    return tuple(sorted(worst.values(), key=lambda found: forward_order(found.place), reverse=True))

@@ -1,0 +1,157 @@
+"""Grouped experts against the loop, and rows that are moved and moved back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatune.engine.layers.moe.grouped_experts import GroupedExperts, grouped_linear, looped_linear
+from megatune.engine.layers.moe.permutation import count_by_expert, group_by_expert
+
+HIDDEN, FFN, NUM_EXPERTS = 16, 8, 4
+# Some experts without tokens, all tokens on one expert, and no token at all.
+COUNTS = [(3, 5, 2, 6), (0, 7, 0, 4), (0, 0, 9, 0), (0, 0, 0, 0)]
+
+
+def experts(*, grouped: bool, dtype: torch.dtype = torch.float32, ffn: int = FFN, **more: object) -> GroupedExperts:
+    config = SimpleNamespace(
+        moe_ffn_hidden_size=ffn, hidden_size=HIDDEN, expert_tensor_parallel_size=1, params_dtype=dtype,
+        moe_grouped_gemm=grouped, bias_activation_fusion=False, recompute_granularity=None, recompute_modules=[],
+    )  # fmt: skip
+    vars(config).update(more)
+    module = GroupedExperts(NUM_EXPERTS, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in (module.weight1, module.weight2):
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    return module
+
+
+def forward_backward(module: GroupedExperts, counts: tuple[int, ...]) -> list[torch.Tensor]:
+    """The output, and the gradients of rows, probabilities and both weights."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(sum(counts), HIDDEN, generator=generator).to(module.weight1.dtype).requires_grad_()
+    probs = torch.rand(sum(counts), generator=generator).requires_grad_()
+    output, bias = module(rows, torch.tensor(counts), probs)
+    assert bias is None
+    output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
+    return [output, rows.grad, probs.grad, module.weight1.grad, module.weight2.grad]
+
+
+def by_definition(module: GroupedExperts, counts: tuple[int, ...]) -> torch.Tensor:
+    """Every row through its expert's three matrices, then weighted."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(sum(counts), HIDDEN, generator=generator)
+    probs = torch.rand(sum(counts), generator=generator)
+    numbers = torch.arange(NUM_EXPERTS).repeat_interleave(torch.tensor(counts)).tolist()
+    outputs = [torch.zeros(0, HIDDEN)]
+    for row, prob, number in zip(rows, probs, numbers, strict=True):
+        gate, up = module.weight1[number].chunk(2)
+        outputs.append((prob * (module.weight2[number] @ (F.silu(gate @ row) * (up @ row))))[None])
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_grouped_experts_equal_the_loop_and_the_definition(counts):
+    grouped, looped = experts(grouped=True), experts(grouped=False)
+    assert grouped.is_grouped
+    assert not looped.is_grouped
+    ours, plain = forward_backward(grouped, counts), forward_backward(looped, counts)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain[0], by_definition(looped, counts), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_experts_without_tokens_have_no_gradient(counts):
+    *_, grad1, grad2 = forward_backward(experts(grouped=True), counts)
+    idle = torch.tensor(counts) == 0
+    assert not grad1[idle].count_nonzero()
+    assert not grad2[idle].count_nonzero()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grouped_products_round_as_the_loop_does(dtype):
+    ours, plain = (forward_backward(experts(grouped=grouped, dtype=dtype), COUNTS[0]) for grouped in (True, False))
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_fused_activation_equals_the_plain_one(counts, grouped):
+    plain = forward_backward(experts(grouped=grouped), counts)
+    fused = forward_backward(experts(grouped=grouped, bias_activation_fusion=True), counts)
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_recomputed_activation_changes_no_bit(pool, counts, fused):
+    assert pool.run(1, recompute_activation, counts, fused) == [True]
+
+
+def recompute_activation(counts: tuple[int, ...], fused: bool) -> bool:
+    from megatune.config.settings import ParallelSettings
+    from megatune.engine import groups
+
+    groups.build(ParallelSettings(), seed=0, timeout=30)  # recomputing restores its generators
+    kept = forward_backward(experts(grouped=True, bias_activation_fusion=fused), counts)
+    again = experts(
+        grouped=True, bias_activation_fusion=fused, recompute_granularity="selective", recompute_modules=["moe_act"]
+    )
+    assert again.recomputes_activation
+    return all(map(torch.equal, kept, forward_backward(again, counts)))
+
+
+def test_sizes_that_grouped_kernels_refuse_take_the_loop():
+    module = experts(grouped=True, ffn=5)
+    assert not module.is_grouped
+    torch.testing.assert_close(
+        forward_backward(module, COUNTS[1])[0], by_definition(module, COUNTS[1]), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_one_product_of_all_groups_equals_one_product_each():
+    rows, weight = torch.randn(11, HIDDEN), torch.randn(NUM_EXPERTS, FFN, HIDDEN)
+    counts = torch.tensor(COUNTS[1])
+    torch.testing.assert_close(grouped_linear(rows, weight, counts), looped_linear(rows, weight, counts))
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data(), n=st.integers(0, 12), k=st.integers(1, 3), pads=st.booleans())
+def test_permuted_rows_come_back(data, n, k, pads):
+    """Rows lie by expert, then by token; dropped choices are nowhere; gradients are those of plain indexing."""
+    chosen = data.draw(
+        st.lists(st.permutations(range(NUM_EXPERTS)).map(lambda order: order[:k]), min_size=n, max_size=n)
+    )
+    dropped = data.draw(st.lists(st.booleans(), min_size=n * k, max_size=n * k))
+    ids = torch.tensor(chosen, dtype=torch.int64).view(n, k)
+    ids[torch.tensor(dropped, dtype=torch.bool).view(n, k)] = NUM_EXPERTS
+    counts = count_by_expert(ids, NUM_EXPERTS)
+    assert counts.tolist() == [int((ids == expert).sum()) for expert in range(NUM_EXPERTS)]
+    capacity = int(counts.max()) + 1 if pads else None
+    permutation = group_by_expert(ids, NUM_EXPERTS, num_rows=int(counts.sum()), capacity=capacity)
+
+    tokens = torch.randn(n, 5, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(n, k, dtype=torch.float64, requires_grad=True)
+    rows, of_rows, expected, expected_values = permutation.permute(tokens), permutation.permute_choices(values), [], []
+    for expert in range(NUM_EXPERTS):
+        pairs = [(token, choice) for token in range(n) for choice in range(k) if ids[token, choice] == expert]
+        fillers = capacity - len(pairs) if capacity is not None else 0
+        expected += [tokens[token] for token, _ in pairs] + [torch.zeros(5, dtype=torch.float64)] * fillers
+        expected_values += [values[pair] for pair in pairs] + [torch.zeros((), dtype=torch.float64)] * fillers
+    assert len(rows) == len(expected)
+    if expected:
+        assert torch.equal(rows, torch.stack(expected))
+        assert torch.equal(of_rows, torch.stack(expected_values))
+    back = permutation.unpermute(rows * of_rows[:, None])
+    plain = tokens * (values * (ids < NUM_EXPERTS)).sum(1, keepdim=True)
+    torch.testing.assert_close(back, plain)
+    weights = torch.randn(back.shape, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.autograd.grad(back, (tokens, values), weights), torch.autograd.grad(plain, (tokens, values), weights)
+    )

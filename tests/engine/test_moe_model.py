@@ -1,0 +1,64 @@
+"""Whole sparse models in the engine's step: the norm of the gradient, and auxiliary losses through the schedules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layouts import Layout
+
+from megatune.config.groups.experts import ExpertSettings
+from megatune.config.settings import Settings
+from megatune.verify.samples import Sample, random_samples
+
+_SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+_EP, _PP = {"expert_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+_ETP1, _WHOLE = {"expert_tensor_parallel_size": 1}, {"use_distributed_optimizer": False}
+LAYOUTS = {
+    "ep2 dp4": Layout(4, _EP),
+    "ep2, whole optimizer": Layout(2, _EP | _WHOLE),
+    "tp2 sp": Layout(2, _SP),
+    "tp2 sp etp1": Layout(2, _SP | _ETP1),
+    "tp2 sp etp1, whole optimizer": Layout(2, _SP | _ETP1 | _WHOLE),
+    "tp2 sp etp1 ep2 pp2, overlaps": Layout(
+        4, _SP | _ETP1 | _EP | _PP | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    ),
+}
+# Rows differ in length, and micro-batches in trained tokens.
+LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
+
+
+def norm_and_losses(
+    model: Path, settings: Settings, samples: list[Sample]
+) -> tuple[float, dict[str, float], dict[str, float]]:
+    """On every rank: the norm of all gradients, the auxiliary losses of a step, and those of no step after it."""
+    from megatune.bridge.assemble import assemble
+    from megatune.engine.layers.moe.router import take_auxiliary_losses
+    from megatune.verify.measure import deal, measure_loss
+
+    assembly: Any = assemble(model, settings)
+    measure_loss(assembly, deal(samples, assembly.place, settings.parallel))
+    assembly.optimizer.prepare_grads()
+    norm = float(assembly.optimizer.get_grad_norm())
+    return norm, take_auxiliary_losses(assembly.model), take_auxiliary_losses(assembly.model)
+
+
+@pytest.mark.parametrize("coeff", [0.0, 2.0], ids=["", "aux_loss"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_have_one_norm_in_every_layout(pool, model_dir, layout, coeff):
+    """Every element counts once, of experts and of the rest; so does every auxiliary loss."""
+    model, samples = model_dir("qwen3_moe", **_SIZES), random_samples(301, LENGTHS)
+    experts = ExpertSettings(moe_aux_loss_coeff=coeff, moe_z_loss_coeff=coeff / 10)
+
+    def run(layout: Layout) -> list[tuple[float, dict[str, float], dict[str, float]]]:
+        settings = layout.settings().model_copy(update={"experts": experts})
+        return pool.run(layout.world_size, norm_and_losses, model, settings, samples)
+
+    ((expected_norm, expected_losses, _),) = run(Layout(1))
+    assert set(expected_losses) == ({"load_balancing_loss", "z_loss"} if coeff else set())
+    for norm, losses, later in run(LAYOUTS[layout]):
+        assert norm == pytest.approx(expected_norm, rel=1e-6)
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        assert not any(later.values())

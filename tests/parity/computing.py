@@ -1,0 +1,52 @@
+"""Computes a checkpoint in a layout, on the ranks of the pool, and compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from layouts import Layout
+from pool import RankPool
+
+from megatune.bridge.assemble import assemble
+from megatune.bridge.reader import SafetensorsFolder
+from megatune.config.settings import Settings
+from megatune.verify.compare import Difference, compare, judge
+from megatune.verify.measure import measure
+from megatune.verify.numbers import Numbers
+from megatune.verify.samples import Sample
+
+# Uneven: micro-batches and data-parallel ranks hold different numbers of trained tokens, and rows hold padding.
+LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
+
+
+def measure_in_layout(
+    model: Path, settings: Settings, samples: list[Sample], folder: Path, micro_batch_size: int = 1
+) -> None:
+    """On every rank."""
+    assembly = assemble(model, settings)
+    packed = settings.data.packing
+    measure(assembly, samples, settings.parallel, folder, micro_batch_size=micro_batch_size, packed=packed)
+
+
+def differences(
+    pool: RankPool,
+    model: Path,
+    layout: Layout,
+    samples: list[Sample],
+    truth: Numbers,
+    folder: Path,
+    micro_batch_size: int = 1,
+) -> list[Difference]:
+    """The layout's errors in fp32: logits, loss, the whole gradient, then each parameter's."""
+    pool.run(layout.world_size, measure_in_layout, model, layout.settings(), samples, folder, micro_batch_size)
+    return judge(compare(Numbers(folder), truth))
+
+
+def failures(found: list[Difference]) -> list[str]:
+    return [f"{one.name}: {one.error:.1e} > {one.tolerance:.1e}" for one in found if not one.passes]
+
+
+def parameter_names(model: Path) -> list[str]:
+    """Every tensor of the checkpoint that is trained: all but the bias by which experts are chosen."""
+    names = SafetensorsFolder(model).names()
+    return [name for name in names if not name.endswith("e_score_correction_bias")]

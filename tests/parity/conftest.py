@@ -1,0 +1,47 @@
+"""What the proofs share: Transformers' numbers, what a layout computes, and the table of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from parity_table import ParityTable
+
+from megatune.verify.numbers import Numbers
+from megatune.verify.reference import write_reference
+from megatune.verify.samples import FP16_LOSS_SCALE, Sample
+
+WriteReference = Callable[..., Numbers]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> WriteReference:
+    """Transformers' numbers, computed once for each checkpoint, tokens and dtype."""
+    made: dict[object, Numbers] = {}
+
+    def make(model: Path, samples: Sequence[Sample], weights: str = "float32", dtype: str = "float32") -> Numbers:
+        key = (model, tuple(samples), weights, dtype)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("reference")
+            write_reference(
+                model,
+                samples,
+                folder,
+                weights_dtype=getattr(torch, weights),
+                dtype=getattr(torch, dtype),
+                loss_scale=FP16_LOSS_SCALE if weights == "float16" else 1.0,
+            )
+            made[key] = Numbers(folder)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def table() -> Iterator[ParityTable]:
+    """Written at the end of the session, where asked for."""
+    table = ParityTable()
+    yield table
+    table.write_if_asked()

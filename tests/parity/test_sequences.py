@@ -1,0 +1,78 @@
+"""Context parallelism and packed rows: every family's numbers are those of Transformers, one sample at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from computing import LENGTHS, differences, failures
+from layouts import EXPERT_LAYOUTS, MORE_SEQUENCE_LAYOUTS, SEQUENCE_LAYOUTS, Layout
+
+from megatune.bridge.assemble import assemble
+from megatune.config.settings import Settings
+from megatune.verify.measure import deal, measure_loss
+from megatune.verify.samples import Sample, random_samples
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
+
+
+@pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_agrees_in_every_layout(pool, model_dir, reference, table, tmp_path, family, layout):
+    model = model_dir(family)
+    samples = random_samples(301, LENGTHS)
+    found = differences(pool, model, SEQUENCE_LAYOUTS[layout], samples, reference(model, samples), tmp_path)
+    assert not failures(found)
+    table.add(f"{family}, untied", layout, found)
+
+
+@pytest.mark.parametrize("layout", MORE_SEQUENCE_LAYOUTS)
+def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout):
+    model = model_dir("qwen3", tied=True)
+    samples = random_samples(301, LENGTHS)
+    found = differences(pool, model, MORE_SEQUENCE_LAYOUTS[layout], samples, reference(model, samples), tmp_path)
+    assert not failures(found)
+    table.add("qwen3, tied", layout, found)
+
+
+@pytest.mark.parametrize("layout", ["packed", "cp2, packed", "tp2 sp, packed"])
+def test_several_packed_rows_of_one_micro_batch_agree(pool, model_dir, reference, tmp_path, layout):
+    model = model_dir("llama")
+    samples = random_samples(301, LENGTHS)
+    truth = reference(model, samples)
+    assert not failures(differences(pool, model, SEQUENCE_LAYOUTS[layout], samples, truth, tmp_path, 2))
+
+
+@pytest.mark.parametrize("layout", ["cp2 p2p", "cp2 all_gather", "cp2 a2a"])
+def test_several_rows_cut_by_context_parallelism_agree(pool, model_dir, reference, tmp_path, layout):
+    model = model_dir("qwen2")
+    samples = random_samples(301, LENGTHS)
+    truth = reference(model, samples)
+    assert not failures(differences(pool, model, SEQUENCE_LAYOUTS[layout], samples, truth, tmp_path, 2))
+
+
+def gradients(model: Path, settings: Settings, samples: list[Sample]) -> list[torch.Tensor]:
+    """On every rank: the gradient of each parameter it holds."""
+    assembly = assemble(model, settings)
+    measure_loss(assembly, deal(samples, assembly.place, settings.parallel, packed=settings.data.packing))
+    return [local.parameter.main_grad.clone() for local in assembly.parameters if local.parameter.requires_grad]
+
+
+@pytest.mark.parametrize("layout", [SEQUENCE_LAYOUTS["packed"], SEQUENCE_LAYOUTS["cp2, packed"],
+                                    EXPERT_LAYOUTS["cp2 ep2, packed"]], ids=["1", "cp2", "cp2 ep2"])  # fmt: skip
+def test_a_document_does_not_feel_its_neighbours(pool, model_dir, layout: Layout):
+    """Other tokens in all samples but one, none of them trained: the one's gradient stays."""
+    model = model_dir("qwen3_moe" if layout.settings().parallel.expert_model_parallel_size > 1 else "qwen3")
+    samples, others = random_samples(301, LENGTHS), random_samples(301, LENGTHS, seed=1)
+    for index, (sample, other) in enumerate(zip(samples, others, strict=True)):
+        if index != 2:
+            samples[index] = Sample(sample.input_ids, (-100,) * len(sample.input_ids))
+            others[index] = Sample(other.input_ids, (-100,) * len(other.input_ids))
+    others[2] = samples[2]
+    settings = layout.settings()
+    one = pool.run(layout.world_size, gradients, model, settings, samples)
+    other = pool.run(layout.world_size, gradients, model, settings, others)
+    for mine, theirs in zip(one, other, strict=True):
+        for expected, found in zip(mine, theirs, strict=True):
+            assert (found - expected).norm() <= 1e-6 * expected.norm()

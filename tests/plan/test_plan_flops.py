@@ -1,0 +1,46 @@
+"""Counts against Transformers' models: their elements, and the products that torch counts while they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatune.families import FAMILIES, load_architecture
+from megatune.plan.flops import num_matmul_parameters, num_parameters, train_flops
+
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@EVERY_FAMILY
+def test_parameters_are_the_elements_of_the_checkpoint(model_dir, family, tied):
+    folder = model_dir(family, tied=tied)
+    elements = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert num_parameters(load_architecture(folder)) == elements
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@EVERY_FAMILY
+def test_operations_are_those_that_transformers_computes(model_dir, family, tied):
+    from transformers import AutoModelForCausalLM
+
+    folder, length = model_dir(family, tied=tied), 12
+    architecture = load_architecture(folder)
+    # Eager: torch counts matrix products and no fused kernels.
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(length)[None])
+    angles = architecture.kv_channels * length  # Transformers multiplies positions and frequencies as matrices
+    matmuls = 2 * num_matmul_parameters(architecture) * length
+    # Nothing is left out where the mask is: twice the attention that a causal one needs.
+    attention = 2 * (train_flops(architecture, [length]) / 3 - matmuls)
+    assert counter.get_total_flops() == matmuls + attention + angles
+
+
+def test_documents_attend_to_themselves(model_dir):
+    architecture = load_architecture(model_dir("deepseek_v3"))
+    apart, together = train_flops(architecture, [8, 8]), train_flops(architecture, [16])
+    channels = 4 * (16 + 8) + 4 * 12  # of all heads' queries, and values
+    assert together - apart == 3 * 4 * channels * (16**2 - 2 * 8**2)

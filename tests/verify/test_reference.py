@@ -1,0 +1,52 @@
+"""What the reference hands out is Transformers' own, under the names of checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatune.families import FAMILIES
+from megatune.verify.numbers import Numbers
+from megatune.verify.reference import checkpoint_tensors, load_reference_model, write_reference
+from megatune.verify.samples import random_samples
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_come_back_as_the_checkpoint_has_them(model_dir, family):
+    folder = model_dir(family)
+    model = load_reference_model(folder, torch.float32)
+    found = checkpoint_tensors(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    saved = load_file(folder / "model.safetensors")
+    expected = {name: tensor for name, tensor in saved.items() if not name.endswith("e_score_correction_bias")}
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+def test_gradients_of_experts_are_those_of_the_tensor_that_holds_them_all(model_dir, tmp_path):
+    folder = model_dir("qwen3_moe")
+    samples = random_samples(301, [12])
+    write_reference(folder, samples, tmp_path)
+    numbers = Numbers(tmp_path)
+
+    model = load_reference_model(folder, torch.float32)
+    labels = torch.tensor([samples[0].labels])
+    model(input_ids=torch.tensor([samples[0].input_ids]), labels=labels).loss.backward()
+    experts = model.model.layers[1].mlp.experts
+    for expert in range(8):
+        prefix = f"model.layers.1.mlp.experts.{expert}"
+        gate, up = experts.gate_up_proj.grad[expert].chunk(2)
+        for part, expected in (("gate", gate), ("up", up), ("down", experts.down_proj.grad[expert])):
+            torch.testing.assert_close(numbers.gradient(f"{prefix}.{part}_proj.weight"), expected)
+
+
+def test_sixteen_bits_are_computed_as_transformers_does(model_dir, tmp_path):
+    """Rotary frequencies and the router's bias stay in fp32 there."""
+    folder = model_dir("deepseek_v3")
+    samples = random_samples(301, [40])
+    write_reference(folder, samples, tmp_path, weights_dtype=torch.bfloat16, dtype=torch.bfloat16)
+    model = load_reference_model(folder, torch.bfloat16)
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([samples[0].input_ids])).logits[0]
+    assert torch.equal(Numbers(tmp_path).logits(0), expected)
