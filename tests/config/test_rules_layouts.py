@@ -16,6 +16,9 @@ EXPERTS = dataclasses.replace(
     model_type="qwen3_moe",
     moe=MixtureOfExperts(layers=(True,) * 12, num_experts=8, router_topk=2, moe_ffn_hidden_size=48),
 )
+ONE_EXPERT = dataclasses.replace(
+    EXPERTS, moe=MixtureOfExperts(layers=(True,) * 12, num_experts=8, router_topk=1, moe_ffn_hidden_size=48)
+)
 SIGMOID = dataclasses.replace(
     EXPERTS,
     model_type="deepseek_v3",
@@ -272,6 +275,20 @@ WRONG = [
         "moe_shared_expert_overlap: true with a model without shared experts\n"
         "    why: a qwen3_moe has none\n"
         "    mend: remove moe_shared_expert_overlap",
+    ),
+    (
+        EXPERTS,
+        ["moe_router_load_balancing_type=sinkhorn", "moe_expert_capacity_factor=1.5"],
+        "moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn\n"
+        "    why: sinkhorn keeps experts equally busy itself\n"
+        "    mend: remove moe_expert_capacity_factor",
+    ),
+    (
+        ONE_EXPERT,
+        [],
+        "the model sends each token to one expert and normalizes its share, which is then always 1\n"
+        "    why: its router would never learn\n"
+        "    mend: train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false",
     ),
     (
         QWEN,

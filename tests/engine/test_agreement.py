@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import LAYOUTS, Layout
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, Layout
 
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.config.settings import Settings
@@ -78,6 +78,26 @@ def test_flipped_bit_is_named(pool, model_dir, layout, rank, name, which, said):
         assert name in text
         assert "rank 1 and rank 0, by up to" in text
         assert "1 problem" not in text
+        assert code == ExitCode.NOT_FINITE
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "name", "said"),
+    [
+        ("ep2 dp4", 2, "model.layers.1.mlp.experts.0.down_proj.weight", "expert data-parallel copies"),
+        ("ep2 dp4", 3, "model.layers.1.mlp.experts.7.up_proj.weight", "expert data-parallel copies"),
+        ("ep2", 1, "model.layers.1.mlp.gate.weight", "step 3: weights differ between data-parallel copies"),
+        ("etp1 tp2 sp", 1, "model.layers.1.mlp.experts.0.up_proj.weight", "expert data-parallel copies"),
+    ],
+)
+def test_flipped_bit_among_experts_is_named(pool, model_dir, layout, rank, name, said):
+    """Experts have copies where others are dealt elsewhere; their router has one on every rank."""
+    chosen = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}[layout]
+    arguments = (model_dir("qwen3_moe"), chosen.settings(), random_samples(301, LENGTHS), rank, name, "weight")
+    for text, code in pool.run(chosen.world_size, check_after_flip, *arguments):
+        assert said in text
+        assert f"rank {rank} and rank" in text
+        assert text.count("differ between") == 1
         assert code == ExitCode.NOT_FINITE
 
 

@@ -212,3 +212,29 @@ def packed_and_not(case: Case, weights: dict[str, torch.Tensor]) -> list[bool]:
 def test_seq_aux_loss_does_not_depend_on_packing(pool):
     weights = engine_weights(transformers_block("qwen3_moe").state_dict())
     assert pool.run(1, packed_and_not, Case(LAYOUTS["1"], _LOSSES), weights) == [[True] * 3]
+
+
+def count_passes(case: Case, rows: Rows, weights: dict[str, torch.Tensor]) -> dict[str, int]:
+    """How often the parts of the layer are computed in a forward and a backward pass."""
+    from megatune.engine.sequences import share
+
+    layer, _ = build_layer("deepseek_v3", case, weights)
+    passes = dict.fromkeys(("router", "shared_experts"), 0)
+
+    def count(name: str) -> None:
+        passes[name] += 1
+
+    for name in passes:
+        layer.get_submodule(name).register_forward_hook(lambda *_, name=name: count(name))
+    hidden = rows.hidden[0].transpose(0, 1).contiguous().requires_grad_()
+    layer(hidden, padding_mask=share(rows.batches[0]).sequences)[0].sum().backward()
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"), [("loop", (1, 1)), ("recompute moe", (2, 2)), ("recompute shared_experts", (1, 2))]
+)
+def test_what_is_recomputed_is_computed_twice(pool, variant, expected):
+    weights = engine_weights(transformers_block("deepseek_v3").state_dict())
+    (passes,) = pool.run(1, count_passes, VARIANTS[variant], rows_for(LAYOUTS["1"]), weights)
+    assert tuple(passes.values()) == expected

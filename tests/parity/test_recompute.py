@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from layouts import LAYOUTS, Layout
-from test_parity import failures
+from computing import LENGTHS, differences, failures
+from layouts import EXPERT_LAYOUTS, LAYOUTS, Layout
 
 from megatune.bridge.assemble import assemble
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.settings import Settings
-from megatune.verify.compare import compare, judge
-from megatune.verify.measure import deal, measure, measure_loss
-from megatune.verify.numbers import Numbers
-from megatune.verify.reference import write_reference
+from megatune.verify.measure import deal, measure_loss
 from megatune.verify.samples import Sample, random_samples
-
-LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
 
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -36,8 +32,9 @@ RECOMPUTE = {
 def gradients(model: Path, settings: Settings, samples: list[Sample]) -> tuple[float, list[torch.Tensor]]:
     """On every rank: the loss, and the gradient of each parameter it holds."""
     assembly = assemble(model, settings)
-    loss = measure_loss(assembly, deal(samples, assembly.place, settings.parallel))
-    return loss, [local.parameter.main_grad.clone() for local in assembly.parameters]
+    loss = measure_loss(assembly, deal(samples, assembly.place, settings.parallel, packed=settings.data.packing))
+    parameters = [local.parameter for local in assembly.parameters if local.parameter.requires_grad]
+    return loss, [parameter.main_grad.clone() for parameter in parameters]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -48,6 +45,34 @@ def test_recompute_changes_no_bit(pool, model_dir, layout, recompute):
     again = settings.model_copy(update={"recompute": RecomputeSettings(**RECOMPUTE[recompute])})
     kept = pool.run(LAYOUTS[layout].world_size, gradients, model, settings, samples)
     recomputed = pool.run(LAYOUTS[layout].world_size, gradients, model, again, samples)
+    for (loss, expected), (other_loss, found) in zip(kept, recomputed, strict=True):
+        assert loss == other_loss
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+SPARSE = {
+    "moe": SELECTIVE | {"recompute_modules": ["moe"]},
+    "moe_layer_recompute": {"moe_layer_recompute": True},
+    "moe_act": SELECTIVE | {"recompute_modules": ["moe_act"]},
+    "shared_experts": SELECTIVE | {"recompute_modules": ["shared_experts"]},
+    "mla_up_proj": SELECTIVE | {"recompute_modules": ["mla_up_proj"]},
+    "all": SELECTIVE | {"recompute_modules": ["core_attn", "layernorm", "mlp", "moe_act", "shared_experts",
+                                              "mla_up_proj"]},
+    "full": FULL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", SPARSE)
+@pytest.mark.parametrize("layout", ["1", "ep2 etp1 tp2 sp", "ep2 pp2", "cp2 ep2, packed"])
+def test_recompute_of_experts_changes_no_bit(pool, model_dir, layout, recompute):
+    """With a loss that balances experts: it is not to be counted twice."""
+    model, samples = model_dir("deepseek_v3"), random_samples(301, LENGTHS)
+    case = EXPERT_LAYOUTS[layout]
+    balanced = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.01}
+    settings = replace(case, experts=balanced).settings()
+    again = settings.model_copy(update={"recompute": RecomputeSettings(**SPARSE[recompute])})
+    kept = pool.run(case.world_size, gradients, model, settings, samples)
+    recomputed = pool.run(case.world_size, gradients, model, again, samples)
     for (loss, expected), (other_loss, found) in zip(kept, recomputed, strict=True):
         assert loss == other_loss
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
@@ -72,16 +97,10 @@ PIPELINES = {
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_every_pipeline_shape_agrees_with_transformers(pool, model_dir, tmp_path, pipeline, tied):
+def test_every_pipeline_shape_agrees_with_transformers(pool, model_dir, reference, table, tmp_path, pipeline, tied):
     num_layers, layout = PIPELINES[pipeline]
     model = model_dir("qwen3", tied=tied, num_hidden_layers=num_layers)
     samples = random_samples(301, LENGTHS)
-    write_reference(model, samples, tmp_path / "reference")
-    (tmp_path / "layout").mkdir()
-    pool.run(layout.world_size, measure_shape, model, layout.settings(), samples, tmp_path / "layout")
-    assert not failures(judge(compare(Numbers(tmp_path / "layout"), Numbers(tmp_path / "reference"))))
-
-
-def measure_shape(model: Path, settings: Settings, samples: list[Sample], folder: Path) -> None:
-    """On every rank."""
-    measure(assemble(model, settings), samples, settings.parallel, folder)
+    found = differences(pool, model, layout, samples, reference(model, samples), tmp_path)
+    assert not failures(found)
+    table.add(f"qwen3, {'tied' if tied else 'untied'}", pipeline, found)

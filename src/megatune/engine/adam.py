@@ -108,14 +108,14 @@ def _update(
 ) -> None:
     """One step of the fused kernel; all tensors fp32, on one device."""
     # The kernel adds 1 to the step it is given; all parameters of a group share one count.
-    step = torch.tensor(group["step"] - 1, dtype=torch.float32, device=params[0].device)
+    steps = torch.full((len(params),), group["step"] - 1, dtype=torch.float32, device=params[0].device)
     adamw(
         params,
         grads,
         exp_avgs,
         exp_avg_sqs,
         [],
-        [step.clone() for _ in params],
+        list(steps.unbind()),
         fused=True,
         amsgrad=False,
         beta1=group["betas"][0],

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatune.config.settings import ParallelSettings
 from megatune.engine import device
@@ -162,6 +161,12 @@ def expert_replica_group() -> torch.distributed.ProcessGroup:
     return parallel_state.get_expert_data_parallel_group()
 
 
+def has_replicas() -> bool:
+    """Whether any weight is held by more than one rank as a copy, so that its gradient is reduced."""
+    here = place()
+    return here.replica_size > 1 or here.expert_replica_size > 1
+
+
 def rank() -> int:
     """This process's number among all."""
     return torch.distributed.get_rank()
@@ -200,8 +205,6 @@ def barrier() -> None:
 
 def leave() -> None:
     """Take the groups down, so that the process can end or build other ones."""
-    # It remembers embeddings of every model, and they their groups.
-    RotaryEmbedding.forward.cache_clear()
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():

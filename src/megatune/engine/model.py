@@ -23,6 +23,7 @@ from megatune.engine.layers import gradient_accumulation, swiglu
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import OutputLayer
 from megatune.engine.layers.rotary import attention_factor, cos_sin, inverse_frequencies
+from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.sequences import Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
@@ -153,7 +154,7 @@ def build_model(architecture: Architecture, settings: Settings) -> list[Distribu
         grad_reduce_in_fp32=settings.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        use_distributed_optimizer=shards_optimizer(parallel),
         check_for_nan_in_grad=False,
     )
     stages = parallel.virtual_stages

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
 from megatune.engine.adam import FusedAdam
+from megatune.engine.groups import has_replicas
 
 # Loss scaling of fp16, as Megatron-LM's defaults.
 _INITIAL_LOSS_SCALE = 2.0**32
@@ -70,7 +71,7 @@ def build_optimizer(
         params_dtype=getattr(torch, precision.params_dtype),
         initial_loss_scale=_INITIAL_LOSS_SCALE,
         loss_scale_window=_LOSS_SCALE_WINDOW,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        use_distributed_optimizer=shards_optimizer(parallel),
         overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
@@ -83,6 +84,12 @@ def build_optimizer(
     model[0].config.grad_scale_func = lambda loss: scale_loss()(loss)  # type: ignore[misc]
     _init_state(optimizer, settings)
     return optimizer
+
+
+def shards_optimizer(parallel: ParallelSettings) -> bool:
+    """Whether optimizer state is shared out. With nobody to share it with, the distributed optimizer would only copy
+    gradients and parameters to and fro."""
+    return parallel.use_distributed_optimizer and (has_replicas() or parallel.overlap_param_gather)
 
 
 def _offer_our_adam(settings: OptimizerSettings) -> None:

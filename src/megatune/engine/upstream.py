@@ -1,11 +1,14 @@
-"""Answers where Megatron-Core asks Transformer Engine for something although it is not installed."""
+"""Answers where Megatron-Core asks Transformer Engine or Apex for something although it is not installed."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any
 
+import torch
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import random
+from torch import Tensor
 
 
 class _NoFp8:
@@ -16,10 +19,26 @@ class _NoFp8:
         return False
 
 
+def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Norm of all tensors together, fp32 [1]; Megatron-Core's own waits for the GPU once a tensor."""
+    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
+
+
+def _scale(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], factor: float) -> None:
+    """Multiply in place; Megatron-Core's own makes a scaled copy of each tensor first."""
+    sources, targets = tensor_lists
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)
+
+
 def answer() -> None:
-    """Give the recomputation of single modules the names that it uses whether or not anything is in fp8."""
+    """Stand where Megatron-Core looks for their functions, and for names that it uses without looking."""
+    module: Any = clip_grads
+    module.l2_norm_impl, module.multi_tensor_scale_impl = _norm, _scale
     if hasattr(random, "FP8GlobalStateManager"):
         return
-    module: Any = random
+    # The recomputation of single modules asks for these whether or not anything is in fp8.
+    module = random
     module.FP8GlobalStateManager = _NoFp8
     module.activation_recompute_forward = module.fp8_autocast = lambda **unused: contextlib.nullcontext()

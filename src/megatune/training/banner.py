@@ -16,6 +16,7 @@ from megatune.data.prepare import Prepared
 from megatune.engine import device
 from megatune.engine.groups import Place
 from megatune.engine.layers.attention.choice import describe
+from megatune.engine.optimizer import shards_optimizer
 from megatune.plan.flops import num_parameters
 from megatune.training.checkpoint import TrainState
 from megatune.training.course import Course
@@ -42,9 +43,12 @@ def banner(
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
     )
     masters = "" if settings.precision.params_dtype == "float32" else ", fp32 master weights and gradients"
-    kind = "distributed " if parallel.use_distributed_optimizer else ""
-    yield (f"numbers    {settings.precision.params_dtype}{masters}; {kind}{settings.optimizer.optimizer}")
-    yield f"kernels    {', '.join(_kernels(settings, architecture))}"
+    kind = "distributed " if shards_optimizer(parallel) else ""
+    narrow = [name for name in ("exp_avg", "exp_avg_sq") if getattr(settings.optimizer, f"{name}_dtype") == "bf16"]
+    averages = f", {' and '.join(narrow)} in bf16" if narrow else ""
+    averages += ", averages on the host" if settings.optimizer.optimizer_cpu_offload else ""
+    yield f"numbers    {settings.precision.params_dtype}{masters}; {kind}{settings.optimizer.optimizer}{averages}"
+    yield f"kernels    {'; '.join(_kernels(settings, architecture))}"
     if kept := _recompute(settings.recompute):
         yield f"recompute  {kept}"
     yield from (f"data       {line}" for line in prepared.report.lines())

@@ -19,6 +19,7 @@ from megatune.data.order import global_batch_rows
 from megatune.data.prepare import Prepared
 from megatune.data.rows import TokenRows
 from megatune.engine import device, groups, optimizer
+from megatune.engine.layers.moe.router import take_auxiliary_losses
 from megatune.engine.model import gather_parameters
 from megatune.engine.step import forward_backward
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -183,8 +184,14 @@ class Trainer:
                 mfu=flops / peak if peak else None,
                 memory_gib=device.peak_memory_bytes() / 2**30,
                 skipped=skipped,
+                **self._auxiliary_losses(),
             )
         )
+
+    def _auxiliary_losses(self) -> dict[str, float]:
+        experts = self.settings.experts
+        in_use = experts.moe_aux_loss_coeff or experts.moe_z_loss_coeff
+        return take_auxiliary_losses(self.assembly.model) if in_use else {}
 
     def _rows_of(self, step: int) -> list[int]:
         rows, size = len(self.prepared.train), self.course.global_batch_size

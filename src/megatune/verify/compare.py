@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,14 +63,21 @@ class Difference:
         return self.error <= self.tolerance
 
 
-def compare(computed: Numbers, truth: Numbers) -> Errors:
-    """The errors of `computed`. What is not finite is infinitely wrong."""
+def compare(computed: Numbers, truth: Numbers, *, experts_together: bool = False) -> Errors:
+    """The errors of `computed`. What is not finite is infinitely wrong.
+
+    Args:
+        experts_together: take the gradients of all experts of a layer as one, named experts.*; for 16 bits, where
+            rounding decides which of two experts gets a token that suits both, and a single token is much to an expert.
+    """
     gap, largest = 0.0, 0.0
     for sample in range(truth.num_samples):
         expected = truth.logits(sample).double()
         gap = _worst(gap, (computed.logits(sample).double() - expected).abs().max().item())
         largest = _worst(largest, expected.abs().max().item())
     gaps = {name: _gradient_gap(computed, truth, name) for name in sorted(computed.names | truth.names)}
+    if experts_together:
+        gaps = _together(gaps)
     return Errors(
         logits=relative(gap, largest),
         loss=relative(abs(computed.loss - truth.loss), abs(truth.loss)),
@@ -86,6 +94,15 @@ def _gradient_gap(computed: Numbers, truth: Numbers, name: str) -> tuple[float, 
     expected = truth.gradient(name).double()
     difference = computed.gradient(name).double() - expected
     return torch.linalg.vector_norm(difference).item(), torch.linalg.vector_norm(expected).item()
+
+
+def _together(gaps: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    merged: dict[str, tuple[float, float]] = {}
+    for name, (gap, size) in gaps.items():
+        together = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+        other_gap, other_size = merged.get(together, (0.0, 0.0))
+        merged[together] = math.hypot(gap, other_gap), math.hypot(size, other_size)
+    return merged
 
 
 def _worst(one: float, other: float) -> float:

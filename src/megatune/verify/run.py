@@ -3,6 +3,7 @@ what they wrote and, where it differs, lets them compute once more to find where
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,9 +60,12 @@ class _Side:
     def _run(self, folder: Path, *, trace: bool) -> Path:
         folder.mkdir()
         world = replace(self.world, master_port=find_free_port())
-        code = run_ranks(self.target, {**self.payload, "folder": str(folder), "trace": trace}, world, folder / "launch")
+        # Not inside the folder, which goes in the end: what is said of a failure names the ranks' logs.
+        run_dir = Path(tempfile.mkdtemp(prefix="megatune-verify-logs-"))
+        code = run_ranks(self.target, {**self.payload, "folder": str(folder), "trace": trace}, world, run_dir)
         if code != ExitCode.DONE:
             raise _RanksFailed(code)
+        shutil.rmtree(run_dir)
         return folder
 
 
@@ -90,8 +94,11 @@ def verify_layout(
         try:
             # The layout first: it names what is wrong with a checkpoint better than Transformers does.
             computed, expected = layout.numbers(folder), truth.numbers(folder)
-            stock_errors = compare(stock.numbers(folder), expected) if stock else None
-            return _verdict(folder, judge(compare(computed, expected), stock_errors), layout, truth, stock)
+            if stock is None:
+                return _verdict(folder, judge(compare(computed, expected)), layout, truth)
+            sides = (computed, stock.numbers(folder))
+            errors, stock_errors = (compare(side, expected, experts_together=True) for side in sides)
+            return _verdict(folder, judge(errors, stock_errors), layout, truth, stock)
         except _RanksFailed as failed:
             return Verdict(failed.code, [])
 
@@ -130,7 +137,8 @@ def verify_layouts(
             wide = against.model_copy(update={"precision": PrecisionSettings()})
             truth = _layout("truth", other_dir, wide, samples, against_world, weights_dtype=dtype)
             fp32 = truth.numbers(folder)
-            differences = judge_alike(compare(computed, fp32), compare(expected, fp32))
+            sides = (computed, expected)
+            differences = judge_alike(*(compare(side, fp32, experts_together=True) for side in sides))
             return _verdict(folder, differences, layout, truth, other, alike=True)
         except _RanksFailed as failed:
             return Verdict(failed.code, [])

@@ -121,6 +121,26 @@ def balancing(context: Context) -> Iterator[Problem]:
         )
 
 
+def dropping(context: Context) -> Iterator[Problem]:
+    """What cannot be combined with bounding the experts, or with choosing one only."""
+    experts, architecture = context.settings.experts, context.architecture
+    if experts.moe_router_load_balancing_type == "sinkhorn" and experts.moe_expert_capacity_factor is not None:
+        yield Problem(
+            ("experts.moe_expert_capacity_factor", "experts.moe_router_load_balancing_type"),
+            "moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn",
+            "sinkhorn keeps experts equally busy itself",
+            "remove moe_expert_capacity_factor",
+        )
+    moe = None if architecture is None else architecture.moe
+    if moe is not None and moe.router_topk == 1 and moe.score_function == "softmax" and not moe.pre_softmax:
+        yield Problem(
+            ("model.model_name_or_path",),
+            "the model sends each token to one expert and normalizes its share, which is then always 1",
+            "its router would never learn",
+            "train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false",
+        )
+
+
 def shared_experts(context: Context) -> Iterator[Problem]:
     """Shared experts overlap with the exchange of the alltoall dispatcher only, where there are some."""
     experts, architecture = context.settings.experts, context.architecture
@@ -144,4 +164,4 @@ def shared_experts(context: Context) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (dense_model, dealing, routing, balancing, shared_experts)
+RULES: tuple[Rule, ...] = (dense_model, dealing, routing, balancing, dropping, shared_experts)

@@ -8,6 +8,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatune.engine import device
+
 
 class RMSNorm(torch.nn.Module):
     """Root mean square normalization (arXiv:1910.07467), statistics in fp32.
@@ -32,7 +34,35 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension; shape and dtype are kept."""
-        return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        if device.HAS_GPU:  # one kernel each way
+            return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        return _Normalize.apply(hidden_states, self.weight, self.eps)
+
+
+class _Normalize(torch.autograd.Function):
+    """The norm as one node of the graph. torch composes it of many on a CPU, which keep their fp32 intermediates and
+    add up the gradient of the input in another order when they are recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        wide = _wide(hidden_states)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(hidden_states, weight, scale)
+        return (wide * scale).mul_(weight).to(hidden_states.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        hidden_states, weight, scale = ctx.saved_tensors
+        normalized, wide_grad = _wide(hidden_states) * scale, _wide(grad)
+        grad_weight = (wide_grad * normalized).flatten(0, -2).sum(0)
+        inner = wide_grad * weight
+        grad_hidden = (inner - normalized * (inner * normalized).mean(-1, keepdim=True)).mul_(scale)
+        return grad_hidden.to(grad.dtype), grad_weight.to(weight.dtype), None
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def reference_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -41,6 +41,8 @@ class StepReport:
         mfu: share of the device's peak that model_tflops is, 0 to 1; None where the peak is not known.
         memory_gib: most memory a rank has held, GiB (of the device; of the process on a CPU).
         skipped: gradients overflowed (fp16), so the weights have not changed.
+        load_balancing_loss: 1 where experts are equally busy; None where it is no part of the loss.
+        z_loss: of the routers' logits; None where it is no part of the loss.
     """
 
     step: int
@@ -57,6 +59,8 @@ class StepReport:
     mfu: float | None
     memory_gib: float
     skipped: bool = False
+    load_balancing_loss: float | None = None
+    z_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class LogReport:
         learning_rate, grad_norm, epoch: of the last of these steps.
         num_tokens, num_input_tokens, seconds: sums.
         tokens_per_second, model_tflops, mfu: means over their time.
+        load_balancing_loss, z_loss: means of the steps'.
         num_skipped: how many of these steps were skipped.
         elapsed_seconds: since this process began to train, with evaluation and saving.
         eta_seconds: the remaining steps at the pace of recent ones, without evaluation and saving.
@@ -91,6 +96,8 @@ class LogReport:
     num_skipped: int
     elapsed_seconds: float
     eta_seconds: float
+    load_balancing_loss: float | None = None
+    z_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,4 +107,12 @@ def _merged(steps: list[StepReport], *, elapsed_seconds: float, eta_seconds: flo
         num_skipped=sum(step.skipped for step in steps),
         elapsed_seconds=elapsed_seconds,
         eta_seconds=eta_seconds,
+        load_balancing_loss=_mean([step.load_balancing_loss for step in steps]),
+        z_loss=_mean([step.z_loss for step in steps]),
     )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """None where no step has the value."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

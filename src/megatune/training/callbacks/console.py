@@ -90,6 +90,10 @@ def log_line(report: LogReport) -> str:
         f"mfu {report.mfu:.1%}" if report.mfu is not None else "mfu —",
         f"mem {report.memory_gib:.1f} GiB",
     ]
+    if report.load_balancing_loss is not None:
+        parts.append(f"balance {report.load_balancing_loss:.3f}")
+    if report.z_loss is not None:
+        parts.append(f"z_loss {report.z_loss:.3f}")
     if report.num_skipped:
         parts.append(f"skipped {report.num_skipped}")
     return "  ".join([*parts, f"eta {_duration(report.eta_seconds)}"])

@@ -19,6 +19,8 @@ _TRAIN_TAGS = (
     "model_tflops",
     "mfu",
     "memory_gib",
+    "load_balancing_loss",
+    "z_loss",
 )
 
 

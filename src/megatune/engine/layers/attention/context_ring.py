@@ -84,7 +84,8 @@ class _RingAttention(torch.autograd.Function):
         turns, scale, kernel, group = ctx.arguments
         channels = key.shape[-1], value.shape[-1]
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
-        here, of_others = torch.cat((key, value), -1), None
+        here = torch.cat((key, value), -1)
+        of_others: _Passing | None = None
         for step in range(group.size()):
             arriving = _Passing(here, group, _KEYS) if step + 1 < group.size() else None
             keys, values = here.split(channels, -1)
@@ -106,6 +107,7 @@ class _RingAttention(torch.autograd.Function):
             of_others = _Passing(gradients, group, _GRADIENTS)
             if arriving is not None:
                 here = arriving.wait()
+        assert of_others is not None  # a ring has at least one rank
         grad_key, grad_value = of_others.wait().to(key.dtype).split(channels, -1)
         return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None
 
