@@ -7,7 +7,7 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS or INPUT, before any process is started.
     """
-    from megatune.families import load_architecture
+    from megatune.families import load_architecture, read_config
 
     model_dir, loaded, other = _read(args)
     architecture = load_architecture(model_dir)
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     from megatune.verify.samples import random_samples, uneven_lengths
 
     lengths = uneven_lengths(args.samples, args.length)
-    samples = random_samples(architecture.vocab_size, lengths, settings.run.seed)
+    padding: Any = read_config(model_dir).get("pad_token_id")
+    samples = random_samples(architecture.vocab_size, lengths, settings.run.seed, padding=padding)
     described = _describe(settings, world) + (f" against {_describe(*against)}" if against else "")
     precision, rows = settings.precision.params_dtype, f"{args.samples} rows of {min(lengths)} to {max(lengths)} tokens"
     print(f"{model_dir}: {described}, {precision}, {rows}", flush=True)

@@ -63,9 +63,10 @@ class _Side:
         # Not inside the folder, which goes in the end: what is said of a failure names the ranks' logs.
         run_dir = Path(tempfile.mkdtemp(prefix="megatune-verify-logs-"))
         code = run_ranks(self.target, {**self.payload, "folder": str(folder), "trace": trace}, world, run_dir)
+        if code in (ExitCode.DONE, ExitCode.INPUT):  # a finding says all there is to say
+            shutil.rmtree(run_dir)
         if code != ExitCode.DONE:
             raise _RanksFailed(code)
-        shutil.rmtree(run_dir)
         return folder
 
 

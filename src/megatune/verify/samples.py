@@ -24,12 +24,20 @@ class Sample:
     labels: tuple[int, ...]
 
 
-def random_samples(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> list[Sample]:
-    """Rows of random tokens; up to a half of each row, its first part, is not trained."""
+def random_samples(
+    vocab_size: int, lengths: Sequence[int], seed: int = 0, *, padding: int | None = None
+) -> list[Sample]:
+    """Rows of random tokens; up to a half of each row, its first part, is not trained.
+
+    Args:
+        padding: a token that must not occur: Transformers gives the embedding of config.json's pad_token_id no
+            gradient, and text holds none.
+    """
     generator = random.Random(seed)
+    tokens_of_text = [token for token in range(vocab_size) if token != padding]
     samples = []
     for length in lengths:
-        tokens = tuple(generator.randrange(vocab_size) for _ in range(length))
+        tokens = tuple(generator.choice(tokens_of_text) for _ in range(length))
         untrained = generator.randrange(length // 2 + 1)
         samples.append(Sample(tokens, (IGNORED,) * untrained + tokens[untrained:]))
     return samples
