@@ -108,6 +108,7 @@ MORE_SEQUENCE_LAYOUTS: dict[str, Layout] = {
     "cp2, packed, recompute full": Layout(2, _CP2, recompute={"recompute_granularity": "full"}, packed=True),
     "unfused attention": Layout(1, performance={"attention_backend": "unfused"}),
     "unfused attention, packed": Layout(1, performance={"attention_backend": "unfused"}, packed=True),
+    "plain norms": Layout(1, performance={"rms_norm_fusion": False}),
     "plain cross-entropy, tp2 sp": Layout(2, _TP2 | _SP, performance={"cross_entropy_loss_fusion": False}),
 }
 

@@ -21,7 +21,7 @@ from megatune.engine import device
 def transformer_config(architecture: Architecture, settings: Settings) -> TransformerConfig:
     """Megatron-Core's configuration of this model in this layout."""
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
-    config = kind(
+    config: Any = kind(
         **_model(architecture),
         **_mla(architecture.mla),
         **_experts(architecture.moe, settings),
@@ -31,7 +31,9 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     )
     # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
     config.apply_rope_fusion = settings.performance.apply_rope_fusion
-    return config
+    # Of our norm; Megatron-Core has no such field.
+    config.rms_norm_fusion = settings.performance.rms_norm_fusion
+    return config  # type: ignore[no-any-return]
 
 
 def _model(architecture: Architecture) -> dict[str, Any]:

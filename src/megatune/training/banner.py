@@ -21,7 +21,7 @@ from megatune.plan.flops import num_parameters
 from megatune.training.checkpoint import TrainState
 from megatune.training.course import Course
 
-_FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+_FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 
 
 def banner(

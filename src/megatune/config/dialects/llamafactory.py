@@ -109,6 +109,7 @@ KEYS: dict[str, str] = {
     "bias_activation_fusion": "performance.bias_activation_fusion",
     "apply_rope_fusion": "performance.apply_rope_fusion",
     "cross_entropy_loss_fusion": "performance.cross_entropy_loss_fusion",
+    "rms_norm_fusion": "performance.rms_norm_fusion",
     "gradient_accumulation_fusion": "performance.gradient_accumulation_fusion",
     "manual_gc": "performance.manual_gc",
     "manual_gc_interval": "performance.manual_gc_interval",

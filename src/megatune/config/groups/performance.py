@@ -54,6 +54,11 @@ class PerformanceSettings(Group):
         advice="Compute the output layer and the loss together, a chunk of tokens at a time, so that the logits of all "
         "tokens are never in memory. false computes all logits first.",
     )
+    rms_norm_fusion: bool = setting(
+        True,
+        advice="Normalize in one pass over memory each way, keeping one number a token for the backward pass. false "
+        "computes it operator by operator.",
+    )
     gradient_accumulation_fusion: bool = setting(
         False,
         advice="Add weight gradients straight into the fp32 gradients, without a copy in between. Saves a pass over "

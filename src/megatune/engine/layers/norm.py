@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatune.engine import device
@@ -19,21 +18,24 @@ class RMSNorm(torch.nn.Module):
     does that for weights that carry `sequence_parallel`.
 
     Args:
-        config: Megatron-Core's configuration.
+        config: what `engine.transformer_config` made.
         hidden_size: size of the last dimension, which is normalized.
         eps: added to the mean square.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.is_fused = config.rms_norm_fusion
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension; shape and dtype are kept."""
+        if not self.is_fused:
+            return plain_rms_norm(hidden_states, self.weight, self.eps)
         if device.HAS_GPU:  # one kernel each way
             return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         return _Normalize.apply(hidden_states, self.weight, self.eps)
@@ -63,6 +65,13 @@ class _Normalize(torch.autograd.Function):
 def _wide(values: Tensor) -> Tensor:
     """In fp32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def plain_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm operator by operator: what `rms_norm_fusion` replaces."""
+    wide = _wide(hidden_states)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(hidden_states.dtype)
 
 
 def reference_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
