@@ -105,13 +105,14 @@ def serve_megatune(pipe: Connection, model: str, arguments: argparse.Namespace) 
     settings = Settings(optimizer=OptimizerSettings(learning_rate=LEARNING_RATE, weight_decay=0.0, max_grad_norm=1.0))
     assembly = assemble(model, settings)
     positions = torch.arange(arguments.tokens).expand(arguments.rows, -1).contiguous()
+    lengths = (arguments.tokens,) * arguments.rows
     pipe.send("ready")
     for step in range(arguments.pairs + WARMUP):
         input_ids = torch.tensor(rows_of_step(step, arguments))
         labels = torch.cat((input_ids[:, 1:], torch.full((arguments.rows, 1), IGNORED)), 1)
         pipe.recv()
         clock = Clock()
-        totals = forward_backward(assembly.model, [Batch(input_ids, labels, positions)], token_sum)
+        totals = forward_backward(assembly.model, [Batch(input_ids, labels, positions, lengths)], token_sum)
         optimizer.step(assembly.optimizer, LEARNING_RATE)
         loss_sum, num_tokens = totals.tolist()[:2]
         clock.stop()

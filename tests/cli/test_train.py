@@ -214,7 +214,8 @@ def test_asked_to_stop_it_saves_and_goes_on_later(run_file: Path, whole: dict[st
 
 
 def test_ctrl_c_ends_everything(run_file: Path, tmp_path: Path) -> None:
-    process = start("train", run_file, cache=tmp_path)
+    # Long enough that it cannot be done before it is told to end.
+    process = start("train", run_file, "max_steps=1000", "save_strategy=no", cache=tmp_path)
     list(lines_until(process, "step 2/"))
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from megatune.config.settings import Settings
 from megatune.verify.measure import deal, measure_loss
 from megatune.verify.samples import Sample, random_samples
 
+Kept = Callable[[str, Layout], list[tuple[float, list[torch.Tensor]]]]
+
+SAMPLES = random_samples(301, LENGTHS)
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 RECOMPUTE = {
@@ -37,17 +42,32 @@ def gradients(model: Path, settings: Settings, samples: list[Sample]) -> tuple[f
     return loss, [parameter.main_grad.clone() for parameter in parameters]
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2"])
-def test_recompute_changes_no_bit(pool, model_dir, layout, recompute):
-    model, samples = model_dir("qwen3"), random_samples(301, LENGTHS)
-    settings = LAYOUTS[layout].settings()
-    again = settings.model_copy(update={"recompute": RecomputeSettings(**RECOMPUTE[recompute])})
-    kept = pool.run(LAYOUTS[layout].world_size, gradients, model, settings, samples)
-    recomputed = pool.run(LAYOUTS[layout].world_size, gradients, model, again, samples)
-    for (loss, expected), (other_loss, found) in zip(kept, recomputed, strict=True):
+@pytest.fixture(scope="module")
+def kept(pool, model_dir) -> Kept:
+    """kept(family, layout): loss and gradients of every rank without recomputation, computed once."""
+    made: dict[tuple[str, int], list[tuple[float, list[torch.Tensor]]]] = {}
+
+    def compute(family: str, layout: Layout) -> list[tuple[float, list[torch.Tensor]]]:
+        key = (family, id(layout))
+        if key not in made:
+            made[key] = pool.run(layout.world_size, gradients, model_dir(family), layout.settings(), SAMPLES)
+        return made[key]
+
+    return compute
+
+
+def assert_no_bit_changes(pool, model_dir, kept: Kept, family: str, layout: Layout, recompute: dict[str, Any]) -> None:
+    again = layout.settings().model_copy(update={"recompute": RecomputeSettings(**recompute)})
+    recomputed = pool.run(layout.world_size, gradients, model_dir(family), again, SAMPLES)
+    for (loss, expected), (other_loss, found) in zip(kept(family, layout), recomputed, strict=True):
         assert loss == other_loss
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2"])
+def test_recompute_changes_no_bit(pool, model_dir, kept, layout, recompute):
+    assert_no_bit_changes(pool, model_dir, kept, "qwen3", LAYOUTS[layout], RECOMPUTE[recompute])
 
 
 SPARSE = {
@@ -62,20 +82,17 @@ SPARSE = {
 }  # fmt: skip
 
 
+BALANCED = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.01}
+BALANCED_LAYOUTS = {
+    name: replace(EXPERT_LAYOUTS[name], experts=BALANCED) for name in ("ep2 etp1 tp2 sp", "ep2 pp2", "cp2 ep2, packed")
+}
+
+
 @pytest.mark.parametrize("recompute", SPARSE)
-@pytest.mark.parametrize("layout", ["1", "ep2 etp1 tp2 sp", "ep2 pp2", "cp2 ep2, packed"])
-def test_recompute_of_experts_changes_no_bit(pool, model_dir, layout, recompute):
+@pytest.mark.parametrize("layout", BALANCED_LAYOUTS)
+def test_recompute_of_experts_changes_no_bit(pool, model_dir, kept, layout, recompute):
     """With a loss that balances experts: it is not to be counted twice."""
-    model, samples = model_dir("deepseek_v3"), random_samples(301, LENGTHS)
-    case = EXPERT_LAYOUTS[layout]
-    balanced = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.01}
-    settings = replace(case, experts=balanced).settings()
-    again = settings.model_copy(update={"recompute": RecomputeSettings(**SPARSE[recompute])})
-    kept = pool.run(case.world_size, gradients, model, settings, samples)
-    recomputed = pool.run(case.world_size, gradients, model, again, samples)
-    for (loss, expected), (other_loss, found) in zip(kept, recomputed, strict=True):
-        assert loss == other_loss
-        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert_no_bit_changes(pool, model_dir, kept, "deepseek_v3", BALANCED_LAYOUTS[layout], SPARSE[recompute])
 
 
 _PP2, _PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
@@ -95,12 +112,14 @@ PIPELINES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    ("pipeline", "tied"),
+    [*((name, False) for name in PIPELINES), ("7 layers on pp2 vpp2", True), ("embedding alone", True),
+     ("loss alone", True)],
+)  # fmt: skip
 def test_every_pipeline_shape_agrees_with_transformers(pool, model_dir, reference, table, tmp_path, pipeline, tied):
     num_layers, layout = PIPELINES[pipeline]
     model = model_dir("qwen3", tied=tied, num_hidden_layers=num_layers)
-    samples = random_samples(301, LENGTHS)
-    found = differences(pool, model, layout, samples, reference(model, samples), tmp_path)
+    found = differences(pool, model, layout, SAMPLES, reference(model, SAMPLES), tmp_path)
     assert not failures(found)
     table.add(f"qwen3, {'tied' if tied else 'untied'}", pipeline, found)

@@ -152,10 +152,8 @@ class Trainer:
 
     @property
     def _same_length(self) -> bool:
-        """Pipelines send one shape from stage to stage; the allgather dispatcher takes one from every expert rank."""
-        parallel, dispatcher = self.settings.parallel, self.settings.experts.moe_token_dispatcher_type
-        gathers_tokens = parallel.expert_model_parallel_size > 1 and dispatcher == "allgather"
-        return parallel.pipeline_model_parallel_size > 1 or gathers_tokens
+        """Pipelines send one shape from stage to stage."""
+        return self.settings.parallel.pipeline_model_parallel_size > 1
 
     def _report(self, step: int, totals: torch.Tensor, updated: bool, grad_norm: float, started: float) -> None:
         loss_sum, num_tokens, _ = totals.tolist()
