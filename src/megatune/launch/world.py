@@ -195,7 +195,7 @@ def _decide_nproc(
             Finding(
                 f"{nproc * nnodes} processes cannot hold whole copies of a model that is spread over"
                 f" {model_parallel_size}",
-                why="the number of processes must be a multiple of tensor * pipeline * context parallel sizes",
+                why="it must be a multiple of what whole copies of the model and of its experts take",
                 mend=f"num_processes: {nearest}, or parallel sizes whose product divides {nproc * nnodes}",
             )
         )
