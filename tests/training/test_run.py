@@ -43,6 +43,11 @@ SAME_LAYOUT = {
     "bf16, tp2 pp2 vpp2": (*layout(4, **{TP: 2, PP: 2, VPP: 2}), {"bf16": True}),
     "fp16, tp2 sp dp2": (*layout(4, **{TP: 2, SP: True}), {"fp16": True}),
     "bf16, pp2 dp2, overlaps": (*layout(4, **{PP: 2}, **OVERLAPS), {"bf16": True}),
+    "averages in bf16, one process": (*layout(1), {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+    "gradients and an average in bf16, dp2": (
+        *layout(2),
+        {"bf16": True, "accumulate_allreduce_grads_in_fp32": False, "exp_avg_dtype": "bf16"},
+    ),
     "sgd, dp2, no distributed optimizer": (
         *layout(2),
         {"optimizer": "sgd", "use_distributed_optimizer": False, "learning_rate": 0.05},

@@ -93,7 +93,8 @@ def _save_shards(
     def provide(piece: Piece, kind: str) -> Tensor:
         param, shard = piece.local.parameter, shards.get(piece.local.parameter)
         if not is_split:
-            return tensors[param][kind[:-1]][piece.start : piece.stop]
+            # Averages may lie in the host's memory, or be narrower.
+            return tensors[param][kind[:-1]][piece.start : piece.stop].to(param.device, torch.float32)
         whole = torch.zeros(piece.stop - piece.start, dtype=torch.float32, device=param.device)
         if shard is not None:
             first, last = max(shard.start, piece.start), min(shard.stop, piece.stop)
