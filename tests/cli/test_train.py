@@ -173,8 +173,10 @@ def _write_run_file(model: Path, folder: Path) -> Path:
 
 def test_killed_in_a_step_and_resumed(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     process = start("train", run_file, cache=tmp_path)
+    list(lines_until(process, "model "))
+    victim = rank(process, 1)  # looked for before the first step: on a busy machine that takes longer than some steps
     list(lines_until(process, "step 7/"))
-    rank(process, 1).kill()
+    victim.kill()
     code, output = finish(process)
     assert code == 76, output
     assert "rank 1" in output
@@ -188,11 +190,13 @@ def test_killed_in_a_step_and_resumed(run_file: Path, whole: dict[str, bytes], t
 
 def test_killed_inside_a_save_and_resumed(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     process = start("train", run_file, cache=tmp_path)
+    list(lines_until(process, "model "))
+    victim = rank(process, 0)
     list(lines_until(process, "step 5/"))
     deadline = time.monotonic() + LIMIT
     while not (tmp_path / "out/.checkpoint-6.partial").exists() and time.monotonic() < deadline:
         pass
-    rank(process, 0).kill()
+    victim.kill()
     code, output = finish(process)
     assert code == 76, output
     code, output = megatune("train", run_file, cache=tmp_path)

@@ -46,4 +46,3 @@ def test_what_cannot_be_read_is_refused(text):
 def test_virtual_stages_follow_from_a_layout():
     parallel = ParallelSettings(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t|t|tL")
     assert parallel.virtual_stages == 2
-    assert parallel.num_model_chunks == 4

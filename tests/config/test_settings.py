@@ -81,7 +81,6 @@ def test_derived_numbers():
         }
     )
     assert settings.parallel.model_parallel_size == 8
-    assert settings.parallel.num_model_chunks == 12
     assert settings.eval_interval == 7
     assert Settings.model_validate({"evaluation": {"eval_steps": 3}}).eval_interval == 3
 

@@ -151,8 +151,3 @@ class ParallelSettings(Group):
         except ValueError:  # refused by the rules
             return None
         return virtual if virtual > 1 else None
-
-    @property
-    def num_model_chunks(self) -> int:
-        """Groups of layers that the model is cut into, over all pipeline stages."""
-        return self.pipeline_model_parallel_size * (self.virtual_stages or 1)
