@@ -45,7 +45,7 @@ format: install
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf out

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 _PRELOAD = ["megatune.verify.measure", "megatune.verify.reference", "transformers.models.auto.modeling_auto"]
 
-COLLECTIVE_SECONDS = 30  # a rank whose peers are gone gives up after this
+COLLECTIVE_SECONDS = 300  # on a busy machine a peer may be slow; one that hangs is noticed sooner, by its idleness
+LOOK_SECONDS = 1.0  # between looks at what the ranks use
+IDLE_SHARE = 0.01  # of a core, of all ranks together: less means that they wait for each other
+SLOW_FACTOR = 10  # a machine that others use, too, may take so many times as long
 SETTLE_SECONDS = 2.0  # after a first failure, for others to fail for reasons of their own
 
 
@@ -34,14 +42,17 @@ class RankPool:
         self._context.set_forkserver_preload(_PRELOAD)
         self._size = size
         self._workers: list[tuple[Any, Connection]] = []
+        self._stacks = tempfile.TemporaryDirectory()
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, limit: float = 30.0) -> list[Any]:
         """Call function(*args) on `world_size` ranks that can talk to each other; answers by rank.
 
-        A rank that fails or has no answer after `limit` seconds fails the case, by its number; the pool starts anew.
+        A rank that fails or that hangs fails the case, by its number; the pool starts anew. Ranks hang when together
+        they have used no processor time to speak of for `limit` seconds: a busy machine makes them slow, not idle.
 
         Args:
             function: of a module that can be imported here; test modules can.
+            limit: seconds without work; a case that works ends after SLOW_FACTOR times as long.
         """
         assert world_size <= self._size
         self._start()
@@ -53,21 +64,19 @@ class RankPool:
         failed = {rank: text for rank, (text, _) in answers.items() if text}
         silent = [rank for rank in range(world_size) if rank not in answers]
         if failed or silent:
+            stacks = {} if failed else {rank: self._stack(rank) for rank in silent}
             self.close()
-            reports = "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
-            raise AssertionError(f"no answer from ranks {silent} in {limit} s\n{reports}" if silent else reports)
+            reports = "\n".join(f"rank {rank}:\n{text}" for rank, text in {**failed, **stacks}.items())
+            raise AssertionError(f"no answer from ranks {silent}\n{reports}" if silent else reports)
         return [answers[rank][1] for rank in range(world_size)]
 
     def _collect(self, world_size: int, limit: float) -> dict[int, tuple[str, Any]]:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         answers: dict[int, tuple[str, Any]] = {}
-        deadline = time.monotonic() + limit
-        while len(answers) < world_size:
-            waiting = [pipe for pipe, rank in pipes.items() if rank not in answers]
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
+        deadline = time.monotonic() + SLOW_FACTOR * limit
+        idle = _Idleness([process.pid for process, _ in self._workers[:world_size]], limit)
+        while len(answers) < world_size and time.monotonic() < deadline and not idle.too_long():
+            for pipe in wait([pipe for pipe, rank in pipes.items() if rank not in answers], LOOK_SECONDS):
                 try:
                     answers[pipes[pipe]] = pipe.recv()
                 except EOFError:
@@ -79,10 +88,17 @@ class RankPool:
     def _start(self) -> None:
         for _ in range(self._size - len(self._workers)):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            stack = os.path.join(self._stacks.name, str(len(self._workers)))
+            process = self._context.Process(target=_serve, args=(theirs, stack), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank hangs."""
+        os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        return Path(self._stacks.name, str(rank)).read_text()
 
     def close(self) -> None:
         """End every process."""
@@ -94,12 +110,36 @@ class RankPool:
         self._workers = []
 
 
-def _serve(pipe: Connection) -> None:
+class _Idleness:
+    """Whether processes have used hardly any processor time for `limit` seconds."""
+
+    def __init__(self, pids: Sequence[int], limit: float) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._limit = limit
+        self._began, self._used = time.monotonic(), self._processor_seconds()
+
+    def too_long(self) -> bool:
+        used, now = self._processor_seconds(), time.monotonic()
+        if used - self._used > IDLE_SHARE * self._limit:
+            self._began, self._used = now, used
+        return now - self._began > self._limit
+
+    def _processor_seconds(self) -> float:
+        seconds = 0.0
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                seconds += times.user + times.system
+        return seconds
+
+
+def _serve(pipe: Connection, stack: str) -> None:
     import torch
 
     torch.set_num_threads(1)
     gc.freeze()
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError, KeyboardInterrupt), open(stack, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=False)
         while True:
             pipe.send(_answer(*pipe.recv()))
 

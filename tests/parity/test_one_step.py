@@ -141,7 +141,7 @@ def update_errors(before: dict[str, Tensor], expected: dict[str, Tensor], found:
 
 def assert_same_steps(pool, plain_steps, model_dir, layout: Layout, family, tied, optimizer, num_steps, folder) -> None:
     settings = layout.settings(optimizer=OPTIMIZERS[optimizer])
-    pool.run(layout.world_size, engine_steps, model_dir(family, tied=tied), settings, num_steps, folder, limit=120)
+    pool.run(layout.world_size, engine_steps, model_dir(family, tied=tied), settings, num_steps, folder)
     errors = update_errors(*plain_steps(family, tied, optimizer, num_steps), saved(folder))
     # NaN is a failure, too.
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= TOLERANCES[optimizer]}
