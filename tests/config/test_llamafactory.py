@@ -68,6 +68,7 @@ def test_a_megatron_file_for_eight_processes_is_read_unchanged(tmp_path):
 OFF = [
     "packing=false", "neat_packing=false", "streaming=false", "mix_strategy=concat", "interleave_probs=null",
     "tokenized_path=null", "overwrite_cache=false", "image_max_pixels=null", "freeze_language_model=false",
+    "preprocessing_batch_size=1000",
     "context_parallel_size=1", "expert_model_parallel_size=1", "expert_tensor_parallel_size=1",
     "expert_tensor_parallel_size=null", "recompute_granularity=null", "moe_grouped_gemm=false",
     "account_for_loss_in_pipeline_split=false", "pipeline_model_parallel_layout=null", "calculate_per_token_loss=true",
@@ -82,10 +83,9 @@ def test_a_value_that_asks_for_nothing_passes(override):
 
 
 REFUSED = [
-    "streaming=true", "mix_strategy=interleave_under", "interleave_probs=0.5,0.5",
-    "tokenized_path=cache", "overwrite_cache=true", "preprocessing_batch_size=64", "image_max_pixels=262144",
+    "preprocessing_batch_size=64", "image_max_pixels=262144",
     "video_fps=2", "media_dir=data", "freeze_vision_tower=true", "freeze_language_model=true", "finetuning_type=lora",
-    "finetuning_type=freeze", "stage=dpo", "report_to=wandb",
+    "finetuning_type=freeze", "report_to=wandb",
     "report_to=tensorboard,swanlab", "trust_remote_code=true", "transformer_impl=transformer_engine",
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "lora_rank=8",
@@ -105,18 +105,26 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("stage: dpo\nstreaming: true\ntransformer_impl: transformer_engine\n")
+    path.write_text("finetuning_type: lora\npreprocessing_batch_size: 64\ntransformer_impl: transformer_engine\n")
     assert "\n".join(str(finding) for finding in load(path).findings).replace(str(path), "run.yaml") == (
-        "run.yaml:1: stage: dpo is not supported\n"
-        "    why: DPO is not built yet\n"
-        "    mend: write stage: sft or stage: pt\n"
-        "run.yaml:2: streaming: true is not supported\n"
-        "    why: data sets are read whole; streaming is not built yet\n"
-        "    mend: remove streaming, or write streaming: false\n"
+        "run.yaml:1: finetuning_type: lora is not supported\n"
+        "    why: only full fine-tuning is built; LoRA and freezing are not yet\n"
+        "    mend: write finetuning_type: full\n"
+        "run.yaml:2: preprocessing_batch_size: 64 is not supported\n"
+        "    why: how many rows are tokenised together changes no result here, and is chosen by the program\n"
+        "    mend: remove preprocessing_batch_size, or write preprocessing_batch_size: 1000\n"
         "run.yaml:3: transformer_impl: transformer_engine is not supported\n"
         "    why: the engine's own layers are used, on every machine; Transformer Engine is not needed\n"
         "    mend: remove transformer_impl, or write transformer_impl: local"
     )
+
+
+def test_two_names_of_one_setting_may_say_the_same(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("packing: true\nneat_packing: true\n")
+    loaded = load(path)
+    assert not loaded.findings
+    assert loaded.settings.packing
 
 
 def test_the_last_value_decides_whether_a_key_is_refused(tmp_path):

@@ -73,6 +73,25 @@ VALUES = [
     ("lr_scheduler_kwargs: '{\"min_lr\": 1e-6}'", "optimizer.lr_scheduler_kwargs", {"min_lr": 1e-6}),
     ("lr_scheduler_kwargs:\n  num_decay_steps: 5", "optimizer.lr_scheduler_kwargs", {"num_decay_steps": 5}),
     ("evaluation_strategy: epoch", "evaluation.eval_strategy", "epoch"),
+    ("interleave_probs: 0.3,0.7", "data.interleave_probs", [0.3, 0.7]),
+    ("interleave_probs: [0.25, '0.5', 1e-1]", "data.interleave_probs", [0.25, 0.5, 0.1]),
+    ("dataset_weights: [2, 1]", "data.dataset_weights", [2.0, 1.0]),
+    ("dataset_weights: 2", "data.dataset_weights", [2.0]),
+    ("dataset_weights: null", "data.dataset_weights", None),
+    ("template: null", "data.template", None),
+    ("packing: null", "data.packing", None),
+    ("neat_packing: true", "data.packing", True),
+    ("truncation_strategy: drop", "data.truncation_strategy", "drop"),
+    ("group_by_length: true", "data.group_by_length", True),
+    ("disable_shuffling: true", "data.disable_shuffling", True),
+    ("mix_strategy: interleave_once", "data.mix_strategy", "interleave_once"),
+    ("streaming: true", "data.streaming", True),
+    ("buffer_size: 1_000", "data.buffer_size", 1000),
+    ("on_bad_row: quarantine", "data.on_bad_row", "quarantine"),
+    ("tokenized_path: rows", "data.tokenized_path", "rows"),
+    ("overwrite_cache: true", "data.overwrite_cache", True),
+    ("preserve_thinking: true", "data.preserve_thinking", True),
+    ("stage: dpo", "run.stage", "dpo"),
     ("default_system: |\n  You are\n  kind.", "data.default_system", "You are\nkind.\n"),
     ("model_name: 小明", "data.model_name", "小明"),
 ]
@@ -93,6 +112,11 @@ COMMAND_LINE = [
     (["dataset=[a,b]"], [], "data.dataset", ["a", "b"]),
     (["dataset=a,b"], [], "data.dataset", ["a", "b"]),
     (["run_name="], [], "run.run_name", None),
+    (["interleave_probs=0.3,0.7"], [], "data.interleave_probs", [0.3, 0.7]),
+    (["interleave_probs=[0.3,0.7]"], [], "data.interleave_probs", [0.3, 0.7]),
+    ([], ["--interleave_probs", "0.3", "0.7"], "data.interleave_probs", [0.3, 0.7]),
+    ([], ["--dataset_weights", "2,1"], "data.dataset_weights", [2.0, 1.0]),
+    ([], ["--template", "null"], "data.template", None),
     ([], ["--bf16"], "precision.bf16", True),
     ([], ["--bf16", "True"], "precision.bf16", True),
     ([], ["--bf16=false"], "precision.bf16", False),
@@ -161,6 +185,24 @@ WRONG = [
         "    mend: write warmup_ratio: 1",
     ),
     (
+        "interleave_probs: [0.3, x, true]",
+        "run.yaml:1: interleave_probs is [0.3, x, true]\n"
+        "    why: expected a list of numbers, or numbers separated by commas, or null; 'x', true do not fit\n"
+        "    mend: remove interleave_probs, or give it a list of numbers, or numbers separated by commas",
+    ),
+    (
+        "dataset_weights: 1;2",
+        "run.yaml:1: dataset_weights is '1;2'\n"
+        "    why: expected a list of numbers, or numbers separated by commas, or null\n"
+        "    mend: remove dataset_weights, or give it a list of numbers, or numbers separated by commas",
+    ),
+    (
+        "report_to: tensorboard, wandB",
+        "run.yaml:1: report_to is 'tensorboard, wandB'\n"
+        "    why: expected a list of any of: tensorboard, none; 'wandB' does not fit\n"
+        "    mend: write report_to: [tensorboard], the default",
+    ),
+    (
         "output_dir: [a]",
         "run.yaml:1: output_dir is [a]\n    why: expected text, or null\n    mend: remove output_dir, or give it text",
     ),
@@ -215,7 +257,7 @@ def test_files_with_nothing_to_say(read, text):
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(read):
     loaded = read(
-        "lr_scheduler_type: cosin\nbf16: true\nfp16: true\nlerning_rate: 1\nstreaming: true\ncutoff_len: 0\n"
+        "lr_scheduler_type: cosin\nbf16: true\nfp16: true\nlerning_rate: 1\ntransformer_impl: te\ncutoff_len: 0\n"
         "model_name_or_path: m\noutput_dir: o\n",
         ["seed=x"],
     )

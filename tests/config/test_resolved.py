@@ -59,7 +59,12 @@ def test_any_text_is_read_again(tmp_path_factory, text):
     settings = Settings.model_validate(
         {
             "run": {"run_name": text},
-            "data": {"dataset": [text, "b"] if text else ["b"], "default_system": text},
+            "data": {
+                "dataset": [text, "b"] if text else ["b"],
+                "default_system": text,
+                "interleave_probs": [1 / 3, 2 / 3],
+                "template": None,
+            },
             "optimizer": {"lr_scheduler_kwargs": {"x": text, text: [1, 1e-7, True, None]}},
         }
     )

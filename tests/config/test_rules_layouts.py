@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 from test_rules import BASE, QWEN
-from test_rules import WRONG as WRONG_ELSEWHERE
+from test_rules import WRONG as WRONG_IN_RUNS
+from test_rules_data import WRONG as WRONG_IN_DATA
 
 from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.config.load import load
@@ -369,6 +370,7 @@ def test_what_is_wrong_is_told_with_the_nearest_valid_value(architecture, overri
 
 
 def test_every_rule_is_tested():
-    wrong = [*((QWEN, overrides) for overrides, _ in WRONG_ELSEWHERE), *((model, words) for model, words, _ in WRONG)]
+    elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA)]
+    wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in WRONG)]
     contexts = [Context(load(overrides=[*BASE, *overrides]).settings, model, None) for model, overrides in wrong]
     assert [rule.__name__ for rule in RULES if not any(list(rule(context)) for context in contexts)] == []

@@ -224,6 +224,6 @@ def _describe(settings: Settings, world: World) -> str:
     }
     split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     split += ["sequence parallel"] if parallel.sequence_parallel else []
-    split += ["packed"] if settings.data.packing else []
+    split += ["packed"] if settings.packing else []
     split += [f"recompute {recompute.recompute_granularity}"] if recompute.recompute_granularity else []
     return ", ".join(split) or "one process"

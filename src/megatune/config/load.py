@@ -15,7 +15,7 @@ from megatune.config.arguments import read_flags, read_overrides
 from megatune.config.dialects.dialect import Dialect, Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.entry import Entry
-from megatune.config.rules import check
+from megatune.config.rules import DATA_RULES, check
 from megatune.config.setting import Group, SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.config.values import coerce
@@ -52,6 +52,17 @@ class Loaded:
         """
         findings = self.check(architecture, world_size)
         if findings:
+            raise MegatuneError(findings, ExitCode.SETTINGS)
+        return self.settings
+
+    def require_valid_data(self) -> Settings:
+        """The settings, if nothing is wrong with single ones or with what says how rows are made.
+
+        Raises:
+            MegatuneError: with all findings (exit 64).
+        """
+        rules = check(self.settings, rules=DATA_RULES, origins=self.origins, invalid=self.invalid)
+        if findings := sorted([*self.findings, *rules], key=_line):
             raise MegatuneError(findings, ExitCode.SETTINGS)
         return self.settings
 
@@ -105,6 +116,8 @@ class _Reading:
             target = self.dialect.keys.get(entry.key, entry.key)
             if target in here and not last_wins:
                 first = here[target]
+                if first.key != entry.key and first.value.data == entry.value.data:
+                    continue  # two names of one setting that say the same: packing and neat_packing, in many files
                 what = f"{entry.key} sets what {first.key} sets at {first.where}"
                 self.findings.append(
                     Finding(what, entry.where, mend=f"keep one of the two lines, {first.key} by preference")
@@ -135,11 +148,15 @@ class _Reading:
         try:
             return model(**values)
         except ValidationError as error:
-            # A dict, for its order: a list setting has a problem for each wrong item.
-            wrong = {str(problem["loc"][0]): None for problem in error.errors(include_url=False, include_context=False)}
-        for name in wrong:
+            wrong: dict[str, list[Any]] = {}  # a list setting has a problem for each wrong item
+            for problem in error.errors(include_url=False, include_context=False):
+                name, index = (*problem["loc"], None)[:2]
+                items = wrong.setdefault(str(name), [])
+                if isinstance(index, int):
+                    items.append(values[str(name)][index])
+        for name, items in wrong.items():
             path = f"{group}.{name}"
-            self.findings.append(_wrong_value(self.chosen[path], all_settings()[path], values[name]))
+            self.findings.append(_wrong_value(self.chosen[path], all_settings()[path], values[name], items))
             self.invalid.add(path)
         return model(**{name: value for name, value in values.items() if name not in wrong})
 
@@ -158,9 +175,14 @@ def _refused(entry: Entry, refused: Refused) -> Finding:
     return Finding(f"{entry.key}: {value} is not supported", entry.where, refused.why, mend)
 
 
-def _wrong_value(entry: Entry, info: SettingInfo, value: Any) -> Finding:
+def _wrong_value(entry: Entry, info: SettingInfo, value: Any, items: Sequence[Any]) -> Finding:
+    """What is wrong with one value.
+
+    Args:
+        items: of a list, those that are wrong; (), where all of it is.
+    """
     written = entry.value.data
-    shown = repr(written) if isinstance(written, str) else _shown(written)
+    shown = _quoted(written)
     nearest = nearest_valid(value, info)
     if nearest is not None:
         mend = f"write {entry.key}: {_shown(nearest)}" + (", or null" if info.optional else "")
@@ -168,7 +190,10 @@ def _wrong_value(entry: Entry, info: SettingInfo, value: Any) -> Finding:
         mend = f"remove {entry.key}, or give it {info.expected.removesuffix(', or null')}"
     else:
         mend = f"write {entry.key}: {_shown(info.default)}, the default"
-    return Finding(f"{entry.key} is {shown}", entry.where, f"expected {info.expected}", mend)
+    why = f"expected {info.expected}"
+    if items and len(value) > 1:
+        why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
+    return Finding(f"{entry.key} is {shown}", entry.where, why, mend)
 
 
 def nearest_valid(value: Any, info: SettingInfo) -> Any:
@@ -197,6 +222,11 @@ def _line(finding: Finding) -> float:
     if colon and line.isdigit():
         return int(line)
     return 1e9 if finding.where else 2e9
+
+
+def _quoted(value: Any) -> str:
+    """A value that was not expected: text in quotes, anything else as YAML writes it."""
+    return repr(value) if isinstance(value, str) else _shown(value)
 
 
 def _shown(value: Any) -> str:

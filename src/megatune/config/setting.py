@@ -45,6 +45,7 @@ class SettingInfo:
     Attributes:
         path: "group.name", its one name inside the project.
         kinds: the types it takes, of bool, int, float, str, list, dict; `optional` says whether None is one too.
+        items: the type of a list's items, str or float.
         choices: the values of a Literal, () for an open type.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
         expected: type and range in words: "a whole number, at least 1".
@@ -52,6 +53,7 @@ class SettingInfo:
 
     path: str
     kinds: frozenset[type]
+    items: type
     optional: bool
     choices: tuple[Any, ...]
     bounds: Mapping[str, float]
@@ -72,26 +74,28 @@ class SettingInfo:
 def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
     """Every setting of one group, in the order of declaration."""
     for name, field in model.model_fields.items():
-        kinds, choices, optional = _kinds(field.annotation)
+        kinds, items, choices, optional = _kinds(field.annotation)
         bounds = _bounds(field)
         extra = field.json_schema_extra
         unit = str(extra["unit"]) if isinstance(extra, dict) else ""
         yield SettingInfo(
             path=f"{group}.{name}",
             kinds=kinds,
+            items=items,
             optional=optional,
             choices=choices,
             bounds=bounds,
             default=field.get_default(call_default_factory=False),
             unit=unit,
-            expected=_expected(kinds, choices, bounds, optional),
+            expected=_expected(kinds, items, choices, bounds, optional),
             advice=field.description or "",
         )
 
 
-def _kinds(annotation: Any) -> tuple[frozenset[type], tuple[Any, ...], bool]:
-    """Split an annotation into its types, its Literal values, and whether None is allowed."""
+def _kinds(annotation: Any) -> tuple[frozenset[type], type, tuple[Any, ...], bool]:
+    """Split an annotation into its types, that of a list's items, its Literal values, and whether None is allowed."""
     kinds: set[type] = set()
+    items: type = str
     choices: list[Any] = []
     optional = False
     members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
@@ -108,7 +112,9 @@ def _kinds(annotation: Any) -> tuple[frozenset[type], tuple[Any, ...], bool]:
             kinds.add(list)
         else:
             kinds.add(origin)
-    return frozenset(kinds), tuple(choices), optional
+            if origin is list:
+                (items,) = get_args(member)
+    return frozenset(kinds), items, tuple(choices), optional
 
 
 _WORDS: tuple[tuple[type, str], ...] = (
@@ -128,10 +134,14 @@ def _bounds(field: FieldInfo) -> dict[str, float]:
     return {name: getattr(limit, name) for limit in field.metadata for name in _RANGE if hasattr(limit, name)}
 
 
-def _expected(kinds: frozenset[type], choices: tuple[Any, ...], bounds: Mapping[str, float], optional: bool) -> str:
+def _expected(
+    kinds: frozenset[type], items: type, choices: tuple[Any, ...], bounds: Mapping[str, float], optional: bool
+) -> str:
     if choices:
         listed = ", ".join("true" if value is True else "false" if value is False else str(value) for value in choices)
         words = f"a list of any of: {listed}" if list in kinds else f"one of: {listed}"
+    elif list in kinds and items is float:
+        words = "a list of numbers, or numbers separated by commas"
     else:
         words = " or ".join(word for kind, word in _WORDS if kind in kinds)
     words += "".join(f", {_RANGE[name]} {limit}" for name, limit in bounds.items())

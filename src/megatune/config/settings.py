@@ -34,6 +34,12 @@ class Settings(Group):
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
 
     @property
+    def packing(self) -> bool:
+        """Whether rows hold several samples; texts share rows unless the user says otherwise."""
+        packing = self.data.packing
+        return self.run.stage == "pt" if packing is None else packing
+
+    @property
     def eval_interval(self) -> int:
         """Steps between evaluations with eval_strategy: steps."""
         return self.evaluation.eval_steps or self.logging.logging_steps

@@ -129,7 +129,7 @@ def coerce(value: Value, info: SettingInfo) -> Any:
     if bool in info.kinds and isinstance(data, bool):
         return data
     if list in info.kinds:
-        return list(_texts(value))
+        return [_number(item) if info.items is float else item for item in _texts(value)]
     if dict in info.kinds and isinstance(data, str):
         return parse(data).data  # mappings arrive quoted from shells: '{"min_lr": 1e-6}'
     if float in info.kinds and type(data) is int and abs(data) < 2**1000:
@@ -141,6 +141,12 @@ def coerce(value: Value, info: SettingInfo) -> Any:
     return _unquoted(data) if isinstance(data, str) else data
 
 
+def _number(item: Any) -> Any:
+    """An item of a list of numbers, where it is one."""
+    data = _unquoted(item) if isinstance(item, str) else item
+    return float(data) if type(data) is int and abs(data) < 2**1000 else data
+
+
 def _unquoted(text: str) -> Any:
     """What was quoted without need ("1e-5", "true"), as if it had not been."""
     data = parse(text.strip()).data
@@ -148,7 +154,7 @@ def _unquoted(text: str) -> Any:
 
 
 def _texts(value: Value) -> Iterator[Any]:
-    """Items of a list of texts: "a,b" and [a, b] are the same."""
+    """Items of a list as texts: "a,b" and [a, b] are the same."""
     if isinstance(value.data, list):
         yield from (item.data if item.text is None else item.text for item in value.items)
     elif value.text is not None:

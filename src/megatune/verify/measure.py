@@ -189,5 +189,5 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     _round_weights(assembly, getattr(torch, payload["weights_dtype"]))
     context.beat("measure", 0)
     compute = measure_trace if payload["trace"] else measure
-    compute(assembly, samples, settings.parallel, Path(payload["folder"]), packed=settings.data.packing)
+    compute(assembly, samples, settings.parallel, Path(payload["folder"]), packed=settings.packing)
     groups.leave()

@@ -28,11 +28,23 @@ KEYS: dict[str, str] = {
     "cutoff_len": "data.cutoff_len",
     "packing": "data.packing",
     "neat_packing": "data.packing",
+    "truncation_strategy": "data.truncation_strategy",
+    "group_by_length": "data.group_by_length",
+    "disable_shuffling": "data.disable_shuffling",
+    "mix_strategy": "data.mix_strategy",
+    "interleave_probs": "data.interleave_probs",
+    "dataset_weights": "data.dataset_weights",
+    "streaming": "data.streaming",
+    "buffer_size": "data.buffer_size",
+    "on_bad_row": "data.on_bad_row",
+    "tokenized_path": "data.tokenized_path",
+    "overwrite_cache": "data.overwrite_cache",
     "max_samples": "data.max_samples",
     "val_size": "data.val_size",
     "train_on_prompt": "data.train_on_prompt",
     "mask_history": "data.mask_history",
     "enable_thinking": "data.enable_thinking",
+    "preserve_thinking": "data.preserve_thinking",
     "default_system": "data.default_system",
     "model_name": "data.model_name",
     "model_author": "data.model_author",
@@ -130,8 +142,6 @@ KEYS: dict[str, str] = {
     "load_best_model_at_end": "evaluation.load_best_model_at_end",
 }
 
-_STREAMING = "data sets are read whole; streaming is not built yet"
-_MIXING = "data sets are used whole, one after the other, and then shuffled; mixing by probability is not built yet"
 _VISION = "vision-language models are not built yet; only text is read"
 _LORA = "LoRA is not built yet"
 _TOKEN_MEAN = (
@@ -140,7 +150,6 @@ _TOKEN_MEAN = (
 
 NOT_BUILT: dict[str, Refused] = {
     # Values of keys that are built.
-    "stage": Refused("DPO is not built yet", values=("dpo",), mend="write stage: sft or stage: pt"),
     "do_train": Refused("training is what this command does", values=(False,), off=(True,)),
     "finetuning_type": Refused(
         "only full fine-tuning is built; LoRA and freezing are not yet",
@@ -163,12 +172,9 @@ NOT_BUILT: dict[str, Refused] = {
         off=(True,),
     ),
     # Data.
-    "streaming": Refused(_STREAMING, off=(False,)),
-    "mix_strategy": Refused(_MIXING, off=("concat",)),
-    "interleave_probs": Refused(_MIXING),
-    "tokenized_path": Refused("the cache of tokens is not built yet; tokens are made anew by each run"),
-    "overwrite_cache": Refused("the cache of tokens is not built yet, so there is none to overwrite", off=(False,)),
-    "preprocessing_batch_size": Refused("rows are turned into tokens one at a time, not in batches", off=(1000,)),
+    "preprocessing_batch_size": Refused(
+        "how many rows are tokenised together changes no result here, and is chosen by the program", off=(1000,)
+    ),
     # Vision.
     "image_max_pixels": Refused(_VISION),
     "image_min_pixels": Refused(_VISION),

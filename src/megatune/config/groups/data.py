@@ -2,35 +2,95 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from megatune.config.setting import Group, setting
 
 
 class DataSettings(Group):
     dataset: list[str] = setting(
-        [], advice="Data sets to train on: names in dataset_info.json, one after the other or separated by commas."
+        [],
+        advice="Data sets to train on: names in dataset_info.json, paths, or hub ids such as hf::OWNER/NAME:SUBSET, "
+        "one after the other or separated by commas. NAME#500 takes 500 rows.",
     )
-    dataset_dir: str = setting("data", advice="Folder that holds dataset_info.json and the files it names.")
+    dataset_dir: str = setting(
+        "data",
+        advice="Folder that holds dataset_info.json and the files it names. ONLINE takes names for hub ids; "
+        "REMOTE:OWNER/NAME takes dataset_info.json from a data set on the hub.",
+    )
     eval_dataset: list[str] = setting(
         [], advice="Data sets to evaluate on, beside those trained on. Use this or val_size, not both."
     )
-    template: str = setting(
+    template: str | None = setting(
         "default",
-        advice="How a conversation is written as tokens. default uses the chat template of the model's tokenizer; a "
-        "name chooses one of ours. Train with the template that the model will be asked with.",
+        advice="How a conversation is written as tokens. default and null use the chat template of the model's "
+        "tokenizer; a name chooses one of ours, a path ending in .yaml your own. Train with the template that the "
+        "model will be asked with.",
     )
     cutoff_len: int = setting(
         2048,
         unit="tokens",
         ge=2,
-        advice="Longer conversations are cut to this length. Memory of activations grows in proportion to it; set it "
-        "to the longest example worth keeping.",
+        advice="The longest sample; truncation_strategy says what becomes of longer ones. Memory of activations grows "
+        "in proportion to it; set it to the longest example worth keeping.",
     )
-    packing: bool = setting(
-        False,
+    truncation_strategy: Literal["budget", "drop", "left", "right", "error"] = setting(
+        "budget",
+        advice="What becomes of a sample longer than cutoff_len: budget cuts turn by turn, prompts and answers in "
+        "proportion; right and left cut off its end or its start; drop leaves it out; error ends the run. The report "
+        "before the first step counts them. Texts of stage pt are cut into pieces whatever this says.",
+    )
+    packing: bool | None = setting(
+        None,
         advice="Put several samples into one row of up to cutoff_len tokens, so that little is padding. Each attends "
-        "to itself only and counts positions from 0: the gradients are those of unpacked rows. Rows in a batch then "
-        "hold many samples each: lower the batch size.",
+        "to itself only and counts positions from 0: the gradients are those of unpacked rows. As rows then hold "
+        "many samples, lower the batch size; null packs the texts of stage pt, and nothing else.",
     )
+    group_by_length: bool = setting(
+        False,
+        advice="Put rows of similar length into a batch, so that less is padding; the longest come first. Packing does "
+        "better; with packing it has no use.",
+    )
+    disable_shuffling: bool = setting(
+        False, advice="Train rows in the order of the data, the same in every epoch. For curricula made by hand."
+    )
+    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = setting(
+        "concat",
+        advice="How several data sets become one. concat takes each whole. The others draw from them in turn, or with "
+        "interleave_probs: under stops when the first is used up, over repeats the small ones until the last is, once "
+        "goes on with the rest and repeats nothing.",
+    )
+    interleave_probs: list[float] | None = setting(
+        None, advice="How often mix_strategy draws from each data set, in the order of `dataset`; they sum to 1."
+    )
+    dataset_weights: list[float] | None = setting(
+        None,
+        advice="How often each data set is trained in an epoch, in the order of `dataset`: 2 is twice, 0.5 a random "
+        "half, the same in every epoch.",
+    )
+    streaming: bool = setting(
+        False,
+        advice="Read and tokenise while training, for data too large to prepare first. Needs max_steps; rows are "
+        "shuffled among buffer_size at a time.",
+    )
+    buffer_size: int = setting(
+        16384,
+        unit="samples",
+        ge=1,
+        advice="With streaming: samples that are shuffled, and packed, together. Larger mixes better and takes longer "
+        "to begin.",
+    )
+    on_bad_row: Literal["skip", "quarantine", "error"] = setting(
+        "skip",
+        advice="What becomes of rows that cannot be trained on. skip counts and reports them; quarantine also writes "
+        "them with their reasons to bad_rows.jsonl in output_dir; error ends the run and names them.",
+    )
+    tokenized_path: str | None = setting(
+        None,
+        advice="Folder for the prepared rows, to be taken elsewhere or kept: made if it is not there, opened if it is. "
+        "null keeps them in the cache, $MEGATUNE_CACHE or ~/.cache/megatune.",
+    )
+    overwrite_cache: bool = setting(False, advice="Prepare the rows anew even where they are in the cache.")
     max_samples: int | None = setting(
         None, unit="rows", ge=1, advice="Use at most this many rows of each data set. Set it small to try a run out."
     )
@@ -52,6 +112,9 @@ class DataSettings(Group):
         True,
         advice="For models that think before they answer: true and false say which way answers without reasoning are "
         "written, null leaves each answer as it is in the data.",
+    )
+    preserve_thinking: bool = setting(
+        False, advice="With mask_history, keep the reasoning of earlier answers, which is left out otherwise."
     )
     default_system: str | None = setting(
         None, advice="System message for conversations that have none. null keeps the template's own."

@@ -8,9 +8,10 @@ from megatune.config.setting import Group, setting
 
 
 class RunSettings(Group):
-    stage: Literal["pt", "sft"] = setting(
+    stage: Literal["pt", "sft", "dpo"] = setting(
         "sft",
-        advice="pt trains on every token of plain text; sft trains on the assistant's turns of conversations. "
+        advice="pt trains on every token of plain text; sft trains on the assistant's turns of conversations; dpo on "
+        "pairs of answers, of which one is preferred: its data can be looked at, training on it is not built yet. "
         "Use pt to teach a language or a domain, sft to teach behaviour.",
     )
     do_train: bool = setting(True, advice="Always true: training is what this command does.")

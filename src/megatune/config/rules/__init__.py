@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
-from megatune.config.rules import attention, experts, layout, memory, pipeline, run, schedule
+from megatune.config.rules import attention, data, experts, layout, memory, pipeline, run, schedule
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
 RULES: tuple[Rule, ...] = (
+    *data.RULES,
     *run.RULES,
     *schedule.RULES,
     *layout.RULES,
@@ -20,12 +21,15 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
 )
 
+DATA_RULES = data.RULES
+
 
 def check(
     settings: Settings,
     architecture: Architecture | None = None,
     world_size: int | None = None,
     *,
+    rules: Iterable[Rule] = RULES,
     origins: Mapping[str, str] | None = None,
     invalid: Collection[str] = (),
 ) -> list[Finding]:
@@ -34,11 +38,12 @@ def check(
     Args:
         architecture: the model's numbers; None leaves out the rules that need them.
         world_size: processes over all machines; None takes num_processes if that is set.
+        rules: which ones; `DATA_RULES` are those of what only reads the data.
         origins: "group.name" -> where it was written, to say where each problem is.
         invalid: "group.name" of settings already refused; problems they take part in are not reported again.
     """
     context = Context(settings, architecture, world_size)
-    problems = (problem for rule in RULES for problem in rule(context))
+    problems = (problem for rule in rules for problem in rule(context))
     return [
         Finding(problem.what, _where(problem.paths, origins or {}), problem.why, problem.mend)
         for problem in problems

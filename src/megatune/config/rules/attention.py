@@ -16,7 +16,7 @@ def whole_rows(context: Context) -> Iterator[Problem]:
     if settings.performance.attention_backend != "fused":
         return
     mend = "write attention_backend: auto, or flash"
-    if settings.data.packing:
+    if settings.packing:
         yield Problem(
             (_BACKEND, "data.packing"),
             "attention_backend: fused and packing: true",

@@ -1,4 +1,4 @@
-"""Rules of what a run needs: its inputs, evaluation and checkpoints."""
+"""Rules of what a run needs: its stage and folder, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Iterator
 from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
 
 _STRATEGY = "evaluation.eval_strategy"
+_SAVE = "checkpoint.save_strategy"
 _BEST = "evaluation.load_best_model_at_end"
 _HELD_OUT = ("data.val_size", "data.eval_dataset")
 
 
-def required(context: Context) -> Iterator[Problem]:
-    """A run starts from a model and data, and leaves something behind."""
-    settings = context.settings
-    if not settings.model.model_name_or_path:
-        mend = "write model_name_or_path: FOLDER, a Hugging Face checkpoint"
-        yield Problem(("model.model_name_or_path",), "model_name_or_path is missing", "", mend)
-    if not settings.data.dataset:
-        mend = "write dataset: NAME, one or more of the names in dataset_info.json"
-        yield Problem(("data.dataset",), "dataset is missing", "", mend)
-    if not settings.run.output_dir:
+def output(context: Context) -> Iterator[Problem]:
+    """A run leaves something behind."""
+    if not context.settings.run.output_dir:
         mend = "write output_dir: FOLDER, for checkpoints, logs and the final model"
         yield Problem(("run.output_dir",), "output_dir is missing", "", mend)
+
+
+def stage(context: Context) -> Iterator[Problem]:
+    """Data of every stage can be looked at; not every stage can be trained."""
+    if context.settings.run.stage == "dpo":
+        mend = "write stage: sft or stage: pt"
+        yield Problem(("run.stage",), "stage dpo cannot be trained", "DPO is not built yet", mend)
 
 
 def own_folder(context: Context) -> Iterator[Problem]:
@@ -50,31 +51,6 @@ def fresh_start(context: Context) -> Iterator[Problem]:
         )
 
 
-def trained_turns(context: Context) -> Iterator[Problem]:
-    """One says train on more than the answers, the other on fewer of them."""
-    data = context.settings.data
-    if data.train_on_prompt and data.mask_history:
-        yield Problem(
-            ("data.mask_history", "data.train_on_prompt"),
-            "train_on_prompt: true and mask_history: true",
-            "one trains on every turn, the other on the last answer only",
-            "remove one of the two",
-        )
-
-
-def held_out(context: Context) -> Iterator[Problem]:
-    """Evaluation rows come from one place, in a whole number or a share."""
-    data = context.settings.data
-    if data.val_size and data.eval_dataset:
-        what = f"val_size {data.val_size:g} and eval_dataset"
-        why = "both say what to evaluate on"
-        yield Problem(_HELD_OUT, what, why, "remove val_size, so that all of the training data is trained on")
-    if data.val_size >= 1 and not data.val_size.is_integer():
-        whole = round(data.val_size)
-        what = f"val_size {data.val_size:g} is neither a share below 1 nor a number of rows"
-        yield Problem(("data.val_size",), what, "", f"write val_size: {whole} for {whole} rows")
-
-
 def evaluation(context: Context) -> Iterator[Problem]:
     """Rows are held out where, and only where, something evaluates them."""
     data, strategy = context.settings.data, context.settings.evaluation.eval_strategy
@@ -87,6 +63,18 @@ def evaluation(context: Context) -> Iterator[Problem]:
         why = "the held-out rows would be neither trained on nor evaluated" if data.val_size else "it would not be read"
         mend = f"write eval_strategy: epoch, or remove {key}"
         yield Problem((f"data.{key}", _STRATEGY), f"{key} with eval_strategy no", why, mend)
+
+
+def streamed_epochs(context: Context) -> Iterator[Problem]:
+    """Where an epoch of streamed rows ends is known when it has ended."""
+    settings = context.settings
+    if not settings.data.streaming:
+        return
+    for path, strategy in ((_STRATEGY, settings.evaluation.eval_strategy), (_SAVE, settings.checkpoint.save_strategy)):
+        if strategy == "epoch":
+            key = path.partition(".")[2]
+            why = "how many steps an epoch has is not known while rows are read"
+            yield Problem((path, "data.streaming"), f"{key} epoch with streaming: true", why, f"write {key}: steps")
 
 
 def best_model(context: Context) -> Iterator[Problem]:
@@ -105,7 +93,7 @@ def best_model(context: Context) -> Iterator[Problem]:
         )
     elif evaluates != saves:
         yield Problem(
-            ("checkpoint.save_strategy", _STRATEGY, _BEST),
+            (_SAVE, _STRATEGY, _BEST),
             f"load_best_model_at_end: true with save_strategy {saves} and eval_strategy {evaluates}",
             why,
             f"write save_strategy: {evaluates}",
@@ -128,4 +116,4 @@ def reports(context: Context) -> Iterator[Problem]:
         yield Problem(("logging.report_to",), what, "", "remove none")
 
 
-RULES: tuple[Rule, ...] = (required, own_folder, fresh_start, trained_turns, held_out, evaluation, best_model, reports)
+RULES: tuple[Rule, ...] = (output, stage, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports)

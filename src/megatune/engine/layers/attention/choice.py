@@ -32,7 +32,7 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
     if backend in ("unfused", "local"):
         return f"plain matrix products{asked}"
     if not device.HAS_GPU:
-        return "torch's flash kernel for CPUs" + (", document by document" if settings.data.packing else "")
+        return "torch's flash kernel for CPUs" + (", document by document" if settings.packing else "")
     if not in_runs(settings):
         names = {SDPBackend.CUDNN_ATTENTION: "cuDNN", SDPBackend.FLASH_ATTENTION: "flash"}
         kernels = ", then ".join(names[kernel] for kernel in device.sdpa_kernels(backend) if kernel in names)
@@ -40,7 +40,7 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
         return f"torch SDPA, {kernels}{asked or f', the faster first on compute capability {major}.{minor}'}"
     channels = max(_channels(architecture))
     if device.flash_takes(getattr(torch, precision), channels):
-        return f"flash with variable lengths, for {'packed rows' if settings.data.packing else 'context parallelism'}"
+        return f"flash with variable lengths, for {'packed rows' if settings.packing else 'context parallelism'}"
     return f"plain matrix products: the flash kernel takes no {precision} with {channels} channels on {device.name()}"
 
 
@@ -49,7 +49,7 @@ def in_runs(settings: Settings) -> bool:
     parts of a document that other ranks hold."""
     parallel = settings.parallel
     across = parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a"
-    return across or settings.data.packing
+    return across or settings.packing
 
 
 def require(settings: Settings, architecture: Architecture) -> None:

@@ -1,0 +1,145 @@
+"""Rules of the data: where its rows come from, how data sets are mixed, cut and held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatune.config.groups.data import DataSettings
+from megatune.config.rules.problem import Context, Problem, Rule
+
+_HELD_OUT = ("data.val_size", "data.eval_dataset")
+_SUM_TOLERANCE = 2e-3  # 0.333 of each of three data sets is meant to be all
+
+
+def required(context: Context) -> Iterator[Problem]:
+    """Rows are made of data, by a model's tokenizer."""
+    settings = context.settings
+    if not settings.model.model_name_or_path:
+        mend = "write model_name_or_path: FOLDER, a Hugging Face checkpoint"
+        yield Problem(("model.model_name_or_path",), "model_name_or_path is missing", "", mend)
+    if not settings.data.dataset:
+        mend = "write dataset: NAME, one or more of the names in dataset_info.json"
+        yield Problem(("data.dataset",), "dataset is missing", "", mend)
+
+
+def trained_turns(context: Context) -> Iterator[Problem]:
+    """One says train on more than the answers, the other on fewer of them."""
+    data = context.settings.data
+    if data.train_on_prompt and data.mask_history:
+        yield Problem(
+            ("data.mask_history", "data.train_on_prompt"),
+            "train_on_prompt: true and mask_history: true",
+            "one trains on every turn, the other on the last answer only",
+            "remove one of the two",
+        )
+
+
+def held_out(context: Context) -> Iterator[Problem]:
+    """Evaluation rows come from one place, in a whole number or a share."""
+    data = context.settings.data
+    if data.val_size and data.eval_dataset:
+        what = f"val_size {data.val_size:g} and eval_dataset"
+        why = "both say what to evaluate on"
+        yield Problem(_HELD_OUT, what, why, "remove val_size, so that all of the training data is trained on")
+    if data.val_size >= 1 and not data.val_size.is_integer():
+        whole = round(data.val_size)
+        what = f"val_size {data.val_size:g} is neither a share below 1 nor a number of rows"
+        yield Problem(("data.val_size",), what, "", f"write val_size: {whole} for {whole} rows")
+
+
+def mixing(context: Context) -> Iterator[Problem]:
+    """A number for each data set, which says what it can mean."""
+    data = context.settings.data
+    count = len(data.dataset)
+    for key, values in (("interleave_probs", data.interleave_probs), ("dataset_weights", data.dataset_weights)):
+        if values is not None and len(values) != count:
+            what = f"{len(values)} of {key} for {count} data sets"
+            mend = "write as many numbers as data sets, in their order"
+            yield Problem((f"data.{key}", "data.dataset"), what, "", mend)
+    yield from _numbers(data.interleave_probs, data.dataset_weights)
+    yield from _strategy(data)
+
+
+def _numbers(probs: list[float] | None, weights: list[float] | None) -> Iterator[Problem]:
+    mend = "leave out of `dataset` what is never to be drawn from"
+    for key, values in (("interleave_probs", probs), ("dataset_weights", weights)):
+        if values is not None and min(values, default=1) <= 0:
+            yield Problem((f"data.{key}",), f"{key} has {min(values):g}", "every number must be above 0", mend)
+    if probs and min(probs) > 0 and abs(sum(probs) - 1) > _SUM_TOLERANCE:
+        mend = f"write interleave_probs: {', '.join(f'{p / sum(probs):.4g}' for p in probs)}"
+        yield Problem(("data.interleave_probs",), f"interleave_probs sum to {sum(probs):.4g}, not to 1", "", mend)
+
+
+def _strategy(data: DataSettings) -> Iterator[Problem]:
+    probs, weights = data.interleave_probs, data.dataset_weights
+    if probs is not None and data.mix_strategy == "concat":
+        why = "concat takes every data set whole"
+        mend = "write mix_strategy: interleave_under, interleave_over or interleave_once"
+        yield Problem(
+            ("data.interleave_probs", "data.mix_strategy"), "interleave_probs with mix_strategy concat", why, mend
+        )
+    if weights is not None and data.mix_strategy != "concat":
+        yield Problem(
+            ("data.dataset_weights", "data.mix_strategy"),
+            f"dataset_weights with mix_strategy {data.mix_strategy}",
+            "both say how often each data set is trained",
+            "write interleave_probs instead of dataset_weights",
+        )
+
+
+def order(context: Context) -> Iterator[Problem]:
+    """What sorts rows, and what leaves them as they are."""
+    settings = context.settings
+    data = settings.data
+    if not data.group_by_length:
+        return
+    if data.disable_shuffling:
+        what = "group_by_length: true and disable_shuffling: true"
+        why = "one sorts rows, the other leaves them as they are"
+        yield Problem(("data.group_by_length", "data.disable_shuffling"), what, why, "remove one of the two")
+    if settings.packing:
+        why = "packed rows are of one length"
+        paths = ("data.group_by_length", "data.packing", "run.stage")
+        yield Problem(paths, "group_by_length: true with packing", why, "write group_by_length: false")
+
+
+def streaming(context: Context) -> Iterator[Problem]:
+    """What needs to know all rows has no meaning while they are still being read."""
+    settings = context.settings
+    data = settings.data
+    if not data.streaming:
+        return
+    why = "how many rows there are is not known while they are read"
+    if settings.optimizer.max_steps <= 0:
+        yield Problem(
+            ("data.streaming", "optimizer.max_steps"), "streaming: true without max_steps", why, "write max_steps: N"
+        )
+    if 0 < data.val_size < 1:
+        mend = "write val_size as a number of rows, or name an eval_dataset"
+        what = f"streaming: true with val_size {data.val_size:g}"
+        yield Problem(("data.val_size", "data.streaming"), what, why, mend)
+    not_kept = "rows are trained as they are read, and not kept"
+    for key, reason in (("group_by_length", why), ("tokenized_path", not_kept)):
+        if getattr(data, key):
+            yield Problem((f"data.{key}", "data.streaming"), f"streaming: true with {key}", reason, f"remove {key}")
+    if data.dataset_weights is not None:
+        mend = "write mix_strategy: interleave_over and interleave_probs"
+        yield Problem(("data.dataset_weights", "data.streaming"), "streaming: true with dataset_weights", why, mend)
+
+
+def pairs(context: Context) -> Iterator[Problem]:
+    """A preference pair is two documents of one row."""
+    settings = context.settings
+    data = settings.data
+    if settings.run.stage != "dpo":
+        return
+    if data.packing:
+        why = "the two answers of a pair are compared with each other"
+        yield Problem(("data.packing", "run.stage"), "packing with stage dpo is not built", why, "write packing: false")
+    for key in ("train_on_prompt", "mask_history"):
+        if getattr(data, key):
+            why = "only the two answers of a pair are trained"
+            yield Problem((f"data.{key}", "run.stage"), f"{key} with stage dpo", why, f"remove {key}")
+
+
+RULES: tuple[Rule, ...] = (required, trained_turns, held_out, mixing, order, streaming, pairs)

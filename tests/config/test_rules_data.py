@@ -1,0 +1,179 @@
+"""Rules of the data, each with its whole message."""
+
+import pytest
+from test_rules import BASE
+
+from megatune.config.load import load
+from megatune.config.rules import DATA_RULES, check
+from megatune.errors import ExitCode, MegatuneError
+
+TWO = "dataset=a,b"
+STREAMED = ["streaming=true", "max_steps=5"]
+
+
+def messages(*overrides: str) -> list[str]:
+    loaded = load(overrides=[*BASE, *overrides])
+    assert loaded.findings == []
+    return [str(finding) for finding in check(loaded.settings)]
+
+
+VALID = [
+    [TWO, "mix_strategy=interleave_under"],
+    [TWO, "mix_strategy=interleave_over", "interleave_probs=0.3,0.7"],
+    ["dataset=a,b,c", "mix_strategy=interleave_once", "interleave_probs=0.333,0.333,0.333"],
+    [TWO, "dataset_weights=2,0.5"],
+    ["group_by_length=true"],
+    ["group_by_length=true", "stage=pt", "packing=false"],
+    ["disable_shuffling=true", "stage=pt"],
+    [*STREAMED],
+    [*STREAMED, "val_size=100", "eval_strategy=steps", "disable_shuffling=true"],
+    [*STREAMED, "eval_dataset=e", "eval_strategy=steps", TWO, "mix_strategy=interleave_over", "interleave_probs=.5,.5"],
+    ["tokenized_path=rows", "overwrite_cache=true", "on_bad_row=quarantine", "template=null"],
+    ["mask_history=true", "preserve_thinking=true", "truncation_strategy=left"],
+]
+
+
+@pytest.mark.parametrize("overrides", VALID)
+def test_what_is_valid_passes(overrides):
+    assert messages(*overrides) == []
+
+
+_STREAMING_WHY = "    why: how many rows there are is not known while they are read\n"
+_PAIR_WHY = "    why: only the two answers of a pair are trained\n"
+# Beside whatever else is wrong with it.
+_DPO = "stage dpo cannot be trained\n    why: DPO is not built yet\n    mend: write stage: sft or stage: pt"
+
+WRONG = [
+    (
+        [TWO, "mix_strategy=interleave_over", "interleave_probs=1"],
+        "1 of interleave_probs for 2 data sets\n    mend: write as many numbers as data sets, in their order",
+    ),
+    (
+        [TWO, "dataset_weights=1,2,3"],
+        "3 of dataset_weights for 2 data sets\n    mend: write as many numbers as data sets, in their order",
+    ),
+    (
+        [TWO, "mix_strategy=interleave_over", "interleave_probs=[]"],
+        "0 of interleave_probs for 2 data sets\n    mend: write as many numbers as data sets, in their order",
+    ),
+    (
+        [TWO, "mix_strategy=interleave_under", "interleave_probs=30,70"],
+        "interleave_probs sum to 100, not to 1\n    mend: write interleave_probs: 0.3, 0.7",
+    ),
+    (
+        [TWO, "mix_strategy=interleave_under", "interleave_probs=0,1"],
+        "interleave_probs has 0\n"
+        "    why: every number must be above 0\n"
+        "    mend: leave out of `dataset` what is never to be drawn from",
+    ),
+    (
+        [TWO, "dataset_weights=1,-2"],
+        "dataset_weights has -2\n"
+        "    why: every number must be above 0\n"
+        "    mend: leave out of `dataset` what is never to be drawn from",
+    ),
+    (
+        [TWO, "interleave_probs=0.5,0.5"],
+        "interleave_probs with mix_strategy concat\n"
+        "    why: concat takes every data set whole\n"
+        "    mend: write mix_strategy: interleave_under, interleave_over or interleave_once",
+    ),
+    (
+        [TWO, "mix_strategy=interleave_once", "dataset_weights=1,2"],
+        "dataset_weights with mix_strategy interleave_once\n"
+        "    why: both say how often each data set is trained\n"
+        "    mend: write interleave_probs instead of dataset_weights",
+    ),
+    (
+        ["group_by_length=true", "disable_shuffling=true"],
+        "group_by_length: true and disable_shuffling: true\n"
+        "    why: one sorts rows, the other leaves them as they are\n"
+        "    mend: remove one of the two",
+    ),
+    *(
+        (
+            ["group_by_length=true", packs],
+            "group_by_length: true with packing\n"
+            "    why: packed rows are of one length\n"
+            "    mend: write group_by_length: false",
+        )
+        for packs in ("packing=true", "neat_packing=true", "stage=pt")
+    ),
+    (
+        ["streaming=true"],
+        f"streaming: true without max_steps\n{_STREAMING_WHY}    mend: write max_steps: N",
+    ),
+    (
+        [*STREAMED, "val_size=0.1", "eval_strategy=steps"],
+        f"streaming: true with val_size 0.1\n{_STREAMING_WHY}"
+        "    mend: write val_size as a number of rows, or name an eval_dataset",
+    ),
+    (
+        [*STREAMED, "group_by_length=true"],
+        f"streaming: true with group_by_length\n{_STREAMING_WHY}    mend: remove group_by_length",
+    ),
+    (
+        [*STREAMED, "tokenized_path=rows"],
+        "streaming: true with tokenized_path\n"
+        "    why: rows are trained as they are read, and not kept\n"
+        "    mend: remove tokenized_path",
+    ),
+    (
+        [*STREAMED, TWO, "dataset_weights=1,2"],
+        f"streaming: true with dataset_weights\n{_STREAMING_WHY}"
+        "    mend: write mix_strategy: interleave_over and interleave_probs",
+    ),
+    (
+        [*STREAMED, "eval_dataset=e", "eval_strategy=epoch"],
+        "eval_strategy epoch with streaming: true\n"
+        "    why: how many steps an epoch has is not known while rows are read\n"
+        "    mend: write eval_strategy: steps",
+    ),
+    (
+        [*STREAMED, "save_strategy=epoch"],
+        "save_strategy epoch with streaming: true\n"
+        "    why: how many steps an epoch has is not known while rows are read\n"
+        "    mend: write save_strategy: steps",
+    ),
+    (["stage=dpo"], _DPO),
+    (
+        ["stage=dpo", "packing=true"],
+        "packing with stage dpo is not built\n"
+        "    why: the two answers of a pair are compared with each other\n"
+        f"    mend: write packing: false\n{_DPO}",
+    ),
+    *(
+        (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    mend: remove {key}\n{_DPO}")
+        for key in ("train_on_prompt", "mask_history")
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG)
+def test_what_is_wrong_is_told_with_its_mend(overrides, message):
+    assert "\n".join(messages(*overrides)) == message
+
+
+def test_verbs_that_only_read_the_data_ask_for_no_more_than_that():
+    """No output_dir, nothing that evaluates what is held out, and data of a stage that cannot be trained yet."""
+    words = ["model_name_or_path=m", "dataset=d"]
+    assert load(overrides=[*words, "val_size=0.1"]).require_valid_data().data.val_size == 0.1
+    assert load(overrides=[*words, "stage=dpo"]).require_valid_data().run.stage == "dpo"
+    with pytest.raises(MegatuneError) as caught:
+        load(overrides=["val_size=10.5", "cutoff_len=0"]).require_valid_data()
+    assert caught.value.exit_code == ExitCode.SETTINGS
+    assert sorted(finding.what for finding in caught.value.findings) == [
+        "cutoff_len is 0",
+        "dataset is missing",
+        "model_name_or_path is missing",
+        "val_size 10.5 is neither a share below 1 nor a number of rows",
+    ]
+
+
+def test_rules_of_the_data_are_rules_of_a_run():
+    assert check(load(overrides=["dataset=d"]).settings, rules=DATA_RULES) != []
+
+
+def test_a_refused_number_is_not_judged_again():
+    loaded = load(overrides=[*BASE, TWO, "mix_strategy=interleave_under", "interleave_probs=x,y"])
+    assert [finding.what for finding in loaded.check()] == ["interleave_probs is 'x,y'"]
