@@ -1,4 +1,4 @@
-"""One row at a time: what it becomes, and the exact words for what is wrong with it."""
+"""One row at a time: what it becomes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from formats_kit import ALPACA, OPENAI, QUERY, SHAREGPT, TEXT, openai, said, sharegpt
 
-from megatune.data.formats import (
-    Conversation,
-    Message,
-    RowError,
-    ToolCall,
-    UnsupportedRow,
-    fill_placeholders,
-    to_example,
-)
-from megatune.data.sources import OPENAI_COLUMNS, OPENAI_TAGS, Columns, DatasetSource
-
-ALPACA = DatasetSource("a", (Path("a.json"),))
-SHAREGPT = DatasetSource("s", (Path("s.json"),), "sharegpt")
-OPENAI = DatasetSource("o", (Path("o.json"),), "openai", OPENAI_COLUMNS, OPENAI_TAGS)
-USER, ANSWER = Message("user", "Hi"), Message("assistant", "Hello")
+from megatune.data.conversation import Conversation, Message, ToolCall, fill_placeholders
+from megatune.data.formats import to_example
+from megatune.data.sources import Columns, DatasetSource
 
 
 def conversation(row: dict[str, Any], source: DatasetSource = ALPACA) -> Conversation:
@@ -31,10 +20,8 @@ def conversation(row: dict[str, Any], source: DatasetSource = ALPACA) -> Convers
     return example
 
 
-def complaint(row: dict[str, Any], source: DatasetSource, stage: str = "sft") -> str:
-    with pytest.raises(RowError) as caught:
-        to_example(row, source, stage)
-    return f"{caught.value.reason} ({caught.value.detail})" if caught.value.detail else caught.value.reason
+def written(row: dict[str, Any], source: DatasetSource) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in conversation(row, source).messages]
 
 
 @pytest.mark.parametrize(
@@ -44,22 +31,18 @@ def complaint(row: dict[str, Any], source: DatasetSource, stage: str = "sft") ->
         ({"instruction": "Sort", "input": ""}, "Sort"),
         ({"instruction": "", "input": "b a"}, "b a"),
         ({"instruction": "Sort", "input": None}, "Sort"),
-        ({"instruction": "Sort", "id": 7}, "Sort"),
+        ({"instruction": "Sört 🦀", "id": 7}, "Sört 🦀"),
     ],
 )
 def test_alpaca_prompt(row: dict[str, Any], prompt: str) -> None:
     assert conversation({**row, "output": "a b"}).messages == (Message("user", prompt), Message("assistant", "a b"))
 
 
-def test_alpaca_history_and_system() -> None:
-    row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s"}
-    roles = [(message.role, message.content) for message in conversation(row).messages]
-    assert roles == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    assert conversation(row).system == "s"
-
-
-def sharegpt(*turns: tuple[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": role, "value": value} for role, value in turns], **fields}
+def test_alpaca_history_system_and_tools() -> None:
+    row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s", "tools": '[{"name": "f"}]'}
+    assert written(row, ALPACA) == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert all(message.trained for message in conversation(row).messages)
+    assert (conversation(row).system, conversation(row).tools) == ("s", ({"name": "f"},))
 
 
 def test_sharegpt_with_tools() -> None:
@@ -80,132 +63,124 @@ def test_sharegpt_with_tools() -> None:
     )
 
 
+def test_sharegpt_system_column() -> None:
+    row = sharegpt(("human", "q"), ("gpt", "a"), system="the column")
+    assert conversation(row, SHAREGPT).system == "the column"
+
+
 def test_sharegpt_parallel_calls() -> None:
     calls = json.dumps([{"name": "f", "arguments": {}}, {"name": "g", "arguments": '{"x": 2}'}])
-    row = sharegpt(("human", "q"), ("function_call", calls), ("observation", "1"), ("observation", "2"), ("gpt", "a"))
-    assert conversation(row, SHAREGPT).messages[1].tool_calls == (ToolCall("f", {}), ToolCall("g", {"x": 2}))
-
-
-def openai(*messages: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": list(messages)}
+    row = sharegpt(("human", "q"), ("function_call", calls), ("observation", "1"), ("observation", ""), ("gpt", "a"))
+    messages = conversation(row, SHAREGPT).messages
+    assert messages[1].tool_calls == (ToolCall("f", {}), ToolCall("g", {"x": 2}))
+    assert messages[2:4] == (Message("tool", "1"), Message("tool", ""))
 
 
 def test_openai_tool_calls() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    other = {"id": "2", "type": "function", "function": {"name": "g", "arguments": {"y": None}}}
     row = openai(
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "1", "tool_call_id": "1"},
-        {"role": "assistant", "content": "done", "reasoning_content": "so\n"},
+        said("developer", "s"),
+        said("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+        said("assistant", None, tool_calls=[call, other]),
+        said("tool", "1", tool_call_id="1"),
+        said("tool", [{"type": "text", "text": "2"}], tool_call_id="2"),
+        said("assistant", "done", reasoning_content="so\n", tool_calls=None),
+        tools=[{"type": "function", "function": {"name": "f"}}],
     )
     assert conversation(row, OPENAI) == Conversation(
         (
             Message("user", "ab"),
-            Message("assistant", "", (ToolCall("f", {"x": 1}),)),
+            Message("assistant", "", (ToolCall("f", {"x": 1}), ToolCall("g", {"y": None}))),
             Message("tool", "1"),
+            Message("tool", "2"),
             Message("assistant", "<think>\nso\n</think>\n\ndone"),
         ),
         "s",
+        ({"type": "function", "function": {"name": "f"}},),
     )
 
 
-def test_pretraining_takes_the_prompt_column() -> None:
-    source = DatasetSource("t", (Path("t.txt"),), columns=Columns(prompt="text"))
-    assert to_example({"text": "Once upon a time"}, source, "pt") == "Once upon a time"
-    assert complaint({"text": " \n"}, source, "pt") == "field 'text' is empty"
-    assert complaint({"body": "x"}, source, "pt") == "field 'text' is missing (the row has 'body')"
+@pytest.mark.parametrize("tools", [None, "", " ", "[]", "null", []])
+def test_no_tools(tools: object) -> None:
+    assert conversation(openai(said("user"), said("assistant"), tools=tools), OPENAI).tools == ()
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("keys", "trained"),
     [
-        ({"instruction": "a"}, "field 'output' is missing (the row has 'instruction')"),
-        ({}, "field 'instruction' is missing (the row has no fields)"),
-        ({"instruction": "a", "output": None}, "field 'output': expected a string, got null"),
-        ({"instruction": "a", "output": 5}, "field 'output': expected a string, got a number"),
-        ({"instruction": ["a"], "output": "b"}, "field 'instruction': expected a string, got a list"),
-        ({"instruction": "a", "output": "b", "input": {}}, "field 'input': expected a string, got an object"),
-        ({"instruction": "a", "output": " "}, "an empty assistant message (turn 2)"),
-        ({"instruction": "", "output": "b"}, "an empty user message (turn 1)"),
-        ({"instruction": "a", "output": "\ud83d"}, "field 'output': half of a surrogate pair (at character 1)"),
-        (
-            {"instruction": "a", "output": "b", "history": [["q"]]},
-            "field 'history': expected a list of [question, answer] pairs (got [[\"q\"]])",
-        ),
+        ({}, True),
+        ({"loss": False}, False),
+        ({"loss": True}, True),
+        ({"weight": 0}, False),
+        ({"weight": 1}, True),
+        ({"weight": 0.0}, False),
+        ({"loss": None, "weight": 0}, False),
+        ({"loss": True, "weight": 0}, True),
     ],
 )
-def test_bad_alpaca_rows(row: dict[str, Any], message: str) -> None:
-    assert complaint(row, ALPACA) == message
+def test_which_answers_are_trained(keys: dict[str, Any], trained: bool) -> None:
+    row = openai(said("user"), said("assistant", **keys), said("user", loss=False), said("assistant"))
+    assert [m.trained for m in conversation(row, OPENAI).messages] == [True, trained, True, True]
+    call = {"from": "function_call", "value": '{"name": "f"}', **keys}
+    row = sharegpt(("human", "q"), ("x", ""), ("observation", ""), ("gpt", "a"))
+    row["conversations"][1] = call
+    assert conversation(row, SHAREGPT).messages[1] == Message("assistant", "", (ToolCall("f", {}),), trained)
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "query", "response"),
     [
-        ({"conversations": "hi"}, "field 'conversations': expected a list of messages, got a string"),
-        ({"messages": []}, "field 'conversations' is missing (the row has 'messages')"),
-        ({"conversations": []}, "field 'conversations': no messages"),
-        ({"conversations": ["hi"]}, "field 'conversations': a message is not an object (message 1 is a string)"),
-        ({"conversations": [{"value": "x"}]}, "field 'conversations[].from' is missing (message 1)"),
-        (sharegpt(("human", None)), "field 'conversations[].value': expected a string, got null (message 1)"),
+        ({"query": "q", "response": "r"}, "q", "r"),
+        ({"problem": "q", "solution": "r"}, "q", "r"),
+        ({"question": "q", "answer": "r"}, "q", "r"),
+        ({"prompt": "q", "completion": "r"}, "q", "r"),
+        # The first of the documented order, whatever the order of the row.
         (
-            sharegpt(("human", "q"), ("bot", "a")),
-            "unknown role (message 2 has role 'bot', expected one of system, human, gpt, observation, function_call)",
+            {
+                "problem": "6",
+                "question": "5",
+                "instruction": "4",
+                "input": "3",
+                "prompt": "2",
+                "query": "1",
+                "target": "r",
+            },
+            "1",
+            "r",
         ),
-        (sharegpt(("system", "a"), ("system", "b")), "two system messages (conversations[2])"),
-        (sharegpt(("human", "a"), ("system", "b")), "a system message that is not the first (conversations[2])"),
-        (sharegpt(("human", "q")), "the last message is not the assistant's (it is the user's)"),
-        (sharegpt(("gpt", "a")), "roles out of order (turn 1: expected user, got assistant)"),
-        (sharegpt(("human", "a"), ("human", "b")), "roles out of order (turn 2: expected assistant, got user)"),
-        (
-            sharegpt(("human", "q"), ("gpt", "a"), ("gpt", "b")),
-            "roles out of order (turn 3: expected user or tool, got assistant)",
-        ),
-        (
-            sharegpt(("human", "q"), ("function_call", "f(x)")),
-            'a function call is not JSON (message 2: Expecting value in "f(x)")',
-        ),
-        (
-            sharegpt(("human", "q"), ("function_call", '{"name": "f", "arguments": [1]}')),
-            'a function call needs a name and an object of arguments (message 2: {"name": "f", "arguments": [1]})',
-        ),
-        (
-            sharegpt(("human", "q"), ("gpt", "a"), tools="{"),
-            "field 'tools' is not JSON (Expecting property name enclosed in double quotes at column 2)",
-        ),
-        (
-            sharegpt(("human", "q"), ("gpt", "a"), tools={"name": "f"}),
-            'field \'tools\': expected a list of tool schemas (got {"name": "f"})',
-        ),
+        ({"instruction": "4", "input": "3", "prompt": "2", "output": "r"}, "2", "r"),
+        ({"query": "q", "completion": "5", "solution": "4", "target": "x", "output": "3", "answer": "2"}, "q", "2"),
+        ({"query": None, "prompt": "q", "response": None, "output": "r"}, "q", "r"),
     ],
 )
-def test_bad_conversations(row: dict[str, Any], message: str) -> None:
-    assert complaint(row, SHAREGPT) == message
+def test_query_response(row: dict[str, Any], query: str, response: str) -> None:
+    assert written(row, QUERY) == [("user", query), ("assistant", response)]
+
+
+def test_query_response_columns_and_the_rest() -> None:
+    columns = Columns(prompt="problem", query=None, response="solution")
+    source = DatasetSource("q", (Path("q.json"),), "query_response", columns)
+    row = {"query": "no", "response": "no", "problem": "q", "solution": "r", "history": [["a", "b"]]}
+    assert written(row, source) == [("user", "a"), ("assistant", "b"), ("user", "q"), ("assistant", "r")]
+    assert conversation({**row, "system_prompt": "s"}, source).system == "s"
+    assert conversation({**row, "system_prompt": "s", "system": "t"}, source).system == "t"
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "source"),
     [
-        (
-            openai({"role": "user", "content": [{"type": "file", "id": 1}]}),
-            'a part of a message is not text (message 1 has the part {"type": "file", "id": 1})',
-        ),
-        (
-            openai({"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": "f"}),
-            "tool calls are not a list (message 2 has a string)",
-        ),
+        ({"text": "Once"}, TEXT),
+        ({"content": "Once"}, TEXT),
+        ({"text": "Once", "content": "no"}, TEXT),
+        ({"text": "Once"}, DatasetSource("a", (Path("a.json"),), columns=Columns(prompt="text"))),
+        ({"instruction": "Once", "input": "no", "output": "no"}, ALPACA),
+        ({"response": "Once"}, QUERY),
+        ({"query": "", "response": "Once"}, QUERY),
     ],
 )
-def test_bad_openai_messages(row: dict[str, Any], message: str) -> None:
-    assert complaint(row, OPENAI) == message
-
-
-def test_images_refuse_the_data_set() -> None:
-    with pytest.raises(UnsupportedRow, match="field 'images': training on images is not built"):
-        to_example({"instruction": "a", "output": "b", "images": ["1.jpg"]}, ALPACA, "sft")
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    with pytest.raises(UnsupportedRow, match="message 1 has a part of type 'image_url'"):
-        to_example(openai(picture), OPENAI, "sft")
+def test_pretraining_text(row: dict[str, Any], source: DatasetSource) -> None:
+    assert to_example(row, source, "pt") == "Once"
 
 
 def test_placeholders() -> None:

@@ -1,4 +1,4 @@
-"""Files and dataset_info.json: what is read, and the exact words for what is not."""
+"""dataset_info.json and paths: which files, how their rows read, and the exact words for what is refused."""
 
 from __future__ import annotations
 
@@ -6,218 +6,305 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
-from megatune.data.readers import read_rows
-from megatune.data.sources import Columns, DatasetSource, Tags, resolve_datasets
+from megatune.data.sources import (
+    OPENAI_COLUMNS,
+    OPENAI_TAGS,
+    QUERY_RESPONSE_COLUMNS,
+    TEXT_COLUMNS,
+    Columns,
+    DatasetSource,
+    SourcePosition,
+    Tags,
+    resolve_datasets,
+)
+from megatune.data.sources.layout import splits_by_name
+from megatune.data.sources.registry import parse_entry
 from megatune.errors import ExitCode, MegatuneError
 
 ROWS = [{"instruction": "Hi", "output": "Hello\nyou"}, {"instruction": "你好", "output": 'say "hi", 你好 🙂'}]
+PAIR = {"prompt": "Q", "chosen": "good", "rejected": "bad"}
 
 
-def write(path: Path, content: str | bytes) -> Path:
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+def write(path: Path, content: str = json.dumps(ROWS)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
     return path
 
 
-def rows_of(path: Path) -> list[tuple[str, Any]]:
-    """Place (without the folder) and fields of each row, or its problem."""
-    return [
-        (row.where.removeprefix(f"{path.parent}/"), f"{row.problem}: {row.detail}" if row.problem else row.fields)
-        for row in read_rows(path)
-    ]
-
-
-def refusal(path: Path) -> tuple[str, int]:
-    with pytest.raises(MegatuneError) as caught:
-        list(read_rows(path))
-    return str(caught.value).replace(f"{path.parent}/", ""), int(caught.value.exit_code)
-
-
-def test_json_array(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.json", json.dumps(ROWS, indent=1, ensure_ascii=False))
-    assert rows_of(path) == [("a.json:row 1", ROWS[0]), ("a.json:row 2", ROWS[1])]
-    assert rows_of(write(tmp_path / "b.json", "[]")) == []
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_json_lines(tmp_path: Path, name: str, newline: str, mark: str) -> None:
-    text = mark + newline.join([json.dumps(ROWS[0]), "", json.dumps(ROWS[1], ensure_ascii=False)])
-    assert rows_of(write(tmp_path / name, text)) == [(f"{name}:1", ROWS[0]), (f"{name}:3", ROWS[1])]
-
-
-def test_csv(tmp_path: Path) -> None:
-    text = '\ufeffinstruction,output\r\nHi,"Hello\nyou"\r\n你好,"say ""hi"", 你好 🙂"\r\n'
-    assert rows_of(write(tmp_path / "a.csv", text)) == [("a.csv:3", ROWS[0]), ("a.csv:4", ROWS[1])]
-
-
-def test_parquet(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    assert rows_of(tmp_path / "a.parquet") == [("a.parquet:row 1", ROWS[0]), ("a.parquet:row 2", ROWS[1])]
-
-
-def test_text(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", "one\r\n\n\u2028two\x0b three\n")
-    assert rows_of(path) == [("a.txt:1", {"text": "one"}), ("a.txt:3", {"text": "\u2028two\x0b three"})]
-
-
-def test_bad_rows_have_a_place_and_a_reason(tmp_path: Path) -> None:
-    lines = ['{"a": 1}', '{"a": "x', '{"a": 1,}', "[1]", "null", '{"a": "\0"}', "1" * 5000]
-    rows = rows_of(write(tmp_path / "a.jsonl", "\n".join(lines)))
-    assert rows[:6] == [
-        ("a.jsonl:1", {"a": 1}),
-        ("a.jsonl:2", "invalid JSON: Unterminated string starting at column 7"),
-        ("a.jsonl:3", "invalid JSON: Expecting property name enclosed in double quotes at column 9"),
-        ("a.jsonl:4", "not a JSON object: expected an object with the row's fields, got a list"),
-        ("a.jsonl:5", "not a JSON object: expected an object with the row's fields, got null"),
-        ("a.jsonl:6", "invalid JSON: Invalid control character at column 8"),
-    ]
-    assert rows[6][1].startswith("invalid JSON: Exceeds the limit")
-    assert rows_of(write(tmp_path / "a.csv", "x,y\n1\n1,2\n")) == [
-        ("a.csv:2", "wrong number of fields: 1 fields, the header has 2"),
-        ("a.csv:3", {"x": "1", "y": "2"}),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.json", "", "a.json: the file is empty"),
-        ("a.json", '[{"a": 1},\n {"a": 2]', "a.json:2: invalid JSON in row 2: Expecting ',' delimiter at column 9"),
-        ("a.json", '[{"a": 1},\n]', "a.json:2: invalid JSON in row 1: a comma before the closing bracket at column 1"),
-        (
-            "a.json",
-            '[{"a": 1}\n{"a": 2}]',
-            "a.json:2: invalid JSON in row 1: expected a comma or the closing bracket at column 1",
-        ),
-        (
-            "a.json",
-            '[{"a": 1}',
-            "a.json:1: invalid JSON in row 1: expected a comma or the closing bracket at column 10",
-        ),
-        ("a.json", '[{"a": 1}] x', "a.json:1: invalid JSON in row 1: text after the closing bracket at column 11"),
-        (
-            "a.jsonl",
-            '{"a": 1}\n{"a": "café"}\n'.encode("latin-1"),
-            "a.jsonl:2: not UTF-8: byte 0xe9\n    mend: save the file as UTF-8",
-        ),
-        (
-            "a.json",
-            '[{"a": 1},\n\n{"a": "café"}]'.encode("latin-1"),
-            "a.json:3: not UTF-8: byte 0xe9\n    mend: save the file as UTF-8",
-        ),
-        ("a.csv", "x\nü\n".encode("latin-1"), "a.csv:2: not UTF-8: byte 0xfc\n    mend: save the file as UTF-8"),
-        ("a.txt", "hello".encode("utf-16"), "a.txt: the file is UTF-16\n    mend: save it as UTF-8"),
-        ("a.csv", 'x\n"open\n', "a.csv:2: invalid CSV: unexpected end of data"),
-    ],
-)
-def test_files_that_cannot_be_read_as_a_whole(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
-    assert refusal(write(tmp_path / name, content)) == (message, ExitCode.DATA)
-
-
-def test_a_broken_parquet_file(tmp_path: Path) -> None:
-    message, code = refusal(write(tmp_path / "a.parquet", b"PAR1 and no more"))
-    assert message.startswith("a.parquet: not a whole parquet file: ")
-    assert code == ExitCode.DATA
-
-
-def test_missing_and_unknown_files(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "a.json") == ("a.json: cannot read: No such file or directory", ExitCode.INPUT)
-    assert refusal(write(tmp_path / "a.xml", "<a/>")) == (
-        "a.xml: not a kind of data file that is read\n    mend: one of .csv, .json, .jsonl, .parquet, .txt",
-        ExitCode.INPUT,
-    )
-
-
-def info(folder: Path, **entries: Any) -> Path:
+def info(folder: Path, /, **entries: Any) -> Path:
     write(folder / "dataset_info.json", json.dumps(entries))
-    write(folder / "a.json", json.dumps(ROWS))
+    write(folder / "a.json")
     return folder
 
 
-def refused(names: list[str], folder: Path) -> tuple[str, int]:
+def resolved(name: str, folder: str | Path, stage: str = "sft") -> DatasetSource:
+    (source,) = resolve_datasets([name], folder, stage)
+    return source
+
+
+def refused(names: list[str] | str, folder: Path, stage: str = "sft") -> tuple[str, int]:
     with pytest.raises(MegatuneError) as caught:
-        resolve_datasets(names, folder)
-    return str(caught.value).replace(f"{folder}/", ""), int(caught.value.exit_code)
+        resolve_datasets([names] if isinstance(names, str) else names, folder, stage)
+    return str(caught.value).replace(f"{folder}/", "").replace(str(folder), "HERE"), int(caught.value.exit_code)
+
+
+def files(source: DatasetSource, folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in source.files]
 
 
 def test_an_entry_with_nothing_said_is_alpaca(tmp_path: Path) -> None:
-    assert resolve_datasets(["a"], info(tmp_path, a={"file_name": "a.json"})) == [
-        DatasetSource("a", (tmp_path / "a.json",), "alpaca", Columns(), Tags())
-    ]
-
-
-def test_what_is_not_listed_keeps_its_default(tmp_path: Path) -> None:
-    entry = {"file_name": "a.json", "columns": {"prompt": "question", "system": None}, "num_samples": 5}
-    (source,) = resolve_datasets(["a"], info(tmp_path, a=entry))
-    assert source.columns == Columns(prompt="question", system=None)
-    assert (source.columns.query, source.columns.response, source.num_samples) == ("input", "output", 5)
-    entry = {"file_name": "a.json", "formatting": "sharegpt", "tags": {"role_tag": "role"}}
-    (source,) = resolve_datasets(["a"], info(tmp_path, a=entry))
-    assert source.tags == Tags(role_tag="role")
-    (source,) = resolve_datasets(["a"], info(tmp_path, a={"file_name": "a.json", "formatting": "openai"}))
-    assert (source.columns.messages, source.tags.observation_tag) == ("messages", "tool")
-
-
-def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
-    (tmp_path / "parts").mkdir()
-    for name in ("b.jsonl", "a.jsonl"):
-        write(tmp_path / "parts" / name, json.dumps({"instruction": name, "output": name}))
-    write(tmp_path / "parts" / "README.md", "not data")
-    (source,) = resolve_datasets(["parts"], info(tmp_path, parts={"file_name": "parts"}))
-    assert [row.fields["instruction"] for row in source.rows()] == ["a.jsonl", "b.jsonl"]
-    write(tmp_path / "parts" / "c.csv", "x\n1\n")
-    message, code = refused(["parts"], tmp_path)
-    assert message.startswith("parts: a folder of .csv and .jsonl files\n    mend: one kind of file in a folder")
-    assert code == ExitCode.INPUT
+    assert resolved("a", info(tmp_path, a={"file_name": "a.json"})) == DatasetSource(
+        "a", (tmp_path / "a.json",), "alpaca", Columns(), Tags()
+    )
 
 
 @pytest.mark.parametrize(
-    ("row", "formatting", "column"),
+    ("entry", "columns", "tags"),
     [
-        ({"messages": []}, "openai", "messages"),
-        ({"conversations": []}, "sharegpt", "conversations"),
-        ({"text": "x"}, "alpaca", "text"),
-        ({"instruction": "x"}, "alpaca", "instruction"),
+        ({"columns": {"prompt": "question", "system": None}}, Columns(prompt="question", system=None), Tags()),
+        ({"formatting": "sharegpt", "tags": {"role_tag": "role"}}, Columns(), Tags(role_tag="role")),
+        ({"formatting": "openai"}, OPENAI_COLUMNS, OPENAI_TAGS),
+        ({"formatting": "query_response", "columns": {"prompt": "q"}}, Columns("q", None, None), Tags()),
+        ({"formatting": "query_response"}, QUERY_RESPONSE_COLUMNS, Tags()),
+        ({"formatting": "text"}, TEXT_COLUMNS, Tags()),
+        ({"formatting": None, "subset": None, "num_samples": None, "tags": None, "ranking": False}, Columns(), Tags()),
     ],
 )
-def test_a_path_is_a_data_set_of_the_form_of_its_first_row(
-    tmp_path: Path, row: dict[str, Any], formatting: str, column: str
+def test_what_is_not_listed_keeps_its_default(
+    tmp_path: Path, entry: dict[str, Any], columns: Columns, tags: Tags
 ) -> None:
-    path = write(tmp_path / "a.jsonl", json.dumps(row))
-    for name, folder in ((str(path), "nowhere"), ("a.jsonl", str(tmp_path))):
-        (source,) = resolve_datasets([name], folder)
-        assert source.formatting == formatting
-        assert column == (source.columns.prompt if formatting == "alpaca" else source.columns.messages)
+    source = resolved("a", info(tmp_path, a={"file_name": "a.json", **entry}))
+    assert (source.columns, source.tags, source.formatting) == (columns, tags, entry.get("formatting") or "alpaca")
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl"):
+        write(tmp_path / "parts" / name, "".join(f'{{"instruction": "{name} {i}", "output": "x"}}\n' for i in range(2)))
+    for name in ("README.md", ".gitattributes", "dataset_info.json", "state.json", "notes.pdf", "weights.pkl"):
+        write(tmp_path / "parts" / name, "not data")
+    source = resolved("parts", info(tmp_path, parts={"file_name": "parts"}))
+    read = [(row.fields["instruction"], position) for row, position in source.rows_from()]
+    assert [text for text, _ in read] == ["a.jsonl 0", "a.jsonl 1", "b.jsonl 0", "b.jsonl 1"]
+    assert [row.fields["instruction"] for row in source.rows()] == [text for text, _ in read]
+    for done, (_, position) in enumerate(read, start=1):
+        assert isinstance(position, SourcePosition)
+        assert [(row.fields["instruction"], after) for row, after in source.rows_from(position)] == read[done:]
+    write(tmp_path / "parts" / "c.csv", "x\n1\n")
+    message, code = refused("parts", tmp_path)
+    assert message.startswith("parts: data files of several kinds: .csv and .jsonl\n    mend: one kind of file in a ")
+    assert code == ExitCode.INPUT
+
+
+CARD = """---
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: "en/*.jsonl"}
+  - {split: held, path: ["en/held/*", "./more/**"]}
+- config_name: main
+  default: true
+  data_dir: main
+---
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("clone", ["main/train.jsonl"]),
+        ("clone:en", ["en/1.jsonl", "en/2.jsonl"]),
+        ("clone:en/main", ["en/1.jsonl", "en/2.jsonl", "main/train.jsonl"]),
+        ("clone:all#7", ["en/1.jsonl", "en/2.jsonl", "main/train.jsonl"]),
+        ("held", ["en/held/h.jsonl", "more/deep/m.jsonl"]),
+        ("held:main", "clone: no split held of subset main"),
+        ("folder", ["en/held/h.jsonl"]),
+        ("clone:fr", "clone: no subset fr\n    mend: its subsets are en, main"),
+        (
+            "unsplit",
+            'clone: no split dev of subset en\n    mend: write "split" in dataset_info.json: one of train, held',
+        ),
+        ("nothing", "clone: empty: no data files"),
+        ("a:en", "dataset_info.json: a: a.json is a file, which has no subsets, splits or folders"),
+    ],
+)
+def test_a_copy_of_a_repository(tmp_path: Path, name: str, expected: list[str] | str) -> None:
+    clone = {"file_name": "clone"}
+    info(
+        tmp_path,
+        a={"file_name": "a.json"},
+        held={**clone, "subset": "en", "split": "held"},
+        folder={**clone, "folder": "./en/held/"},
+        unsplit={**clone, "subset": "en", "split": "dev"},
+        nothing={**clone, "folder": "empty"},
+    )
+    write(tmp_path / "clone" / "README.md", CARD)
+    for path in ("en/2", "en/1", "en/held/h", "more/deep/m", "main/train", "main/test", ".git/x", "rest"):
+        write(tmp_path / "clone" / f"{path}.jsonl", json.dumps(ROWS[0]))
+    if isinstance(expected, list):
+        source = resolved(name, tmp_path)
+        assert files(source, tmp_path / "clone") == expected
+        assert source.num_samples == (7 if name.endswith("#7") else None)
+    else:
+        message, code = refused(name, tmp_path)
+        assert message.startswith(expected)
+        assert code == (ExitCode.INPUT if name == "nothing" else ExitCode.SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("paths", "splits"),
+    [
+        (["data/train-00000-of-00001.parquet", "x.csv"], {"train": ["data/train-00000-of-00001.parquet"]}),
+        (["data/train_sft-00000-of-00001-ab.parquet"], {"train_sft": ["data/train_sft-00000-of-00001-ab.parquet"]}),
+        (["my-train/a.csv", "dev/a.csv", "test.csv"], {"train": ["my-train/a.csv"], "validation": ["dev/a.csv"]}),
+        (["my_train.csv", "eval.csv", "b.csv"], {"train": ["my_train.csv"], "test": ["eval.csv"]}),
+        (["trained.csv", "b/c.csv"], {"train": ["trained.csv", "b/c.csv"]}),
+    ],
+)
+def test_splits_are_told_by_names(paths: list[str], splits: dict[str, list[str]]) -> None:
+    assert splits_by_name(paths) == splits
+
+
+@pytest.mark.parametrize("code", ["scripted.py", "other.py"])
+def test_a_repository_that_is_a_script_is_refused_and_not_run(tmp_path: Path, code: str) -> None:
+    canary = tmp_path / "canary"
+    write(tmp_path / "scripted" / code, f"open({str(canary)!r}, 'w')")
+    write(tmp_path / "scripted" / "README.md", "---\nlicense: mit\n---\n")
+    if code == "scripted.py":
+        write(tmp_path / "scripted" / "rows.json")
+    expected = f"scripted: its rows are made by a script, {code}\n    why: a data set's code is never run"
+    assert refused("scripted", tmp_path) == (expected, ExitCode.INPUT)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("kind", [".pkl", ".pickle", ".pt", ".bin"])
+def test_pickles_are_refused_by_kind(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "folder" / f"a{kind}", "x")
+    info(tmp_path, named={"file_name": f"folder/a{kind}"})
+    for name in ("named", f"folder/a{kind}"):
+        message, code = refused(name, tmp_path)
+        why = "loading one would run code that it may hold"
+        assert message.startswith(f"folder/a{kind}: {kind} files are not read\n    why: {why}")
+        assert code == ExitCode.INPUT
+    assert refused("folder", tmp_path)[0].startswith(f"folder: no data files; {kind} files are not read")
+
+
+@pytest.mark.parametrize(
+    ("row", "formatting", "stage"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, "openai", "sft"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "sharegpt", "sft"),
+        ({"text": "x"}, "text", "pt"),
+        ({"instruction": "x", "output": "y"}, "alpaca", "sft"),
+        ({"query": "x", "response": "y"}, "query_response", "sft"),
+        (PAIR, "query_response", "dpo"),
+    ],
+)
+def test_a_path_is_a_data_set_of_the_form_of_its_rows(
+    tmp_path: Path, row: dict[str, Any], formatting: str, stage: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", f'{{broken\n{{"odd": 1}}\n{json.dumps(row)}\n')
+    for name, folder in ((str(path), "nowhere"), ("a.jsonl", str(tmp_path)), (f"{path}#3", "nowhere")):
+        source = resolved(name, folder, stage)
+        assert (source.formatting, source.ranking) == (formatting, stage == "dpo")
+        assert source.num_samples == (3 if name.endswith("#3") else None)
+
+
+def test_rows_of_no_known_form(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '{"odd": 1, "strange": 2}\n')
+    expected = (
+        "dataset: a.jsonl: no known form has the fields odd, strange\n    mend: describe it in dataset_info.json: "
+        "formatting and columns"
+    )
+    assert refused("a.jsonl", tmp_path) == (expected, ExitCode.DATA)
+
+
+def test_names_with_the_characters_of_the_syntax(tmp_path: Path) -> None:
+    info(tmp_path, **{"identity": {"file_name": "a.json", "num_samples": 9}, "c#5": {"file_name": "a.json"}})
+    for name in ("b#50.json", "d#50", "e:en.json", "f:g/h.json"):
+        write(tmp_path / name)
+    numbers = {"identity": 9, "identity#50": 50, "c#5": None, "c#5#2": 2, "b#50.json": None, "b#50.json#2": 2}
+    numbers |= {"e:en.json": None, "e:en.json#1": 1, "f:g": None, "f:g#3": 3}
+    assert {name: resolved(name, tmp_path).num_samples for name in numbers} == numbers
+    # "d#50" is a file without a kind, not 50 rows of a data set d.
+    assert refused("d#50", tmp_path)[0].startswith("d#50: not a kind of data file that is read")
+
+
+@pytest.mark.parametrize(
+    ("entry", "modelscope", "hub", "place"),
+    [
+        ({"hf_hub_url": "a/b", "ms_hub_url": "c/d", "file_name": "x"}, "", "hf", "a/b"),
+        ({"hf_hub_url": "a/b", "ms_hub_url": "c/d", "file_name": "x"}, "1", "ms", "c/d"),
+        ({"hf_hub_url": "a/b", "om_hub_url": "e/f", "script_url": "s.py"}, "1", "hf", "a/b"),
+        ({"ms_hub_url": "c/d"}, "0", "ms", "c/d"),
+        ({"hf_hub_url": None, "file_name": "x"}, "1", None, "x"),
+    ],
+)
+def test_a_hub_wins_over_a_file(
+    monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], modelscope: str, hub: str | None, place: str
+) -> None:
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", modelscope)
+    parsed = parse_entry(entry, "dataset_info.json: x")
+    assert (parsed.hub, parsed.place) == (hub, place)
+
+
+@pytest.mark.parametrize("number", ["0", "-5", "many", "", "1e3"])
+def test_a_number_of_rows_that_is_none(tmp_path: Path, number: str) -> None:
+    info(tmp_path, a={"file_name": "a.json"})
+    what = f"dataset: 'a#{number}': expected a whole number above 0 after #, got {number!r}"
+    mend = "write NAME#500 for 500 rows, and OWNER/NAME:SUBSET for one subset"
+    assert refused(f"a#{number}", tmp_path) == (f"{what}\n    mend: {mend}", ExitCode.SETTINGS)
+
+
+@pytest.mark.parametrize("stage", ["sft", "pt", "dpo"])
+def test_pairs_are_for_stage_dpo_and_nothing_else_is(tmp_path: Path, stage: str) -> None:
+    write(tmp_path / "pairs.jsonl", json.dumps(PAIR))
+    info(tmp_path, pairs={"file_name": "pairs.jsonl", "ranking": True}, plain={"file_name": "a.json"})
+    pairs, plain = ("pairs", "pairs.jsonl"), ("plain", "a.json")
+    for name in pairs if stage == "dpo" else plain:
+        assert resolved(name, tmp_path, stage).ranking is (stage == "dpo")
+    message, code = refused(list(plain if stage == "dpo" else pairs), tmp_path, stage)
+    assert code == ExitCode.SETTINGS
+    if stage == "dpo":
+        assert message == (
+            "dataset_info.json: plain: its rows are no preference pairs, and stage dpo trains nothing else\n"
+            '    mend: add "ranking": true, if its rows have two answers; else write stage: sft\n'
+            "dataset: a.json: its rows are no preference pairs, and stage dpo trains nothing else\n"
+            "    mend: name the two answers chosen and rejected, or describe them in dataset_info.json; else write "
+            "stage: sft"
+        )
+    else:
+        assert message == (
+            f"dataset_info.json: pairs: its rows are preference pairs, which stage {stage} does not train\n"
+            "    mend: write stage: dpo\n"
+            f"dataset: pairs.jsonl: its rows are preference pairs, which stage {stage} does not train\n"
+            "    mend: write stage: dpo"
+        )
 
 
 def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
     folder = info(
         tmp_path,
         identity={"file_name": "a.json"},
-        hub={"hf_hub_url": "x/y", "subset": "en", "split": "test"},
-        pairs={"file_name": "a.json", "ranking": True, "columns": {"chosen": "chosen"}},
         kto={"file_name": "a.json", "columns": {"kto_tag": "label"}},
         pictures={"file_name": "a.json", "columns": {"images": "images"}},
         typo={"file_name": "a.json", "formating": "alpaca", "columns": {"promt": "x"}, "tags": {"role_tag": 1}},
-        kinds={"file_name": "a.json", "formatting": "chatml", "num_samples": 0, "columns": []},
+        kinds={"file_name": "a.json", "formatting": ["x"], "num_samples": 0, "columns": [], "ranking": "yes"},
         none={"formatting": "alpaca"},
         number=1,
+        script={"script_url": "x.py", "file_name": "a.json"},
+        openmind={"om_hub_url": "HaM/alpaca_en"},
+        cloud={"cloud_file_name": "s3://x"},
+        subset={"hf_hub_url": 1, "subset": ["en"]},
     )
-    names = ["identiti", "hub", "pairs", "kto", "pictures", "typo", "kinds", "none", "number"]
+    names = ["identiti", "kto", "pictures", "typo", "kinds", "none", "number", "script", "openmind", "cloud", "subset"]
     message, code = refused(names, folder)
     assert code == ExitCode.SETTINGS
+    download = "    mend: download the rows, and write file_name in place of it"
     assert message.splitlines() == [
         "dataset: 'identiti' is neither in dataset_info.json nor a path",
         "    mend: nearest: identity",
-        "dataset_info.json: hub: hf_hub_url, subset, split: needs the network loader, which is not built",
-        "    mend: download the data set, and keep file_name, formatting, columns and tags only",
-        "dataset_info.json: pairs: ranking: preference pairs need stage dpo, which is not built",
-        "dataset_info.json: pairs: columns.chosen: preference pairs need stage dpo, which is not built",
         "dataset_info.json: kto: columns.kto_tag: KTO is not built",
         "dataset_info.json: pictures: columns.images: training on images is not built",
         "dataset_info.json: typo: formating: unknown key",
@@ -225,21 +312,31 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
         "dataset_info.json: typo.columns: promt: unknown key",
         "    mend: nearest: prompt",
         "dataset_info.json: typo: tags.role_tag: expected a string, got a number",
-        "dataset_info.json: kinds: formatting: 'chatml' is unknown",
-        "    mend: one of alpaca, sharegpt, openai",
+        "dataset_info.json: kinds: ranking: expected true or false, got a string",
         "dataset_info.json: kinds: num_samples: expected a positive whole number, got 0",
+        "dataset_info.json: kinds: formatting: ['x'] is unknown",
+        "    mend: one of alpaca, sharegpt, openai, query_response, text",
         "dataset_info.json: kinds: columns: expected an object, got a list",
         "dataset_info.json: none: file_name is missing",
-        '    mend: add "file_name": a file or folder of this data set',
+        "    mend: add file_name, a file or folder of this data set, or hf_hub_url or ms_hub_url, its id on a hub",
         "dataset_info.json: number: expected an object, got a number",
+        "dataset_info.json: script: script_url: a data set's script is code, which is never run",
+        download,
+        "dataset_info.json: openmind: om_hub_url: reading from the hub of Openmind is not built",
+        download,
+        "dataset_info.json: cloud: cloud_file_name: reading from cloud storage is not built",
+        download,
+        "dataset_info.json: subset: hf_hub_url: expected a string, got a number",
+        "dataset_info.json: subset: subset: expected a string, got a list",
     ]
 
 
 def test_missing_files_are_another_exit_code(tmp_path: Path) -> None:
     folder = info(tmp_path, gone={"file_name": "gone.json"})
-    assert refused(["gone"], folder) == ("dataset_info.json: gone: no such file or folder: gone.json", ExitCode.INPUT)
-    assert refused(["x/y.json"], folder) == ("dataset: no such file or folder: x/y.json", ExitCode.INPUT)
+    assert refused("gone", folder) == ("dataset_info.json: gone: no such file or folder: gone.json", ExitCode.INPUT)
+    for name in ("x/y.json", "./x/y", "x/y/z"):
+        assert refused(name, folder) == (f"dataset: no such file or folder: {name}", ExitCode.INPUT)
     write(tmp_path / "dataset_info.json", "{")
-    message, code = refused(["a"], tmp_path)
+    message, code = refused("a", tmp_path)
     assert message.startswith("dataset_info.json:1: cannot read: Expecting property name")
     assert code == ExitCode.INPUT

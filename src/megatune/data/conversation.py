@@ -1,0 +1,128 @@
+"""What a row of a file becomes, whatever its form: a text, a conversation or a preference pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Role = Literal["user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function the assistant calls."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message; a tool's answer has the role "tool".
+
+    Attributes:
+        trained: False for an answer that is context only.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    trained: bool = True
+
+    def __reduce__(self) -> tuple[type[Message], tuple[object, ...]]:
+        # What dataclasses with slots pickle by takes five times as long, and worker processes get every message.
+        return Message, (self.role, self.content, self.tool_calls, self.trained)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns of (user or tools, assistant), ending with the assistant.
+
+    Attributes:
+        system: "" where the row has none.
+        tools: JSON schemas of the tools on offer, as the row has them.
+    """
+
+    messages: tuple[Message, ...]
+    system: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
+        return Conversation, (self.messages, self.system, self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one conversation, of which the first is preferred.
+
+    Attributes:
+        prompt: ends with the user's, or a tool's, message.
+        chosen, rejected: the assistant's.
+        system, tools: as those of a `Conversation`.
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: Message
+    rejected: Message
+    system: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def conversations(self) -> tuple[Conversation, Conversation]:
+        """The conversation with the chosen answer, and with the rejected one."""
+        return (
+            Conversation((*self.prompt, self.chosen), self.system, self.tools),
+            Conversation((*self.prompt, self.rejected), self.system, self.tools),
+        )
+
+
+# A text is a row of stage pt, a conversation one of stage sft, a pair one of stage dpo.
+Example = str | Conversation | Pair
+
+# Self-cognition data sets write the model's name and maker so; the setting that fills each.
+PLACEHOLDERS = {"{{name}}": "model_name", "{{author}}": "model_author"}
+
+
+def fill_placeholders(example: Example, values: Mapping[str, str | None]) -> tuple[Example, list[str]]:
+    """Replace {{name}} and {{author}} in every text of an example.
+
+    Args:
+        values: placeholder to replacement; None leaves it as it is.
+
+    Returns:
+        The example, and the placeholders it has for which there is no replacement.
+    """
+    missing = [p for p in PLACEHOLDERS if values.get(p) is None and any(p in text for text in texts(example))]
+
+    def filled(text: str) -> str:
+        for placeholder, value in values.items():
+            if value is not None:
+                text = text.replace(placeholder, value)
+        return text
+
+    def filled_message(message: Message) -> Message:
+        return replace(message, content=filled(message.content))
+
+    if isinstance(example, str):
+        return filled(example), missing
+    if isinstance(example, Pair):
+        pair = replace(
+            example,
+            prompt=tuple(map(filled_message, example.prompt)),
+            chosen=filled_message(example.chosen),
+            rejected=filled_message(example.rejected),
+            system=filled(example.system),
+        )
+        return pair, missing
+    return replace(
+        example, messages=tuple(map(filled_message, example.messages)), system=filled(example.system)
+    ), missing
+
+
+def texts(example: Example) -> Iterable[str]:
+    """Every text that someone wrote, in order: the system message first, then the messages."""
+    if isinstance(example, str):
+        return (example,)
+    if isinstance(example, Pair):
+        return (example.system, *(m.content for m in (*example.prompt, example.chosen, example.rejected)))
+    return (example.system, *(message.content for message in example.messages))

@@ -1,0 +1,122 @@
+"""Parquet and Arrow files. Nothing in them is run: Arrow gives values of extension types as what they are stored as."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from megatune.data.readers.row import Position, RawRow, unreadable
+from megatune.data.readers.text import DuplicateKeyError, json_error, key_twice, unique_keys
+from megatune.data.row_error import RowError
+
+BATCH_ROWS = 1024
+
+Decoder = Callable[[Any], Any]
+
+
+def read_parquet(path: Path, after: Position) -> Iterator[RawRow]:
+    """Row groups before the position are not read."""
+    return _rows(path, "parquet", _parquet_batches(path, after.row), after.row)
+
+
+def read_arrow(path: Path, after: Position) -> Iterator[RawRow]:
+    """Arrow's IPC format, file or stream; of record batches before the position only the sizes are read."""
+    return _rows(path, "arrow", _from_row(_arrow_batches(path), after.row), after.row)
+
+
+def _rows(path: Path, kind: str, batches: Iterator[Any], number: int) -> Iterator[RawRow]:
+    """The rows of `batches`, numbered on from `number`."""
+    import pyarrow
+
+    try:
+        for batch in batches:
+            decoders = {field.name: decode for field in batch.schema if (decode := json_decoder(field.type))}
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                for fields in batch.slice(start, BATCH_ROWS).to_pylist():
+                    number += 1
+                    yield _row(f"{path}:row {number}", fields, decoders, Position(number))
+    except UnicodeDecodeError as error:
+        raise unreadable(path, f"a text after row {number} is not UTF-8", str(error)) from error
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a value that Python has no type for
+        place = f"{path}:row {number + 1}" if number else str(path)
+        raise unreadable(place, f"not a whole {kind} file: {error}") from error
+
+
+def _row(where: str, fields: dict[str, Any], decoders: dict[str, Decoder], after: Position) -> RawRow:
+    for column, decode in decoders.items():
+        try:
+            fields[column] = decode(fields[column])
+        except DuplicateKeyError as error:
+            problem = key_twice(error)
+        except (ValueError, RecursionError) as error:
+            problem = RowError("invalid-json", "invalid JSON", f"{json_error(error)} in {column!r}")
+        else:
+            continue
+        return RawRow(where, {}, problem, str(fields[column]), after)
+    return RawRow(where, fields, None, "", after)
+
+
+def json_decoder(kind: Any) -> Decoder | None:
+    """What decodes the values of an Arrow type that holds JSON as text; None where it holds none.
+
+    `datasets` writes columns of that type where the rows' values have no type in common.
+    """
+    import pyarrow.types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda text: None if text is None else json.loads(text, object_pairs_hook=unique_keys)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        inner = json_decoder(kind.value_type)
+        return inner and (lambda values: None if values is None else [inner(value) for value in values])
+    if pyarrow.types.is_struct(kind):
+        parts = {field.name: decode for field in kind if (decode := json_decoder(field.type))}
+        if parts:
+            return lambda value: value and {**value, **{name: decode(value[name]) for name, decode in parts.items()}}
+    return None
+
+
+def _parquet_batches(path: Path, skip: int) -> Iterator[Any]:
+    """Record batches from row `skip` on."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        _check_names(path, file.schema_arrow.names)
+        groups = file.num_row_groups
+        ends = list(accumulate(file.metadata.row_group(group).num_rows for group in range(groups)))
+        first = next((group for group in range(groups) if ends[group] > skip), groups)
+        before = ends[first - 1] if first else 0
+        batches = file.iter_batches(batch_size=BATCH_ROWS, row_groups=list(range(first, groups)))
+        yield from _from_row(batches, skip - before)
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Record batches, mapped into memory: what is not looked at is not read."""
+    import pyarrow.ipc
+
+    with open(path, "rb") as head:
+        is_file = head.read(6) == b"ARROW1"
+    with pyarrow.memory_map(str(path)) as source:
+        if is_file:
+            reader = pyarrow.ipc.open_file(source)
+            _check_names(path, reader.schema.names)
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            reader = pyarrow.ipc.open_stream(source)
+            _check_names(path, reader.schema.names)
+            yield from reader
+
+
+def _from_row(batches: Iterator[Any], skip: int) -> Iterator[Any]:
+    for batch in batches:
+        if skip < batch.num_rows:
+            yield batch.slice(skip)
+        skip = max(0, skip - batch.num_rows)
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise unreadable(path, f"two columns are named {twice!r}", mend="give each column its own name")

@@ -1,0 +1,224 @@
+"""Which files of a data set's repository are which subset and split: by its card, or by the files' names.
+
+The rules are those of the `datasets` library, which users and hubs write their repositories for. No file of the
+repository but its README.md is read, and none is run.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatune.data.readers import json_type
+from megatune.data.sources.kinds import check_kinds, is_data, is_visible
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+README = "README.md"
+ALL = ("all",)
+DEFAULT_SUBSET = "default"
+DEFAULT_SPLIT = "train"
+
+# Words that name a split in the name of a file or folder, between these separators.
+_KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SEPARATOR = r"[-._ 0-9]"
+_SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+# Options of a subset that change no row; any other one is for a reader that is not ours, and would.
+_OPTIONS = ("config_name", "data_files", "data_dir", "default", "features", "version", "description", "drop_labels")
+
+
+def read_card(text: str, where: str) -> dict[str, Any] | None:
+    """The YAML block at the head of a data set's README.md; None where it has none.
+
+    Raises:
+        MegatuneError: it is not YAML (exit code 66).
+    """
+    import yaml
+
+    lines = text.removeprefix("\ufeff").splitlines()
+    if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
+        return None
+    try:
+        card = yaml.safe_load("\n".join(lines[1 : lines.index("---", 1)]))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 2}" if mark else ""
+        raise MegatuneError(Finding("the card is not YAML", f"{where}: {README}{line}"), ExitCode.INPUT) from error
+    return card if isinstance(card, dict) else {}
+
+
+class Layout:
+    """The subsets and splits of a repository.
+
+    Args:
+        paths: of all its files, relative, with "/".
+        card: what `read_card` gave.
+        name: of the repository, without its owner; NAME.py would be its script.
+        where: the repository, as messages name it.
+        mend: what to do where its files cannot be chosen by these rules.
+
+    Raises:
+        MegatuneError: the card's `configs` are not in their form, or the rows are made by a script (exit code 66).
+    """
+
+    def __init__(
+        self, paths: Sequence[str], card: Mapping[str, Any] | None, *, name: str, where: str, mend: str = ""
+    ) -> None:
+        self._paths = sorted(paths)
+        self._where = where
+        self._mend = mend
+        self._configs = self._read_configs((card or {}).get("configs"))
+        scripts = [path for path in self._paths if path.endswith(".py") and "/" not in path]
+        own = f"{name}.py"
+        if not self._configs and scripts and (own in scripts or not any(map(is_data, self._paths))):
+            script = own if own in scripts else scripts[0]
+            raise self._refused(f"its rows are made by a script, {script}", "a data set's code is never run")
+
+    def files(self, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = "") -> list[str]:
+        """The paths of the files of subsets, each subset's in order of their names.
+
+        Args:
+            subsets: () for the default one.
+            folder: only what lies in it; subsets of the card are not looked at then, as with `data_dir`.
+
+        Raises:
+            MegatuneError: no such subset or split (exit code 64); no data files, or of several kinds (66).
+        """
+        if folder:
+            found = self._by_split(_folder(folder), split, "")
+        else:
+            found = [path for name in self._chosen(subsets) for path in self._of_subset(name, split)]
+        found = list(dict.fromkeys(found))
+        check_kinds([path for path in found if not is_data(path)] or found, self._where, self._mend)
+        return found
+
+    def _chosen(self, subsets: Sequence[str]) -> Sequence[str]:
+        names = list(self._configs) or [DEFAULT_SUBSET]
+        if tuple(subsets) == ALL and "all" not in names:
+            return names
+        if not subsets:
+            default = [n for n in names if len(names) == 1 or n == DEFAULT_SUBSET or self._configs[n].get("default")]
+            if not default:
+                mend = f"write NAME:{names[0]}, or NAME:all for all of them; there are {_listed(names)}"
+                raise self._unknown("it has several subsets, and none was chosen", mend)
+            return default[:1]
+        if unknown := [name for name in subsets if name not in names]:
+            only = "it has no subsets" if not self._configs else f"its subsets are {_listed(names)}"
+            raise self._unknown(f"no subset {_listed(unknown)}", only)
+        return subsets
+
+    def _of_subset(self, name: str, split: str) -> list[str]:
+        config = self._configs.get(name, {})
+        folder = _folder(str(config.get("data_dir") or ""))
+        data_files = config.get("data_files")
+        if not data_files:
+            return self._by_split(folder, split, name)
+        patterns = self._patterns(data_files, name)
+        if split not in patterns:
+            raise self._no_split(split, list(patterns), name)
+        found: list[str] = []
+        for pattern in patterns[split]:
+            matched = self._matched(f"{folder}/{pattern}" if folder else pattern, name)
+            if not matched:
+                raise self._refused(f"subset {name} names {pattern}, and there is no such data file")
+            found += matched
+        return found
+
+    def _by_split(self, folder: str, split: str, subset: str) -> list[str]:
+        """By the names of files and folders, the way `datasets` looks at a repository without a card."""
+        prefix = f"{folder}/" if folder else ""
+        inside = [path.removeprefix(prefix) for path in self._paths if path.startswith(prefix)]
+        data = [path for path in inside if is_data(path)]
+        if not data:
+            check_kinds(inside, f"{self._where}: {folder}" if folder else self._where, self._mend)
+        splits = splits_by_name(data)
+        if split not in splits:
+            raise self._no_split(split, list(splits), subset)
+        return [prefix + path for path in splits[split]]
+
+    def _patterns(self, data_files: Any, subset: str) -> dict[str, list[str]]:
+        """`data_files` of the card in each of its forms, as patterns of each split."""
+        items = data_files if isinstance(data_files, list) else [data_files]
+        splits: dict[str, list[str]] = {}
+        for item in items:
+            one = item if isinstance(item, Mapping) else {"split": DEFAULT_SPLIT, "path": item}
+            split, path = one.get("split"), one.get("path")
+            paths: list[Any] = path if isinstance(path, list) else [path]
+            if not isinstance(split, str) or not all(isinstance(each, str) for each in paths):
+                raise self._refused(f"{README}: data_files of subset {subset} are not in their form")
+            if elsewhere := [each for each in paths if "://" in each]:
+                raise self._refused(f"subset {subset} takes files from elsewhere: {elsewhere[0]}")
+            splits.setdefault(split, []).extend(each.removeprefix("./") for each in paths)
+        return splits
+
+    def _matched(self, pattern: str, subset: str) -> list[str]:
+        from fsspec.utils import glob_translate
+
+        if pattern in self._paths:
+            return [pattern]
+        try:
+            expression = re.compile(glob_translate(pattern))
+        except ValueError as error:
+            raise self._refused(f"subset {subset}: {pattern} is no pattern of files") from error
+        matched = [path for path in self._paths if expression.match(path) and is_visible(path)]
+        return [path for path in matched if is_data(path)] or matched
+
+    def _read_configs(self, configs: Any) -> dict[str, Mapping[str, Any]]:
+        if configs is None:
+            return {}
+        if not isinstance(configs, list) or not all(isinstance(c, Mapping) and c.get("config_name") for c in configs):
+            raise self._refused(f"{README}: configs are not in their form: got {json_type(configs)}")
+        for config in configs:
+            if other := [key for key in config if key not in _OPTIONS]:
+                what = f"subset {config['config_name']} is to be read with {', '.join(other)}"
+                raise self._refused(what, "such options are not read")
+        return {str(config["config_name"]): config for config in configs}
+
+    def _no_split(self, split: str, splits: Sequence[str], subset: str) -> MegatuneError:
+        of = f" of subset {subset}" if subset and self._configs else ""
+        mend = f'write "split" in dataset_info.json: one of {_listed(splits)}'
+        return self._unknown(f"no split {split}{of}", mend)
+
+    def _unknown(self, what: str, mend: str) -> MegatuneError:
+        return MegatuneError(Finding(what, self._where, mend=mend), ExitCode.SETTINGS)
+
+    def _refused(self, what: str, why: str = "") -> MegatuneError:
+        return MegatuneError(Finding(what, self._where, why, self._mend), ExitCode.INPUT)
+
+
+def splits_by_name(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Files of each split: shards in data/, else by words in folders' names, else in files' names; else all train."""
+    shards: dict[str, list[str]] = {}
+    for path in paths:
+        if match := _SHARD.fullmatch(path):
+            shards.setdefault(match["split"], []).append(path)
+    if shards:
+        return shards
+    for part in (slice(None, -1), slice(-1, None)):  # the folders, then the file
+        found = {
+            split: [path for path in paths if any(_says(name, words) for name in path.split("/")[part])]
+            for split, words in _KEYWORDS.items()
+        }
+        if any(found.values()):
+            return {split: files for split, files in found.items() if files}
+    return {DEFAULT_SPLIT: list(paths)}
+
+
+def _folder(path: str) -> str:
+    """A relative folder in its plain form, "" for the root."""
+    plain = posixpath.normpath(path.strip("/") or ".")
+    return "" if plain == "." else plain
+
+
+def _says(name: str, words: Sequence[str]) -> bool:
+    return re.search(rf"(^|{_SEPARATOR})({'|'.join(words)})({_SEPARATOR}|$)", name) is not None
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:20])
+    return f"{shown} and {len(names) - 20} more" if len(names) > 20 else shown

@@ -1,0 +1,96 @@
+"""How a data set is named: `[hf::|ms::]NAME_OR_PATH_OR_ID[:SUBSET/SUBSET|:all][#N]`, the syntax of SWIFT."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatune.data.readers import data_suffix
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+Hub = Literal["hf", "ms"]
+
+_PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
+# A number after "#" is never written with these; a path that has a "#" in it often goes on so.
+_PATH_CHARACTERS = re.compile(r"[/.\\]")
+_REPOSITORY_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One item of `dataset`, taken apart.
+
+    Attributes:
+        name: a name of dataset_info.json, a path or a hub's id.
+        hub: where its prefix says so.
+        subsets: () where none is named; ("all",) is every subset there is.
+        num_samples: rows to draw.
+    """
+
+    name: str
+    hub: Hub | None = None
+    subsets: tuple[str, ...] = ()
+    num_samples: int | None = None
+
+
+def parse_reference(text: str, known: Callable[[str], bool]) -> Reference:
+    """Take an item of `dataset` apart.
+
+    Args:
+        known: whether a text, as it stands, is a name of dataset_info.json or a path of something that exists. These
+            win over the syntax, since "#" and ":" may be part of a file's name.
+
+    Raises:
+        MegatuneError: a number of rows that is none, or an empty name or subset (exit code 64).
+    """
+    prefixed = _PREFIX.fullmatch(text)
+    hub: Hub | None = None
+    name = text
+    if prefixed:
+        hub, name = ("hf" if prefixed[1].lower() == "hf" else "ms"), prefixed[2]
+    if hub is None and known(name):
+        return Reference(name)
+    body, mark, number = name.rpartition("#")
+    num_samples = None
+    if mark and not _PATH_CHARACTERS.search(number):
+        name, num_samples = body, _number(number, text)
+        if hub is None and known(name):
+            return Reference(name, num_samples=num_samples)
+    subsets: tuple[str, ...] = ()
+    if ":" in name and (hub or data_suffix(Path(name)) is None):
+        name, subset = _cut_subset(name, known)
+        subsets = tuple(subset.split("/"))
+        if not all(subsets):
+            raise _refused(text, "a subset's name is empty")
+    if not name:
+        raise _refused(text, "the name is empty")
+    return Reference(name, hub, subsets, num_samples)
+
+
+def is_repository_id(name: str, *, owner: bool) -> bool:
+    """Whether a hub could have a data set of this id: OWNER/NAME, or NAME alone where no owner is asked for."""
+    match = _REPOSITORY_ID.fullmatch(name)
+    return match is not None and not (owner and match[1] is None)
+
+
+def _cut_subset(name: str, known: Callable[[str], bool]) -> tuple[str, str]:
+    """At the first colon, which a hub's id cannot have; at the last one where a folder has colons in its name."""
+    folder, _, last = name.rpartition(":")
+    if known(folder):
+        return folder, last
+    head, _, subset = name.partition(":")
+    return head, subset
+
+
+def _number(number: str, text: str) -> int:
+    if re.fullmatch(r"[0-9]+", number) and int(number) > 0:
+        return int(number)
+    raise _refused(text, f"expected a whole number above 0 after #, got {number!r}")
+
+
+def _refused(text: str, what: str) -> MegatuneError:
+    mend = "write NAME#500 for 500 rows, and OWNER/NAME:SUBSET for one subset"
+    return MegatuneError(Finding(f"{text!r}: {what}", "dataset", mend=mend), ExitCode.SETTINGS)

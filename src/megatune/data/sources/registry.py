@@ -1,0 +1,197 @@
+"""dataset_info.json: named data sets, in the form LLaMA-Factory's users have it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatune.data.readers import json_type
+from megatune.data.sources.dataset import (
+    FORMATTINGS,
+    Columns,
+    Formatting,
+    Tags,
+    default_columns,
+    default_tags,
+)
+from megatune.data.sources.layout import DEFAULT_SPLIT
+from megatune.data.sources.reference import Hub
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+DATASET_INFO = "dataset_info.json"
+
+# Where an entry may say its rows are, in the order LLaMA-Factory looks; the last three it reads, and we do not.
+_HUB_KEYS: Mapping[str, Hub] = {"hf_hub_url": "hf", "ms_hub_url": "ms"}
+_REFUSED_PLACES = {
+    "om_hub_url": "reading from the hub of Openmind is not built",
+    "script_url": "a data set's script is code, which is never run",
+    "cloud_file_name": "reading from cloud storage is not built",
+}
+_STRINGS = (*_HUB_KEYS, *_REFUSED_PLACES, "file_name", "subset", "split", "folder")
+_KEYS = (*_STRINGS, "formatting", "ranking", "num_samples", "columns", "tags")
+_REFUSED_COLUMNS = {
+    "kto_tag": "KTO is not built",
+    "images": "training on images is not built",
+    "videos": "training on videos is not built",
+    "audios": "training on audio is not built",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One data set of dataset_info.json.
+
+    Attributes:
+        where: the file and the name, as messages say it.
+        hub: the hub that has it; None where it is a file or folder beside dataset_info.json.
+        place: the id on the hub, or the name of the file or folder.
+        subsets: () for the default one.
+        folder: "" for all folders.
+    """
+
+    where: str
+    hub: Hub | None
+    place: str
+    subsets: tuple[str, ...]
+    split: str
+    folder: str
+    formatting: Formatting
+    columns: Columns
+    tags: Tags
+    num_samples: int | None
+    ranking: bool
+
+
+def use_modelscope() -> bool:
+    """Whether ids that are on no named hub are ModelScope's, as LLaMA-Factory and SWIFT are told."""
+    return os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "true", "y", "yes")
+
+
+def read_registry(path: Path, where: str) -> dict[str, Any]:
+    """The entries of a dataset_info.json, as they are written.
+
+    Raises:
+        MegatuneError: it is not JSON, or no object (exit code 66).
+    """
+    try:
+        info = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, OSError) as error:
+        place = f"{where}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else where
+        raise MegatuneError(Finding(f"cannot read: {error}", place), ExitCode.INPUT) from error
+    if not isinstance(info, dict):
+        raise MegatuneError(Finding(f"expected an object of data sets, got {json_type(info)}", where), ExitCode.INPUT)
+    return info
+
+
+def parse_entry(entry: Any, where: str) -> Entry:
+    """Check one entry. What its `columns` and `tags` do not list keeps its default.
+
+    Raises:
+        MegatuneError: every problem of the entry at once (exit code 64).
+    """
+    if not isinstance(entry, Mapping):
+        raise _refused([Finding(f"expected an object, got {json_type(entry)}", where)])
+    findings = [*_unknown_keys(entry, _KEYS, where), *_wrong_types(entry, where), *_unbuilt_columns(entry, where)]
+    formatting: Formatting = entry.get("formatting") or "alpaca"
+    if formatting not in FORMATTINGS:
+        mend = f"one of {', '.join(FORMATTINGS)}"
+        findings.append(Finding(f"formatting: {formatting!r} is unknown", where, mend=mend))
+        formatting = "alpaca"
+    columns, of_columns = _overridden(default_columns(formatting), entry.get("columns"), "columns", where)
+    tags, of_tags = _overridden(default_tags(formatting), entry.get("tags"), "tags", where)
+    findings += of_columns + of_tags
+    hub, place = _place(entry)
+    if not findings and place is None:
+        findings.append(_without_place(entry, where))
+    if findings or place is None:
+        raise _refused(findings)
+    return Entry(
+        where=where,
+        hub=hub,
+        place=place,
+        subsets=(entry["subset"],) if entry.get("subset") else (),
+        split=entry.get("split") or DEFAULT_SPLIT,
+        folder=entry.get("folder") or "",
+        formatting=formatting,
+        columns=columns,
+        tags=tags,
+        num_samples=entry.get("num_samples"),
+        ranking=bool(entry.get("ranking")),
+    )
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """The known names that could have been meant, at most `count`."""
+    return ", ".join(difflib.get_close_matches(name, list(known), n=count))
+
+
+def _place(entry: Mapping[str, Any]) -> tuple[Hub | None, str | None]:
+    """A hub wins over a file; of the two hubs, Hugging Face's unless ModelScope is asked for."""
+    hubs = [key for key in _HUB_KEYS if entry.get(key)]
+    if hubs:
+        key = "ms_hub_url" if "ms_hub_url" in hubs and use_modelscope() else hubs[0]
+        return _HUB_KEYS[key], entry[key]
+    refused = any(entry.get(key) for key in _REFUSED_PLACES)
+    return None, None if refused else entry.get("file_name") or None
+
+
+def _without_place(entry: Mapping[str, Any], where: str) -> Finding:
+    for key, why in _REFUSED_PLACES.items():
+        if entry.get(key):
+            mend = "download the rows, and write file_name in place of it"
+            return Finding(f"{key}: {why}", where, mend=mend)
+    mend = "add file_name, a file or folder of this data set, or hf_hub_url or ms_hub_url, its id on a hub"
+    return Finding("file_name is missing", where, mend=mend)
+
+
+def _wrong_types(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    for key in _STRINGS:
+        if entry.get(key) is not None and not isinstance(entry[key], str):
+            yield Finding(f"{key}: expected a string, got {json_type(entry[key])}", where)
+    if entry.get("ranking") is not None and not isinstance(entry["ranking"], bool):
+        yield Finding(f"ranking: expected true or false, got {json_type(entry['ranking'])}", where)
+    number = entry.get("num_samples")
+    if number is not None and not (type(number) is int and number > 0):
+        yield Finding(f"num_samples: expected a positive whole number, got {number!r}", where)
+
+
+def _unbuilt_columns(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    """What LLaMA-Factory knows and this loader refuses, by name."""
+    columns = entry.get("columns")
+    if isinstance(columns, Mapping):
+        for key, why in _REFUSED_COLUMNS.items():
+            if columns.get(key) is not None:
+                yield Finding(f"columns.{key}: {why}", where)
+
+
+def _overridden(default: Any, block: Any, name: str, where: str) -> tuple[Any, list[Finding]]:
+    """A block of dataset_info.json over its defaults."""
+    if block is None:
+        return default, []
+    if not isinstance(block, Mapping):
+        return default, [Finding(f"{name}: expected an object, got {json_type(block)}", where)]
+    known = [field.name for field in fields(default)]
+    findings = _unknown_keys(block, [*known, "kto_tag"] if name == "columns" else known, f"{where}.{name}")
+    for key, value in block.items():
+        if not (isinstance(value, str) or (value is None and name == "columns")):
+            findings.append(Finding(f"{name}.{key}: expected a string, got {json_type(value)}", where))
+    if findings:
+        return default, findings
+    return type(default)(**{key: block.get(key, getattr(default, key)) for key in known}), []
+
+
+def _unknown_keys(block: Mapping[str, Any], known: Sequence[str], where: str) -> list[Finding]:
+    return [
+        Finding(f"{key}: unknown key", where, mend=f"nearest: {nearest(key, known, 1) or ', '.join(known)}")
+        for key in block
+        if key not in known
+    ]
+
+
+def _refused(findings: Iterable[Finding]) -> MegatuneError:
+    return MegatuneError(findings, ExitCode.SETTINGS)

@@ -1,0 +1,407 @@
+"""Data sets on hubs: the real client of Hugging Face's hub, against a small hub on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+TOKEN = "hf_aSecretThatIsNowhereElse"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CANARY = 'open("{path}", "w").write("a script ran")\n'
+
+
+def lines(*rows: dict[str, Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def alpaca(*answers: str) -> str:
+    return lines(*({"instruction": "Say it", "input": "", "output": answer} for answer in answers))
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/train-*.jsonl
+  - split: check
+    path: [en/check.jsonl]
+- config_name: zh
+  data_files: "zh/*.jsonl"
+---
+# Two languages
+"""
+INFO = {
+    "here": {"file_name": "deep/rows.jsonl", "num_samples": 4, "columns": {"prompt": "question"}},
+    "folder": {"file_name": "deep"},
+    "there": {"hf_hub_url": "team/cards", "subset": "en", "split": "check"},
+    "gone": {"file_name": "gone.jsonl"},
+    "pickle": {"file_name": "deep/rows.pkl"},
+}
+
+
+def repositories(canary: Path) -> dict[str, dict[str, str]]:
+    """Each repository's files."""
+    script = CANARY.format(path=canary)
+    return {
+        "team/plain": {"README.md": "# no card", ".gitattributes": "*", "rows.jsonl": alpaca("one", "two", "three")},
+        "team/cards": {
+            "README.md": CARD,
+            "en/train-1.jsonl": alpaca("en 1"),
+            "en/train-2.jsonl": alpaca("en 2"),
+            "en/check.jsonl": alpaca("en check"),
+            "zh/a.jsonl": alpaca("zh"),
+            "dataset_info.json": "{}",
+        },
+        "team/halves": {"README.md": CARD, "en/train-1.jsonl": alpaca("half"), "zh/a.jsonl": alpaca("other half")},
+        "team/shards": {
+            "data/train-00000-of-00002.jsonl": alpaca("first"),
+            "data/train-00001-of-00002.jsonl": alpaca("second"),
+            "data/test-00000-of-00001.jsonl": alpaca("test"),
+        },
+        "solo": {"train.jsonl": alpaca("solo train"), "test.jsonl": alpaca("solo test")},
+        "team/script": {"README.md": "---\nlicense: mit\n---\n", "script.py": script, "setup.py": script},
+        "team/helped": {"helped.py": script, "rows.jsonl": alpaca("must not be read")},
+        "team/pickled": {"rows.pkl": "pickle", "model.bin": "bin", "x/weights.pt": "pt"},
+        "team/outside": {
+            "../../outside.jsonl": alpaca("not of this repository"),
+            "/etc/rows.jsonl": alpaca("nor this"),
+        },
+        "team/mixed": {"a.jsonl": alpaca("a"), "b.csv": "instruction,output\nx,y\n"},
+        "team/separated": {
+            "README.md": "---\nconfigs:\n- config_name: default\n  sep: ';'\n  data_files: a.csv\n---\n",
+            "a.csv": "a",
+        },
+        "team/broken": {"README.md": "---\nconfigs: [\n---\n", "rows.jsonl": alpaca("x")},
+        "team/badrow": {"rows.jsonl": alpaca("fine") + "{broken\n"},
+        "team/pairs": {"pairs.jsonl": lines({"prompt": "Q", "chosen": "good", "rejected": "bad"})},
+        "team/info": {
+            "dataset_info.json": json.dumps(INFO),
+            "deep/rows.jsonl": lines({"question": "Q", "output": "A"}),
+            "deep/rows.pkl": "pickle",
+        },
+    }
+
+
+class Hub(ThreadingHTTPServer):
+    """Answers what `huggingface_hub` and `modelscope_hub` ask for a data set's repository."""
+
+    def __init__(self, files: dict[str, dict[str, str]]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = {repo: {path: text.encode() for path, text in each.items()} for repo, each in files.items()}
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        path = unquote(url.path).strip("/")
+        self.server.asked.append(path)
+        if path.startswith("api/v1/datasets/"):
+            self.modelscope(path.removeprefix("api/v1/datasets/"), parse_qs(url.query))
+        elif path.startswith("api/datasets/"):
+            self.api(path.removeprefix("api/datasets/"))
+        elif path.startswith("datasets/") and "/resolve/" in path:
+            repo, _, rest = path.removeprefix("datasets/").partition("/resolve/")
+            self.file(self.server.files.get(repo, {}).get(rest.partition("/")[2]))
+        else:
+            self.answer(404, b"{}")
+
+    def api(self, path: str) -> None:
+        repo = next((name for name in self.server.files if path.startswith(f"{name}/")), "")
+        if path.startswith("team/gated/"):
+            self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif path.startswith("team/down/"):
+            self.answer(500, f"{TOKEN}".encode())
+        elif path.startswith("team/dropped/"):
+            self.close_connection = True
+        elif not repo:
+            self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": f"token {TOKEN}"})
+        elif path.removeprefix(f"{repo}/").startswith("tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
+                for name, text in self.server.files[repo].items()
+            ]
+            self.answer(200, json.dumps(tree).encode())
+        else:
+            self.answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": []}).encode())
+
+    def modelscope(self, path: str, query: dict[str, list[str]]) -> None:
+        repo, _, what = path.partition("/repo")
+        if repo not in self.server.files:
+            self.answer(404, json.dumps({"Code": 404, "Message": f"not there {TOKEN}"}).encode())
+        elif what.startswith("/tree"):
+            files = [
+                {"Path": name, "Size": len(text), "Sha256": hashlib.sha256(text).hexdigest(), "Type": "blob"}
+                for name, text in self.server.files[repo].items()
+            ]
+            self.answer(200, json.dumps({"Code": 200, "Success": True, "Data": {"Files": files}}).encode())
+        else:
+            self.file(self.server.files[repo].get(query["FilePath"][0]))
+
+    def file(self, content: bytes | None) -> None:
+        if content is None:
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+        else:
+            self.answer(200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT})
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+# Runs in its own process, since the client reads its environment when it is imported.
+CLIENT = """
+import json, os, sys
+from megatune.data.sources import resolve_datasets
+from megatune.errors import MegatuneError
+
+for name, dataset_dir, stage, environment in json.load(sys.stdin):
+    os.environ.update(environment)
+    try:
+        (source,) = resolve_datasets([name], dataset_dir, stage)
+        rows = [row.error.code if row.error else list(row.fields.values())[-1] for row in source.rows()]
+        result = {"rows": rows, "formatting": source.formatting, "num_samples": source.num_samples,
+                  "prompt": source.columns.prompt, "where": [row.where for row in source.rows()][-1]}
+    except MegatuneError as error:
+        result = {"error": str(error), "code": int(error.exit_code)}
+    for key in environment:
+        del os.environ[key]
+    print(json.dumps(result))
+"""
+
+Case = tuple[str, str, str, dict[str, str]]
+
+
+def case(name: str, dataset_dir: str = "nowhere", stage: str = "sft", **environment: str) -> Case:
+    return name, dataset_dir, stage, environment
+
+
+READ: list[tuple[Case, list[str]]] = [
+    (case("team/plain"), ["one", "two", "three"]),
+    (case("hf::team/plain#5"), ["one", "two", "three"]),
+    (case("team/plain", "ONLINE"), ["one", "two", "three"]),
+    (case("solo", "ONLINE"), ["solo train"]),
+    (case("hf::solo"), ["solo train"]),
+    (case("team/cards:en"), ["en 1", "en 2"]),
+    (case("team/cards:zh/en"), ["zh", "en 1", "en 2"]),
+    (case("team/cards:all#2"), ["en 1", "en 2", "zh"]),
+    (case("team/shards"), ["first", "second"]),
+    (case("team/halves:en"), ["half"]),
+    (case("here", "REMOTE:team/info"), ["A"]),
+    (case("folder", "REMOTE:team/info"), ["A"]),
+    (case("there", "REMOTE:team/info"), ["en check"]),
+    (case("team/badrow"), ["fine", "invalid-json"]),
+    (case("team/pairs", stage="dpo"), ["bad"]),
+]
+SCRIPT = "its rows are made by a script, {}\n    why: a data set's code is never run\n    mend: {}"
+DOWNLOAD = "download it to a folder, and name the files there"
+NO_LOCAL = "dataset: no file or folder {0} here, and "
+MIRROR = (
+    "\n    mend: set HF_ENDPOINT to a mirror that answers, or download the data set where there is a network, and name "
+    "its files by file_name or as a path"
+)
+REFUSED: list[tuple[Case, str, int]] = [
+    (case("team/script"), f"team/script on HOST: {SCRIPT.format('script.py', DOWNLOAD)}", 66),
+    (case("team/helped"), f"team/helped on HOST: {SCRIPT.format('helped.py', DOWNLOAD)}", 66),
+    (
+        case("team/pickled"),
+        f"team/pickled on HOST: no data files; .bin, .pkl, .pt files are not read\n    mend: {DOWNLOAD}",
+        66,
+    ),
+    (case("team/mixed"), f"team/mixed on HOST: data files of several kinds: .csv and .jsonl\n    mend: {DOWNLOAD}", 66),
+    (
+        case("team/separated"),
+        "team/separated on HOST: subset default is to be read with sep\n    why: such options are not read\n    "
+        f"mend: {DOWNLOAD}",
+        66,
+    ),
+    (case("team/broken"), "team/broken on HOST: README.md:2: the card is not YAML", 66),
+    (
+        case("team/cards"),
+        "team/cards on HOST: it has several subsets, and none was chosen\n    mend: write NAME:en, or NAME:all for all "
+        "of them; there are en, zh",
+        64,
+    ),
+    (case("team/cards:fr"), "team/cards on HOST: no subset fr\n    mend: its subsets are en, zh", 64),
+    (case("team/plain:fr"), "team/plain on HOST: no subset fr\n    mend: it has no subsets", 64),
+    (
+        case("gone", "REMOTE:team/info"),
+        f"team/info on HOST: gone.jsonl: no data files\n    mend: {DOWNLOAD}",
+        66,
+    ),
+    (
+        case("pickle", "REMOTE:team/info"),
+        "team/info/deep/rows.pkl: .pkl files are not read\n    why: loading one would run code that it may hold\n    "
+        "mend: save the rows as .jsonl or .parquet",
+        66,
+    ),
+    (case("x", "REMOTE:team/plain"), "dataset_dir: team/plain on HOST has no dataset_info.json", 66),
+    (case("a b", "ONLINE"), "dataset: 'a b' is no id of a data set on a hub\n    mend: write OWNER/NAME", 64),
+    (case("hf::a--b/c"), "dataset: 'a--b/c' is no id of a data set on a hub\n    mend: write OWNER/NAME", 64),
+    (case("team/outside"), f"team/outside on HOST: no data files\n    mend: {DOWNLOAD}", 66),
+    (
+        case("team/missing"),
+        f"{NO_LOCAL.format('team/missing')}no data set team/missing on HOST, or it is private\n    mend: check the "
+        "name; for a private one log in: hf auth login, or set HF_TOKEN",
+        66,
+    ),
+    (
+        case("hf::team/gated"),
+        "dataset: access to team/gated on HOST has to be asked for\n    mend: ask for access on its page, then log in: "
+        "hf auth login, or set HF_TOKEN",
+        66,
+    ),
+    (
+        case("hf::team/down"),
+        f"dataset: cannot get team/down from HOST\n    why: it answered HTTP 500{MIRROR}",
+        69,
+    ),
+    (case("hf::team/dropped"), f"dataset: cannot get team/dropped from HOST\n    why: RemoteProtocolError{MIRROR}", 69),
+    (
+        case("team/pairs"),
+        "dataset: team/pairs: its rows are preference pairs, which stage sft does not train\n    mend: write stage: "
+        "dpo",
+        64,
+    ),
+]
+WITHOUT_NETWORK = "from HOST\n    why: HF_HUB_OFFLINE is set, and not all of it is in the cache"
+OFFLINE: list[tuple[Case, str, int]] = [
+    (case("hf::team/never"), f"dataset: cannot get team/never {WITHOUT_NETWORK}{MIRROR}", 69),
+    (case("team/halves:zh"), f"dataset: cannot get team/halves {WITHOUT_NETWORK}{MIRROR}", 69),
+]
+
+
+class Session:
+    """A hub, and what its clients were told by it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.canary = folder / "canary"
+        self.hub = Hub(repositories(self.canary))
+        Thread(target=self.hub.serve_forever, daemon=True).start()
+        self.stderr = ""
+
+    def ask(self, cases: list[Case], **environment: str) -> list[dict[str, Any]]:
+        own = {
+            "HF_ENDPOINT": self.hub.url,
+            "HF_HOME": str(self.folder / "hf"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_TOKEN": TOKEN,
+            "MODELSCOPE_ENDPOINT": self.hub.url,
+            "MODELSCOPE_CACHE": str(self.folder / "ms"),
+            "MODELSCOPE_HOME": str(self.folder / "ms-home"),
+            **environment,
+        }
+        inherited = {name: value for name, value in os.environ.items() if "PROXY" not in name.upper()}
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT],
+            input=json.dumps(cases),
+            env={**inherited, **own},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        self.stderr = done.stderr
+        assert done.returncode == 0, done.stderr
+        assert TOKEN not in done.stdout + done.stderr
+        host = self.hub.url.removeprefix("http://")
+        return [json.loads(line.replace(host, "HOST")) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    session = Session(tmp_path_factory.mktemp("hub"))
+    yield session
+    session.hub.shutdown()
+    session.hub.server_close()
+
+
+@pytest.fixture(scope="module")
+def online(session: Session) -> tuple[list[dict[str, Any]], str, list[str]]:
+    """What each case gave, standard error, and what was asked of the hub."""
+    results = session.ask([*(each for each, _ in READ), *(each for each, *_ in REFUSED)])
+    return results, session.stderr, list(session.hub.asked)
+
+
+@pytest.mark.parametrize("index", range(len(READ)), ids=[f"{c[0]} in {c[1]}" for c, _ in READ])
+def test_a_hub_is_read(online: tuple[list[dict[str, Any]], str, list[str]], index: int) -> None:
+    result = online[0][index]
+    assert result.get("rows") == READ[index][1], result
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)), ids=[each[0][0] for each in REFUSED])
+def test_what_a_hub_does_not_have(online: tuple[list[dict[str, Any]], str, list[str]], index: int) -> None:
+    _, message, code = REFUSED[index]
+    assert online[0][len(READ) + index] == {"error": message, "code": code}
+
+
+def test_details_of_what_was_read(online: tuple[list[dict[str, Any]], str, list[str]], session: Session) -> None:
+    results, stderr, asked = online
+    by_name = {each[0]: result for (each, _), result in zip(READ, results, strict=False)}
+    assert by_name["hf::team/plain#5"]["num_samples"] == 5
+    assert (by_name["here"]["num_samples"], by_name["here"]["prompt"]) == (4, "question")
+    assert by_name["team/badrow"]["where"].endswith("rows.jsonl:2")
+    host = session.hub.url.removeprefix("http://")
+    assert f"fetching 3 files (0.2 kB) of team/cards from {host}\n" not in stderr  # each file is fetched once
+    assert f"fetching 2 files (0.1 kB) of team/cards from {host}\n" in stderr
+    # Nothing but data and cards is fetched, and nothing is run.
+    assert not [path for path in asked if path.endswith((".py", ".pkl", ".bin", ".pt"))]
+    assert not session.canary.exists()
+
+
+def test_without_a_network_the_cache_is_read_and_must_be_whole(
+    online: tuple[list[dict[str, Any]], str, list[str]], session: Session
+) -> None:
+    before = len(session.hub.asked)
+    cached = [each for each in READ if each[0][0] in ("team/plain", "team/cards:zh/en", "team/halves:en", "here")]
+    results = session.ask([*(each for each, _ in cached), *(each for each, *_ in OFFLINE)], HF_HUB_OFFLINE="1")
+    assert [result.get("rows") for result in results[: len(cached)]] == [rows for _, rows in cached]
+    assert results[len(cached) :] == [{"error": message, "code": code} for _, message, code in OFFLINE]
+    assert session.hub.asked[before:] == []
+    assert "of team/plain from" not in session.stderr
+
+
+def test_modelscope(session: Session) -> None:
+    wanted = [case("ms::team/plain#2"), case("team/cards:en", USE_MODELSCOPE_HUB="1"), case("ms::team/missing")]
+    results = session.ask(wanted)
+    try:
+        import modelscope_hub  # noqa: F401
+    except ImportError:
+        what = "dataset: {}: the library of ModelScope's hub is not installed\n    mend: pip install "
+        mend = "'megatune[modelscope]', or take the data set from Hugging Face: hf::OWNER/NAME"
+        assert results[0] == {"error": what.format("team/plain") + mend, "code": 69}
+        assert {result["code"] for result in results} == {69}
+        return
+    assert [result.get("rows") for result in results] == [["one", "two", "three"], ["en 1", "en 2"], None], results
+    assert results[2]["error"].startswith("dataset: no data set team/missing on HOST, or it is private")
