@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizer_kit import chat_template, deepseek_tokenizer, llama3_tokenizer, plain_tokenizer, qwen_tokenizer
+from tokenizer_kit import (
+    chat_template,
+    deepseek_tokenizer,
+    llama3_tokenizer,
+    mistral_tokenizer,
+    plain_tokenizer,
+    qwen_tokenizer,
+)
 from transformers import PreTrainedTokenizerFast
 
+from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.encode import Encoded, Encoder
-from megatune.data.formats import Conversation, Message, RowError, ToolCall
+from megatune.data.row_error import RowError
 from megatune.data.templates import Thinking, Turn, load_template
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.errors import MegatuneError
@@ -102,6 +110,116 @@ def test_deepseek3() -> None:
         Turn(("<｜begin▁of▁sentence｜>", "Be brief.", "<｜User｜>1 + 1?<｜Assistant｜>"), ("2<｜end▁of▁sentence｜>",)),
         Turn(("<｜User｜>Sure?<｜Assistant｜>",), ("Yes<｜end▁of▁sentence｜>",)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "prompt", "answer"),
+    [
+        (
+            "qwen2_vl",
+            qwen_tokenizer(),
+            ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "<|im_start|>user\nHi<|im_end|>\n"),
+            "Hello<|im_end|>\n",
+        ),
+        ("chatml", qwen_tokenizer(), ("<|im_start|>user\nHi<|im_end|>\n",), "Hello<|im_end|>\n"),
+        ("qwen3_vl_nothink", qwen_tokenizer(), ("<|im_start|>user\nHi<|im_end|>\n",), "Hello<|im_end|>\n"),
+        ("mistral", mistral_tokenizer(), ("<s>", "[INST] Hi[/INST]"), " Hello</s>"),
+        (
+            "deepseek",
+            deepseek_tokenizer(),
+            ("<｜begin▁of▁sentence｜>", "User: Hi\n\nAssistant:"),
+            " Hello<｜end▁of▁sentence｜>",
+        ),
+    ],
+)
+def test_one_turn(name: str, tokenizer: PreTrainedTokenizerFast, prompt: tuple[str, ...], answer: str) -> None:
+    (turn,) = rendered(name, Conversation((Message("user", "Hi"), Message("assistant", "Hello"))), tokenizer)
+    header = "<|im_start|>assistant\n" if "<|im_start|>" in prompt[-1] else ""
+    assert turn == Turn((*prompt[:-1], prompt[-1] + header), (answer,))
+
+
+def test_systems_of_deepseek_mistral_and_chatml() -> None:
+    (first, _) = rendered("deepseek", WITH_SYSTEM, deepseek_tokenizer())
+    assert first.prompt[1:] == ("Be brief.\n\n", "User: 1 + 1?\n\nAssistant:")
+    (first, last) = rendered("mistral", WITH_SYSTEM, mistral_tokenizer())
+    assert (first.prompt, last.prompt) == (("<s>", "[INST] 1 + 1?[/INST]"), ("[INST] Be brief.\n\nSure?[/INST]",))
+    (first, _) = rendered("chatml", WITH_SYSTEM, qwen_tokenizer())
+    assert first.prompt[0] == "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+def test_tools_answers_of_chatml_and_deepseek() -> None:
+    (_, last) = rendered("chatml", CALLS, qwen_tokenizer())
+    assert last.prompt == ('<|im_start|>tool\n{"degrees": 20}\n{"degrees": 9}<|im_end|>\n<|im_start|>assistant\n',)
+    (_, last) = rendered("deepseek", CALLS, deepseek_tokenizer())
+    assert last.prompt == ('User: {"degrees": 20}\n{"degrees": 9}\n\nAssistant:',)
+
+
+def test_mistral_writes_calls_after_text() -> None:
+    call = Message("assistant", "Let me see.", (ToolCall("get_weather", {}),))
+    (turn,) = rendered("mistral", Conversation((ASK[0], call)), mistral_tokenizer())
+    assert turn.answer == (
+        ' Let me see.[TOOL_CALLS] [{"name": "get_weather", "arguments": {}, "id": "call00000"}]</s>',
+    )
+
+
+def test_an_answer_that_starts_with_a_newline_keeps_it_from_the_prompt() -> None:
+    """The prompt's tokens are those the model is asked with, though the text as a whole has the two newlines as one."""
+    tokenizer = qwen_tokenizer()
+    conversation = Conversation((ASK[0], Message("assistant", "\n2")))
+    ids = encoded_ids("qwen3_nothink", conversation, tokenizer)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1 + 1?"}],
+        chat_template=chat_template("qwen3"),
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert ids[: len(asked)] == asked
+    assert tokenizer.decode(ids[len(asked) :]) == "\n2<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (ASK[1],),
+        (ASK[0], ASK[0], ASK[1]),
+        (ASK[0], ASK[1], ASK[1]),
+        (ASK[0], Message("tool", "3"), ASK[1]),
+    ],
+)
+def test_turns_that_do_not_alternate_are_refused(messages: tuple[Message, ...]) -> None:
+    with pytest.raises(RowError, match="does not follow one message") as caught:
+        rendered("qwen", Conversation(messages), qwen_tokenizer())
+    assert caught.value.code == "turns-do-not-alternate"
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama3", "mistral", "deepseek3", "default"])
+@pytest.mark.parametrize(
+    ("tool", "reasons"),
+    [
+        ({"type": "function"}, {"a tool without a name"}),
+        ({"name": 1}, {"a tool without a name"}),
+        (
+            {"name": "get", "parameters": {"properties": {"a": {1}}}},
+            {
+                "a tool or a call of one that JSON cannot hold",
+                "a tool whose parameters are no JSON schema",
+                "the chat template refuses the conversation",
+            },
+        ),
+    ],
+)
+def test_tools_that_cannot_be_written_are_refused(name: str, tool: dict[str, Any], reasons: set[str]) -> None:
+    tokenizers = {"llama3": llama3_tokenizer(), "mistral": mistral_tokenizer(), "deepseek3": deepseek_tokenizer()}
+    with pytest.raises(RowError) as caught:
+        rendered(name, Conversation(ASK, tools=(tool,)), tokenizers.get(name, qwen_tokenizer()))
+    assert caught.value.reason in reasons
+
+
+def test_mistral_needs_a_question_for_its_system_message() -> None:
+    conversation = Conversation((Message("tool", "3"), ASK[1]), "Be brief.")
+    with pytest.raises(RowError) as caught:
+        rendered("mistral", conversation, mistral_tokenizer())
+    assert caught.value.code == "no-question"
 
 
 ASK_1 = "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
@@ -308,8 +426,9 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
             plain_tokenizer(),
             66,
             "template: default does not fit this model's tokenizer\n    why: the tokenizer has no chat template\n"
-            "    mend: train a model whose tokenizer has a chat template or the tokens of one of qwen, qwen3, "
-            "qwen3_nothink, llama3, deepseek3, deepseekr1",
+            "    mend: train a model whose tokenizer has a chat template or the tokens of one of qwen, "
+            "qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, qwen3_vl_nothink, llama3, mistral, deepseek, deepseek3, "
+            "deepseekr1, chatml",
         ),
         (
             "qwen",
@@ -325,7 +444,8 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
             66,
             "template: llama3 does not fit this model's tokenizer\n    why: the tokenizer does not have a bos_token, "
             "<|start_header_id|>, <|end_header_id|>, <|eot_id|> as one token\n"
-            "    mend: templates that fit it: default, qwen, qwen3, qwen3_nothink",
+            "    mend: templates that fit it: default, qwen, qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, "
+            "qwen3_vl_nothink, chatml",
         ),
         (
             "default",

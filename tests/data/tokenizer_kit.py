@@ -3,10 +3,11 @@ families. The chat templates are written for these tests to render as the publis
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
@@ -23,15 +24,29 @@ _SPLIT = (
 )
 
 
-def chat_template(name: str) -> str:
-    """One of tests/data/chat_templates, without its extension."""
-    return (Path(__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+_MARKERS = re.compile(r"\{%-\s*(end)?generation\s*-%\}")
+
+
+def chat_template(name: str, marked: bool = False) -> str:
+    """One of tests/data/chat_templates, without its extension.
+
+    Args:
+        marked: with {% generation %} around what the assistant writes, which published templates do not have.
+    """
+    source = (Path(__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return source if marked or name == "marked" else _MARKERS.sub("", source)
 
 
 _QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 _LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
+_DEEPSEEK_TOOLS = tuple(
+    f"<｜tool▁{part}▁{edge}｜>" for part in ("calls", "call", "outputs", "output") for edge in ("begin", "end")
+)
+_MISTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
+_MISTRAL += ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+_GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 
 
 @cache
@@ -58,21 +73,37 @@ def _tokenizer(special: tuple[str, ...], tags: tuple[str, ...] = (), **options: 
 
 
 def qwen_tokenizer(template: str = "qwen2") -> PreTrainedTokenizerFast:
-    """ChatML's tokens; with the chat template "qwen2", "qwen3" or "marked"."""
+    """ChatML's tokens; with the chat template "qwen2", "qwen2_vl", "qwen3", "chatml" or "marked"."""
     tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     return _tokenizer(_QWEN, _QWEN_TAGS, chat_template=chat_template(template), **tokens)
 
 
-def llama3_tokenizer() -> PreTrainedTokenizerFast:
-    """Llama 3's tokens and chat template."""
+def llama3_tokenizer(template: str = "llama3") -> PreTrainedTokenizerFast:
+    """Llama 3's tokens; with the chat template "llama3" or "llama31". Puts bos before any text, as the real."""
     tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-    return _tokenizer(_LLAMA3, chat_template=chat_template("llama3"), **tokens)
+    tokenizer = _tokenizer(_LLAMA3, chat_template=chat_template(template), **tokens)
+    bos = ("<|begin_of_text|>", tokenizer.convert_tokens_to_ids("<|begin_of_text|>"))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos[0]} $A", pair=f"{bos[0]} $A {bos[0]} $B", special_tokens=[bos]
+    )
+    return tokenizer
 
 
 def deepseek_tokenizer(template: str = "deepseek3") -> PreTrainedTokenizerFast:
-    """DeepSeek's tokens; with the chat template "deepseek3" or "deepseekr1"."""
+    """DeepSeek's tokens; with the chat template "deepseek", "deepseek3" or "deepseekr1"."""
     tokens = {"bos_token": _DEEPSEEK[0], "eos_token": _DEEPSEEK[1]}
-    return _tokenizer(_DEEPSEEK, ("<think>", "</think>"), chat_template=chat_template(template), **tokens)
+    tags = ("<think>", "</think>", "<｜tool▁sep｜>", *_DEEPSEEK_TOOLS)
+    return _tokenizer(_DEEPSEEK, tags, chat_template=chat_template(template), **tokens)
+
+
+def mistral_tokenizer() -> PreTrainedTokenizerFast:
+    """Mistral's tokens and chat template."""
+    return _tokenizer(_MISTRAL, chat_template=chat_template("mistral"), bos_token="<s>", eos_token="</s>")
+
+
+def gemma_tokenizer() -> PreTrainedTokenizerFast:
+    """Gemma's tokens and chat template; turns end with another token than eos_token."""
+    return _tokenizer(_GEMMA, chat_template=chat_template("gemma"), bos_token="<bos>", eos_token="<eos>")
 
 
 def plain_tokenizer() -> PreTrainedTokenizerFast:

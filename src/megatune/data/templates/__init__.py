@@ -4,58 +4,85 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.data.formats import Conversation, Message, RowError
+from megatune.data.row_error import RowError
 from megatune.data.templates.chat_template import ChatTemplate
-from megatune.data.templates.named import NAMED_TEMPLATES, NamedTemplate
+from megatune.data.templates.custom import is_template_file, read_template
+from megatune.data.templates.named import NamedTemplate
+from megatune.data.templates.stop import PROBE, check_tokens, stop_note
+from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.data.templates.turns import Template, Thinking, Turn
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Template", "Thinking", "Turn", "load_template", "template_names"]
+__all__ = ["Template", "Thinking", "Turn", "load_template", "stop_note", "template_names", "template_source"]
 
 
 def template_names() -> tuple[str, ...]:
-    """What `template` may be."""
+    """What `template` may be, beside the path of a YAML file."""
     return ("default", *NAMED_TEMPLATES)
 
 
-def load_template(name: str, tokenizer: PreTrainedTokenizerBase, default_system: str | None = None) -> Template:
+def load_template(name: str | None, tokenizer: PreTrainedTokenizerBase, default_system: str | None = None) -> Template:
     """A template, checked against the tokenizer it will be used with.
 
     Args:
+        name: one of `template_names`, or the path of a YAML file; None is default.
         default_system: for conversations without a system message; None keeps the template's own.
 
     Raises:
-        MegatuneError: an unknown name (exit code 64), or a tokenizer that has no chat template or not this template's
-            special tokens (exit code 66).
+        MegatuneError: an unknown name or a faulty file (exit code 64); or there is no such file, or the tokenizer has
+            no chat template, not this template's special tokens, or nothing that ends an answer (exit code 66).
     """
-    if name == "default":
+    if name is None or name == "default":
         return _from_tokenizer(tokenizer, default_system)
-    if name not in NAMED_TEMPLATES:
-        near = difflib.get_close_matches(name, template_names(), n=2)
-        mend = f"nearest: {', '.join(near)}" if near else f"one of {', '.join(template_names())}"
-        raise MegatuneError(Finding(f"template: {name!r} is unknown", mend=mend), ExitCode.SETTINGS)
-    template = NAMED_TEMPLATES[name]
+    template = read_template(name) if is_template_file(name) else _named(name)
     if missing := _missing_tokens(template, tokenizer):
         raise _refused(name, tokenizer, f"the tokenizer does not have {', '.join(missing)} as one token")
     template = template.bound(tokenizer.bos_token or "", tokenizer.eos_token or "")
-    return template if default_system is None else replace(template, default_system=default_system)
+    if default_system is not None:
+        template = replace(template, default_system=default_system)
+    check_tokens(template, tokenizer, "end `assistant` with {eos} or with one special token of the tokenizer")
+    return template
+
+
+def template_source(name: str | None) -> str:
+    """What a value of `template` stands for, for keys of caches: the text of a file, else the name.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if name is not None and is_template_file(name):
+        return Path(name).read_text(encoding="utf-8-sig")
+    return name or "default"
+
+
+def _named(name: str) -> NamedTemplate:
+    if name in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[name]
+    near = difflib.get_close_matches(name, template_names(), n=2)
+    mend = f"nearest: {', '.join(near)}" if near else f"one of {', '.join(template_names())}, or a path ending in .yaml"
+    raise MegatuneError(Finding(f"template: {name!r} is unknown", mend=mend), ExitCode.SETTINGS)
 
 
 def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | None) -> Template:
     if not tokenizer.chat_template:
         raise _refused("default", tokenizer, "the tokenizer has no chat template")
     template = ChatTemplate(tokenizer, default_system or "")
-    probe = Conversation((Message("user", "Hello"), Message("assistant", "Hi")))
     try:
-        template.render(probe, Thinking())
+        template.render(PROBE, Thinking())
     except RowError as error:
-        why = f"{error.reason} ({error.detail})" if error.detail else error.reason
-        raise _refused("default", tokenizer, f"answers cannot be told from prompts: {why}") from error
+        raise _refused("default", tokenizer, f"answers cannot be told from prompts: {error}") from error
+    if unasked := template.unasked():
+        why = f"the chat template has no generation prompt: the model would have to write {unasked!r} before an answer"
+        raise _refused("default", tokenizer, why)
+    fitting = _fitting(tokenizer)
+    choice = f", or choose a template by name: {', '.join(fitting)}" if fitting else ""
+    check_tokens(template, tokenizer, f"let the chat template write a special token after each answer{choice}")
     return template
 
 
@@ -71,8 +98,17 @@ def _missing_tokens(template: NamedTemplate, tokenizer: PreTrainedTokenizerBase)
     return missing
 
 
+def _fitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Templates by name whose own tokens the tokenizer has; ones that need only a bos and an eos prove nothing."""
+    return [
+        name
+        for name, template in NAMED_TEMPLATES.items()
+        if not {"{bos}", "{eos}"}.issuperset(template.special_tokens) and not _missing_tokens(template, tokenizer)
+    ]
+
+
 def _refused(name: str, tokenizer: PreTrainedTokenizerBase, why: str) -> MegatuneError:
-    fitting = [other for other, template in NAMED_TEMPLATES.items() if not _missing_tokens(template, tokenizer)]
+    fitting = _fitting(tokenizer)
     if tokenizer.chat_template and name != "default":
         fitting.insert(0, "default")
     mend = (

@@ -2,25 +2,28 @@
 
 A template that marks answers with {% generation %} says it itself. In any other, answer k starts where the prompt of
 the messages before it ends, and stops where the rendering of the messages up to it ends; that both are prefixes of the
-whole rendering is checked for every row.
+whole rendering, and that what was said is in between, is checked for every row. A row that fails is refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatune.data.formats import Conversation, Message, RowError
-from megatune.data.templates.thoughts import split_thought, without_thought
-from megatune.data.templates.tools import LLAMA3_DATE, tool_schema
+from megatune.data.conversation import Conversation, Message
+from megatune.data.row_error import RowError
+from megatune.data.templates.chat import CALL_FORMS, CallForm, as_dicts, first_written, template_errors, variables
+from megatune.data.templates.thoughts import OPENING, split_thought, without_thought
+from megatune.data.templates.tools import tool_schema
 from megatune.data.templates.turns import Thinking, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Chat = list[dict[str, Any]]
 
 
 class ChatTemplate:
@@ -36,120 +39,211 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, default_system: str = "") -> None:
         self._tokenizer = tokenizer
         self._default_system = default_system
+        self._special_tokens = dict(tokenizer.special_tokens_map)
+        self._call_forms: dict[str, CallForm | None] = {}
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
-        """See `Template.render`. What the template writes after the last answer is left out: it conditions nothing."""
-        from jinja2 import TemplateError
+        """See `Template.render`.
 
-        messages = conversation.messages
-        if thinking.enable is False:
-            messages = tuple(replace(message, content=without_thought(message.content)) for message in messages)
-        chat = self._chat(messages, conversation.system)
+        What the template writes behind the last message belongs to the last answer; where answers are marked, it is
+        left out.
+        """
+        system = conversation.system or self._default_system
         tools = [tool_schema(tool) for tool in conversation.tools] or None
         try:
             source: str = self._tokenizer.get_chat_template(tools=tools)
             if tools and "tools" not in source:
-                raise RowError("the chat template has no place for tools")
-            if _GENERATION_MARKER.search(source):
-                return self._marked_turns(chat, tools, source, thinking)
-            return self._found_turns(chat, tools, thinking)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise RowError("the chat template refuses the conversation", str(error)) from error
+                raise RowError("no-tools-in-template", "the chat template has no place for tools")
+            chat = as_dicts(conversation.messages, system, self._call_form(source, conversation, tools))
+            if thinking.enable is False:
+                chat = _without_thoughts(chat)
+            rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
+            text, spans = rendering.marked(chat) if _is_marked(source) else rendering.found(chat)
+        except template_errors() as error:
+            raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
+        if any(tool["function"]["name"] not in text for tool in tools or ()):
+            raise RowError("no-tools-in-template", "the chat template has no place for tools")
+        _check(text, spans, chat)
+        return _cut(text, spans, conversation.messages)
 
-    def _chat(self, messages: Sequence[Message], system: str) -> list[dict[str, Any]]:
-        system = system or self._default_system
-        return [*([{"role": "system", "content": system}] if system else []), *map(_as_dict, messages)]
+    def unasked(self) -> str:
+        """What a model would have to write before its answer, where the template has no generation prompt; else "".
 
-    def _marked_turns(
-        self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None, source: str, thinking: Thinking
-    ) -> list[Turn]:
+        Raises:
+            Whatever the template raises.
+        """
+        source: str = self._tokenizer.get_chat_template()
+        if _is_marked(source):
+            return ""
+        rendering = _Rendering(source, None, True, self._special_tokens)
+        chat = as_dicts((Message("user", "Hello"), Message("assistant", "Hi")), self._default_system, CALL_FORMS[0])
+        prompt = rendering.text(chat[:-1], add_generation_prompt=True)
+        if prompt != rendering.text(chat[:-1]):
+            return ""
+        before, _, _ = rendering.text(chat)[len(prompt) :].partition("Hi")
+        return before if before.strip() else ""
+
+    def _call_form(self, source: str, conversation: Conversation, tools: list[dict[str, Any]] | None) -> CallForm:
+        """How this template takes calls; found once by writing one."""
+        if not any(message.tool_calls for message in conversation.messages):
+            return CALL_FORMS[0]
+        if source not in self._call_forms:
+            rendering = _Rendering(source, tools, True, self._special_tokens)
+            self._call_forms[source] = first_written(rendering.text)
+        form = self._call_forms[source]
+        if form is None:
+            raise RowError("calls-left-out", "the chat template leaves out calls of tools")
+        return form
+
+
+class _Rendering:
+    """A chat template with everything but the messages."""
+
+    def __init__(
+        self, source: str, tools: list[dict[str, Any]] | None, enable: bool | None, special_tokens: dict[str, Any]
+    ) -> None:
+        self._source = source
+        self._tools = tools
+        self._enable = enable
+        self._special_tokens = special_tokens
+
+    def text(self, chat: Chat, add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), _ = render_jinja_template(
+            conversations=[chat],
+            tools=self._tools,
+            chat_template=self._source,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+            **variables(self._enable if thinking is None else thinking),
+        )
+        return text
+
+    def marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """The whole rendering, and the spans of its answers, as the template marks them."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         (text,), (spans,) = render_jinja_template(
             conversations=[chat],
-            tools=tools,
-            chat_template=source,
+            tools=self._tools,
+            chat_template=self._source,
             return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map,
-            **_variables(thinking.enable),
+            **self._special_tokens,
+            **variables(self._enable),
         )
         answers = sum(message["role"] == "assistant" for message in chat)
         if len(spans) != answers:
-            raise RowError("the chat template marks not every answer", f"{len(spans)} of {answers}")
-        return _cut(text, spans)
+            raise RowError("not-marked", "the chat template marks not every answer", f"{len(spans)} of {answers}")
+        return text, spans
 
-    def _found_turns(
-        self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None, thinking: Thinking
-    ) -> list[Turn]:
-        whole = self._rendered(chat, tools, thinking.enable)
+    def found(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """The whole rendering, and the spans of its answers, found from their prompts."""
+        whole = self.text(chat)
+        # A template that leaves the reasoning of earlier answers out shows it until the next question, so a prompt with
+        # it is no prefix of the whole. The same whole without it has prompts that are.
+        plain = _with_plain_history(chat)
+        if plain is not chat and self.text(plain) == whole:
+            chat = plain
         spans: list[tuple[int, int]] = []
         for index, message in enumerate(chat):
             if message["role"] != "assistant":
                 continue
-            start = self._start(whole, chat[:index], tools, thinking.enable)
-            stop = None if start is None else self._stop(whole, start, chat[: index + 1], tools, thinking.enable)
+            is_last = index == len(chat) - 1
+            start = self._start(whole, chat[:index], is_last)
+            stop = None
+            if start is not None:
+                stop = len(whole) if is_last else self._stop(whole, start, chat[: index + 1])
             if start is None or stop is None or (spans and start < spans[-1][1]):
                 raise RowError(
-                    "the chat template writes an answer otherwise than it asks for it", f"answer {len(spans) + 1}"
+                    "answer-not-found",
+                    "the chat template writes an answer otherwise than it asks for it",
+                    f"answer {len(spans) + 1}",
                 )
             spans.append((start, stop))
-        return _cut(whole, spans)
+        return whole, spans
 
-    def _start(
-        self, whole: str, before: list[dict[str, Any]], tools: list[dict[str, Any]] | None, enable: bool | None
-    ) -> int | None:
+    def _start(self, whole: str, before: Chat, is_last: bool) -> int | None:
         """Where generation starts after `before`.
 
         With thinking off or open, the longest prompt that fits is taken: one that ends with an empty thought makes
-        that thought part of the prompt.
+        that thought part of the prompt. A prompt that opens a thought also fits an earlier answer that stands without
+        its reasoning, as the template shows it to the model.
         """
-        for variables in (_variables(False), _variables(True)) if not enable else (_variables(True),):
-            prompt = self._apply(before, tools, add_generation_prompt=True, **variables)
+        choices = (False, True) if not self._enable and "enable_thinking" in self._source else (True,)
+        for thinking in choices:
+            prompt = self.text(before, add_generation_prompt=True, thinking=thinking)
             if whole.startswith(prompt):
                 return len(prompt)
+            opened = prompt.removesuffix(OPENING)
+            if not is_last and opened != prompt and whole.startswith(opened):
+                return len(opened)
         return None
 
-    def _stop(
-        self,
-        whole: str,
-        start: int,
-        up_to: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        enable: bool | None,
-    ) -> int | None:
+    def _stop(self, whole: str, start: int, up_to: Chat) -> int | None:
         """Where the answer that starts at `start` stops; a template may leave the reasoning of earlier answers out."""
-        ended = self._rendered(up_to, tools, enable)
+        ended = self.text(up_to)
         if whole.startswith(ended):
             return len(ended)
         if not ended.startswith(whole[:start]):
             return None
-        _, answer = split_thought(ended[start:])
-        return start + len(answer) if answer and whole.startswith(answer, start) else None
-
-    def _rendered(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None, enable: bool | None) -> str:
-        return self._apply(chat, tools, add_generation_prompt=False, **_variables(enable))
-
-    def _apply(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any) -> str:
-        return self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **variables)
+        thought, said = split_thought(ended[start:])
+        gap = thought[len(thought.rstrip("\n")) :]
+        for answer in (f"{gap}{said}", said) if thought else ():
+            if answer and whole.startswith(answer, start):
+                return start + len(answer)
+        return None
 
 
-def _variables(enable_thinking: bool | None) -> dict[str, Any]:
-    """What chat templates read beside the messages. Without a date, some would state the day of the run."""
-    variables: dict[str, Any] = {"date_string": LLAMA3_DATE}
-    return variables if enable_thinking is None else {**variables, "enable_thinking": enable_thinking}
+def _is_marked(source: str) -> bool:
+    return _GENERATION_MARKER.search(source) is not None
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Turn]:
+def _with_plain_history(chat: Chat) -> Chat:
+    """The chat with no reasoning before the last question; the chat itself where it has none there."""
+    question = max((i for i, message in enumerate(chat) if message["role"] == "user"), default=0)
+    if not any(m["role"] == "assistant" and "</think>" in (m["content"] or "") for m in chat[:question]):
+        return chat
+    return [*_without_thoughts(chat[:question]), *chat[question:]]
+
+
+def _without_thoughts(chat: Chat) -> Chat:
+    return [
+        {**message, "content": without_thought(message["content"])}
+        if message["role"] == "assistant" and message["content"]
+        else message
+        for message in chat
+    ]
+
+
+def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat) -> None:
+    """Refuse a rendering that lost text someone wrote, which would be trained without a word.
+
+    What tools answer is not looked for: templates write it as JSON, with quotes escaped. Nor is the reasoning of
+    earlier answers, which many leave out.
+    """
+    for message in chat:
+        if message["role"] in ("system", "user") and message["content"].strip() not in text:
+            who = "system" if message["role"] == "system" else "user's"
+            raise RowError("text-left-out", f"the chat template leaves out or changes the {who} message")
+    answers = (message for message in chat if message["role"] == "assistant")
+    for message, (start, stop) in zip(answers, spans, strict=True):
+        answer = text[start:stop]
+        _, said = split_thought(message["content"] or "")
+        if said.strip() not in answer:
+            raise RowError("text-left-out", "the chat template leaves out or changes what the assistant says")
+        if any(call["function"]["name"] not in answer for call in message.get("tool_calls", ())):
+            raise RowError("calls-left-out", "the chat template leaves out calls of tools")
+    thought, _ = split_thought(chat[-1]["content"] or "")
+    reasoning = thought.replace("<think>", "").replace("</think>", "").strip()
+    if reasoning not in text[slice(*spans[-1])]:
+        raise RowError("thought-left-out", "the chat template leaves out the reasoning of the last answer")
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message]) -> list[Turn]:
     turns, end = [], 0
-    for start, stop in spans:
-        turns.append(Turn((text[end:start],), (text[start:stop],)))
+    trained = [message.trained for message in messages if message.role == "assistant"]
+    for (start, stop), is_trained in zip(spans, trained, strict=True):
+        turns.append(Turn((text[end:start],), (text[start:stop],), is_trained))
         end = stop
     return turns
-
-
-def _as_dict(message: Message) -> dict[str, Any]:
-    calls = [
-        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
-    return {"role": message.role, "content": message.content, **({"tool_calls": calls} if calls else {})}

@@ -1,151 +1,137 @@
-"""Templates by name, as data: LLaMA-Factory's names, and its text for each role."""
+"""Templates as data: the text that a chat format has for each role, and how a conversation is written with them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatune.data.formats import Conversation, Message
-from megatune.data.templates.thoughts import EMPTY_THOUGHT, has_thought, split_thought, without_thought
-from megatune.data.templates.tools import LLAMA3_TOOLS, PLAIN_TOOLS, QWEN_TOOLS, ToolFormat
+from megatune.data.conversation import Conversation, Message
+from megatune.data.row_error import RowError
+from megatune.data.templates.thoughts import EMPTY_THOUGHT, has_thought, normal_thought, split_thought, without_thought
+from megatune.data.templates.tools import ToolFormat
 from megatune.data.templates.turns import Thinking, Turn
+
+# The fields that are texts to write; {bos} and {eos} in them are the tokenizer's own tokens.
+TEXTS = ("prefix", "system", "user", "assistant", "calls", "observation", "observation_separator")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTemplate:
-    """A chat format as texts around {content}.
+    """A chat format as texts around {content}. {bos} and {eos} in them are the tokenizer's own tokens.
 
     Attributes:
         user: a user's message, up to where the assistant starts.
-        observation: the same for tools' answers; several answers are joined by `observation_separator`.
-        assistant: an answer, with what ends it; {eos} is the tokenizer's end-of-sequence token.
-        prefix: at the start of every conversation; {bos} is the tokenizer's begin-of-sequence token.
+        assistant: an answer, with what ends it.
+        system: the system message, with the tools on offer.
+        calls: an answer that only calls tools; "" is like any other answer.
+        observation: like `user`, for tools' answers; several are joined by `observation_separator`. "" takes none.
+        prefix: at the start of every conversation.
+        default_system: for conversations without a system message.
+        tool_format: None refuses conversations with tools.
         thinks: the model reasons before it answers.
         special_tokens: what must be one token each, or the tokenizer is not for this template.
+        system_in_question: the system message stands inside the last message of the user, before its text.
+        trims: roles whose text loses the white space around it.
     """
 
     name: str
     user: str
     assistant: str
     system: str
-    observation: str
+    calls: str = ""
+    observation: str = ""
     observation_separator: str = "\n"
     prefix: str = ""
     default_system: str = ""
-    tool_format: ToolFormat = PLAIN_TOOLS
+    tool_format: ToolFormat | None = None
     thinks: bool = False
     special_tokens: tuple[str, ...] = ()
+    system_in_question: bool = False
+    trims: tuple[str, ...] = ()
 
     def bound(self, bos_token: str, eos_token: str) -> NamedTemplate:
         """This template with a tokenizer's own tokens in the place of {bos} and {eos}."""
-        return replace(
-            self,
-            prefix=self.prefix.replace("{bos}", bos_token),
-            assistant=self.assistant.replace("{eos}", eos_token),
-        )
+        texts = {key: getattr(self, key).replace("{bos}", bos_token).replace("{eos}", eos_token) for key in TEXTS}
+        return replace(self, **texts)
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """See `Template.render`."""
         messages = conversation.messages
+        head, question = self._head(conversation)
+        last_question = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
         turns: list[Turn] = []
-        start = 0
+        start = calls = observations = 0
         for stop, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            head = self._head(conversation) if not turns else ()
-            asked = (*head, self._asked(messages[start:stop]))
-            turns.append(self._turn(asked, message, thinking, is_last=stop == len(messages) - 1))
+            before = question if start <= last_question < stop else ("", "")
+            asked = (*(head if not turns else ()), *self._asked(messages[start:stop], before, observations))
+            answer = self._answer(message, thinking, is_history=stop < last_question, number=calls)
+            turns.append(self._turn(asked, answer, message, thinking, is_last=stop == len(messages) - 1))
+            calls += len(message.tool_calls)
+            observations += sum(message.role == "tool" for message in messages[start:stop])
             start = stop + 1
+        if any(question) and last_question < 0:
+            raise RowError("no-question", "the template writes the system message and tools into a user's message")
         return turns
 
-    def _head(self, conversation: Conversation) -> tuple[str, ...]:
+    def _head(self, conversation: Conversation) -> tuple[tuple[str, str], tuple[str, str]]:
+        """What starts the conversation; and of the last message of the user, what stands before it and inside it."""
         system = conversation.system or self.default_system
+        if "system" in self.trims:
+            system = system.strip()
+        offer = ""
         if conversation.tools:
+            if self.tool_format is None:
+                raise RowError("no-tools-in-template", "the template has no text for tools")
             offer = self.tool_format.offer(conversation.tools)
-            system = f"{system}{offer}" if system else offer.lstrip("\n")
-        return (self.prefix, _fill(self.system, system) if system else "")
+            if not self.tool_format.offer_before_question:
+                system, offer = (f"{system}{offer}" if system else offer.lstrip("\n")), ""
+        text = _fill(self.system, system) if system else ""
+        return ((self.prefix, ""), (offer, text)) if self.system_in_question else ((self.prefix, text), (offer, ""))
 
-    def _asked(self, messages: Sequence[Message]) -> str:
+    def _asked(self, messages: Sequence[Message], before: tuple[str, str], number: int) -> tuple[str, ...]:
         """One user's message, or the answers of the tools that the last message called."""
-        if messages[0].role == "user":
-            return _fill(self.user, messages[0].content)
-        return _fill(self.observation, self.observation_separator.join(message.content for message in messages))
+        roles = {message.role for message in messages}
+        offer, system = before
+        if roles == {"user"} and len(messages) == 1:
+            return (offer, _fill(self.user, f"{system}{self._text(messages[0])}"))
+        if roles != {"tool"}:
+            raise RowError("turns-do-not-alternate", "an answer does not follow one message of the user or tools'")
+        if not self.observation or self.tool_format is None:
+            raise RowError("no-tools-in-template", "the template has no text for tools")
+        answers = [self.tool_format.answer(self._text(message), i) for i, message in enumerate(messages, start=number)]
+        return (_fill(self.observation, self.observation_separator.join(answers)),)
 
-    def _turn(self, asked: tuple[str, ...], message: Message, thinking: Thinking, is_last: bool) -> Turn:
-        content = message.content
-        as_history = thinking.drop_history and not is_last
-        if self.thinks and (thinking.enable is False or as_history):
-            content = without_thought(content)
-        answer = _fill(self.assistant, self._answered(content, message))
-        if not self.thinks or as_history or has_thought(content):
-            return Turn(asked, (answer,))
-        if thinking.enable:
-            return Turn(asked, (EMPTY_THOUGHT, answer))
-        return Turn((*asked, EMPTY_THOUGHT), (answer,))
-
-    def _answered(self, content: str, message: Message) -> str:
+    def _answer(self, message: Message, thinking: Thinking, is_history: bool, number: int) -> str:
+        """What the assistant writes, without what ends it."""
+        content = self._text(message)
+        if self.thinks:
+            drops = thinking.enable is False or (thinking.drop_history and is_history)
+            content = without_thought(content) if drops else normal_thought(content)
         if not message.tool_calls:
             return content
+        if self.tool_format is None:
+            raise RowError("no-tools-in-template", "the template has no text for tools")
         thought, said = split_thought(content)
-        calls = self.tool_format.calls(message.tool_calls)
-        return f"{thought}{said}\n{calls}" if said else f"{thought}{calls}"
+        calls = self.tool_format.calls(message.tool_calls, number)
+        return f"{thought}{said}{self.tool_format.joiner}{calls}" if said else f"{thought}{calls}"
+
+    def _turn(self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, is_last: bool) -> Turn:
+        only_calls = self.calls and message.tool_calls and not self._text(message)
+        # As history an answer has no empty thought, nor has a call of tools on the way to the last answer.
+        thinks = self.thinks and not has_thought(answer) and (is_last or not thinking.drop_history)
+        written = _fill(self.calls if only_calls else self.assistant, answer.lstrip("\n") if thinks else answer)
+        if not thinks:
+            return Turn(asked, (written,), message.trained)
+        if thinking.enable:
+            return Turn(asked, (EMPTY_THOUGHT, written), message.trained)
+        return Turn((*asked, EMPTY_THOUGHT), (written,), message.trained)
+
+    def _text(self, message: Message) -> str:
+        return message.content.strip() if message.role in self.trims else message.content
 
 
 def _fill(text: str, content: str) -> str:
     before, _, after = text.partition("{content}")
     return f"{before}{content}{after}"
-
-
-_QWEN3_NOTHINK = NamedTemplate(
-    name="qwen3_nothink",
-    user="<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n",
-    assistant="{content}<|im_end|>\n",
-    system="<|im_start|>system\n{content}<|im_end|>\n",
-    observation=("<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
-    observation_separator="\n</tool_response>\n<tool_response>\n",
-    tool_format=QWEN_TOOLS,
-    special_tokens=("<|im_start|>", "<|im_end|>"),
-)
-
-_LLAMA3 = NamedTemplate(
-    name="llama3",
-    prefix="{bos}",
-    user=(
-        "<|start_header_id|>user<|end_header_id|>\n\n{content}<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    ),
-    assistant="{content}<|eot_id|>",
-    system="<|start_header_id|>system<|end_header_id|>\n\n{content}<|eot_id|>",
-    observation=(
-        "<|start_header_id|>ipython<|end_header_id|>\n\n{content}<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    ),
-    tool_format=LLAMA3_TOOLS,
-    special_tokens=("{bos}", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-)
-
-_DEEPSEEK3 = NamedTemplate(
-    name="deepseek3",
-    prefix="{bos}",
-    user="<｜User｜>{content}<｜Assistant｜>",
-    assistant="{content}{eos}",
-    system="{content}",
-    observation="<｜User｜>{content}<｜Assistant｜>",
-    special_tokens=("{bos}", "{eos}", "<｜User｜>", "<｜Assistant｜>"),
-)
-
-NAMED_TEMPLATES: dict[str, NamedTemplate] = {
-    template.name: template
-    for template in (
-        replace(
-            _QWEN3_NOTHINK,
-            name="qwen",
-            default_system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-        ),
-        replace(_QWEN3_NOTHINK, name="qwen3", thinks=True),
-        _QWEN3_NOTHINK,
-        _LLAMA3,
-        _DEEPSEEK3,
-        replace(_DEEPSEEK3, name="deepseekr1", thinks=True),
-    )
-}

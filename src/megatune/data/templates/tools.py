@@ -7,31 +7,65 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatune.data.formats import RowError, ToolCall
+from megatune.data.conversation import ToolCall
+from megatune.data.row_error import RowError
 
 Tool = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+def call_id(number: int) -> str:
+    """The id of a conversation's call `number` (from 0), and of the answer to it, in formats that write ids.
+
+    Mistral's takes nine letters or digits. Counted, not random: a random one would be text that nobody can learn.
+    """
+    return f"call{number:05d}"
+
+
+def _answer_plain(content: str, number: int) -> str:
+    """A function with a name, so that formats can be sent to worker processes."""
+    return content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """A way of writing tools.
 
     Attributes:
-        offer: text after the system message that describes the tools.
-        calls: the text of an assistant's calls.
+        offer: the text that describes the tools.
+        calls: the text of an assistant's calls, of which the first is the conversation's call `number`.
+        answer: what stands for {content} where a tool answers the conversation's call `number`.
+        offer_before_question: the offer stands before the last message of the user, not after the system message.
+        joiner: between what the assistant says and its calls.
     """
 
+    name: str
     offer: Callable[[Sequence[Tool]], str]
-    calls: Callable[[Sequence[ToolCall]], str]
+    calls: Callable[[Sequence[ToolCall], int], str]
+    answer: Callable[[str, int], str] = _answer_plain
+    offer_before_question: bool = False
+    joiner: str = "\n"
 
 
 def tool_schema(tool: Tool) -> Tool:
-    """The schema as OpenAI's API has it: {"type": "function", "function": {...}}."""
-    return tool if tool.get("type") == "function" else {"type": "function", "function": tool}
+    """The schema as OpenAI's API has it: {"type": "function", "function": {...}}.
+
+    Raises:
+        RowError: it names no function.
+    """
+    schema = (
+        tool if isinstance(tool, dict) and tool.get("type") == "function" else {"type": "function", "function": tool}
+    )
+    function = schema.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError("bad-tools", "a tool without a name")
+    return schema
 
 
 def _json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    try:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+    except (TypeError, ValueError) as error:
+        raise RowError("bad-tools", "a tool or a call of one that JSON cannot hold", str(error)) from error
 
 
 def _offer_qwen(tools: Sequence[Tool]) -> str:
@@ -44,7 +78,7 @@ def _offer_qwen(tools: Sequence[Tool]) -> str:
     )
 
 
-def _calls_qwen(calls: Sequence[ToolCall]) -> str:
+def _calls_qwen(calls: Sequence[ToolCall], number: int) -> str:
     return "\n".join(
         f"<tool_call>\n{_json({'name': call.name, 'arguments': call.arguments})}\n</tool_call>" for call in calls
     )
@@ -65,7 +99,7 @@ def _offer_llama3(tools: Sequence[Tool]) -> str:
     )
 
 
-def _calls_llama3(calls: Sequence[ToolCall]) -> str:
+def _calls_llama3(calls: Sequence[ToolCall], number: int) -> str:
     objects = [{"name": call.name, "parameters": call.arguments} for call in calls]
     return _json(objects[0] if len(objects) == 1 else objects)
 
@@ -76,7 +110,9 @@ def _offer_plain(tools: Sequence[Tool]) -> str:
         described = "".join(map(_describe_plain, functions))
         names = ", ".join(function["name"] for function in functions)
     except (KeyError, TypeError, AttributeError) as error:
-        raise RowError("a tool without a name and parameters", f"{type(error).__name__}: {error}") from error
+        raise RowError(
+            "bad-tools", "a tool whose parameters are no JSON schema", f"{type(error).__name__}: {error}"
+        ) from error
     return (
         f"You have access to the following tools:\n{described}Use the following format if using a tool:\n```\n"
         f"Action: tool name (one of [{names}])\n"
@@ -100,10 +136,39 @@ def _describe_plain(function: Tool) -> str:
     )
 
 
-def _calls_plain(calls: Sequence[ToolCall]) -> str:
+def _calls_plain(calls: Sequence[ToolCall], number: int) -> str:
     return "\n".join(f"Action: {call.name}\nAction Input: {_json(call.arguments)}" for call in calls)
 
 
-QWEN_TOOLS = ToolFormat(_offer_qwen, _calls_qwen)
-LLAMA3_TOOLS = ToolFormat(_offer_llama3, _calls_llama3)
-PLAIN_TOOLS = ToolFormat(_offer_plain, _calls_plain)
+def _offer_mistral(tools: Sequence[Tool]) -> str:
+    functions = [tool_schema(tool)["function"] for tool in tools]
+    schemas = [{"type": "function", "function": function} for function in functions]
+    return f"[AVAILABLE_TOOLS] {_json(schemas)}[/AVAILABLE_TOOLS]"
+
+
+def _calls_mistral(calls: Sequence[ToolCall], number: int) -> str:
+    objects = [
+        {"name": call.name, "arguments": call.arguments, "id": call_id(index)}
+        for index, call in enumerate(calls, start=number)
+    ]
+    return f"[TOOL_CALLS] {_json(objects)}"
+
+
+def _answer_mistral(content: str, number: int) -> str:
+    # What the tool says stands as it is, as in the published chat template: JSON where it is JSON.
+    return f'{{"content": {content}, "call_id": "{call_id(number)}"}}'
+
+
+QWEN_TOOLS = ToolFormat(name="qwen", offer=_offer_qwen, calls=_calls_qwen)
+LLAMA3_TOOLS = ToolFormat(name="llama3", offer=_offer_llama3, calls=_calls_llama3)
+MISTRAL_TOOLS = ToolFormat(
+    name="mistral",
+    offer=_offer_mistral,
+    calls=_calls_mistral,
+    answer=_answer_mistral,
+    offer_before_question=True,
+    joiner="",
+)
+PLAIN_TOOLS = ToolFormat(name="plain", offer=_offer_plain, calls=_calls_plain)
+
+TOOL_FORMATS = {tool_format.name: tool_format for tool_format in (QWEN_TOOLS, LLAMA3_TOOLS, MISTRAL_TOOLS, PLAIN_TOOLS)}

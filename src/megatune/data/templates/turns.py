@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatune.data.formats import Conversation
+from megatune.data.conversation import Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,12 @@ class Turn:
     Attributes:
         prompt: pieces of text up to where the assistant starts.
         answer: pieces of text that the assistant writes, with the token that ends its turn.
+        trained: False where the answer is context only (`Message.trained`).
     """
 
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Thinking:
         enable: True: an answer without reasoning gets an empty thought, trained. False: reasoning is taken out and
             the empty thought belongs to the prompt. None: reasoning stays where there is some; where there is none,
             the empty thought belongs to the prompt.
-        drop_history: earlier answers lose their reasoning, as the model sees them when it is used.
+        drop_history: answers before the last question lose their reasoning, as the model sees them when it is used.
     """
 
     enable: bool | None = True

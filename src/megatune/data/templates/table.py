@@ -1,0 +1,115 @@
+"""The templates we have by name: LLaMA-Factory's names, and the text of each model's own chat template.
+
+A template is true to the chat template that its model is published, and asked, with; where LLaMA-Factory's text is
+another, ours is the model's. Only the offer of tools follows LLaMA-Factory where a published chat template has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatune.data.templates.named import NamedTemplate
+from megatune.data.templates.tools import LLAMA3_TOOLS, MISTRAL_TOOLS, PLAIN_TOOLS, QWEN_TOOLS
+
+_CHATML = NamedTemplate(
+    name="chatml",
+    user="<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n",
+    assistant="{content}<|im_end|>\n",
+    system="<|im_start|>system\n{content}<|im_end|>\n",
+    observation="<|im_start|>tool\n{content}<|im_end|>\n<|im_start|>assistant\n",
+    tool_format=PLAIN_TOOLS,
+    special_tokens=("<|im_start|>", "<|im_end|>"),
+)
+
+_QWEN3_NOTHINK = replace(
+    _CHATML,
+    name="qwen3_nothink",
+    observation="<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    observation_separator="\n</tool_response>\n<tool_response>\n",
+    tool_format=QWEN_TOOLS,
+)
+
+# Llama 3's; 3.1 and later also state two dates in every system message, which `default` writes. Tools and their answers
+# are written as LLaMA-Factory does: Llama 3's own chat template has none.
+_LLAMA3 = NamedTemplate(
+    name="llama3",
+    prefix="{bos}",
+    user=(
+        "<|start_header_id|>user<|end_header_id|>\n\n{content}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    assistant="{content}<|eot_id|>",
+    system="<|start_header_id|>system<|end_header_id|>\n\n{content}<|eot_id|>",
+    observation=(
+        "<|start_header_id|>ipython<|end_header_id|>\n\n{content}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    tool_format=LLAMA3_TOOLS,
+    special_tokens=("{bos}", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    trims=("system", "user", "assistant", "tool"),
+)
+
+# Mistral-7B-Instruct-v0.3's. It writes the system message and the tools at the last message of the user, where the
+# model reads them when it answers; LLaMA-Factory's text has both at the first, and calls without their ids. A system
+# message is written in training as in use: the chat template itself drops it where the last message is an answer.
+_MISTRAL = NamedTemplate(
+    name="mistral",
+    prefix="{bos}",
+    user="[INST] {content}[/INST]",
+    assistant=" {content}{eos}",
+    system="{content}\n\n",
+    calls="{content}{eos}",
+    observation="[TOOL_RESULTS] {content}[/TOOL_RESULTS]",
+    observation_separator="[/TOOL_RESULTS][TOOL_RESULTS] ",
+    tool_format=MISTRAL_TOOLS,
+    special_tokens=("{bos}", "{eos}", "[INST]", "[/INST]"),
+    system_in_question=True,
+    trims=("assistant",),
+)
+
+# DeepSeek LLM's and V2's. LLaMA-Factory's text has no space before an answer; the chat template has one.
+_DEEPSEEK = NamedTemplate(
+    name="deepseek",
+    prefix="{bos}",
+    user="User: {content}\n\nAssistant:",
+    assistant=" {content}{eos}",
+    system="{content}\n\n",
+    observation="User: {content}\n\nAssistant:",
+    tool_format=PLAIN_TOOLS,
+    special_tokens=("{bos}", "{eos}"),
+)
+
+# DeepSeek-V3's. Its chat template offers no tools; they are offered, called and answered as LLaMA-Factory does.
+_DEEPSEEK3 = NamedTemplate(
+    name="deepseek3",
+    prefix="{bos}",
+    user="<｜User｜>{content}<｜Assistant｜>",
+    assistant="{content}{eos}",
+    system="{content}",
+    observation="<｜User｜>{content}<｜Assistant｜>",
+    tool_format=PLAIN_TOOLS,
+    special_tokens=("{bos}", "{eos}", "<｜User｜>", "<｜Assistant｜>"),
+)
+
+NAMED_TEMPLATES: dict[str, NamedTemplate] = {
+    template.name: template
+    for template in (
+        replace(
+            _QWEN3_NOTHINK,
+            name="qwen",
+            default_system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+        ),
+        replace(_QWEN3_NOTHINK, name="qwen2_vl", default_system="You are a helpful assistant."),
+        replace(_QWEN3_NOTHINK, name="qwen3", thinks=True),
+        _QWEN3_NOTHINK,
+        replace(_QWEN3_NOTHINK, name="qwen3_vl", thinks=True),
+        replace(_QWEN3_NOTHINK, name="qwen3_vl_nothink"),
+        _LLAMA3,
+        _MISTRAL,
+        _DEEPSEEK,
+        _DEEPSEEK3,
+        # DeepSeek-R1's own chat template takes the reasoning out of every answer, so this is the way to train it.
+        replace(_DEEPSEEK3, name="deepseekr1", thinks=True),
+        _CHATML,
+    )
+}
