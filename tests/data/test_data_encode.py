@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from megatune.data.encode import Encoded, Encoder, check_pretraining_tokenizer, share_budget
-from megatune.data.formats import Conversation, Example, Message, RowError
-from megatune.data.templates import load_template
+from megatune.data.conversation import Conversation, Example, Message, Pair
+from megatune.data.encode import Encoded, Encoder, check_pretraining_tokenizer
+from megatune.data.row_error import RowError
+from megatune.data.templates import Thinking, load_template
+from megatune.data.truncation import LengthError, share_budget
 from megatune.errors import MegatuneError
 
 TOKENIZER = qwen_tokenizer()
@@ -31,11 +35,15 @@ def encode(example: Example, cutoff_len: int = 1000, **options: Any) -> Encoded 
     return result
 
 
+def encoded(example: Example, cutoff_len: int = 1000, **options: Any) -> Encoded:
+    result = encode(example, cutoff_len, **options)
+    assert isinstance(result, Encoded), result
+    return result
+
+
 def parts(example: Example, cutoff_len: int = 1000, **options: Any) -> list[tuple[bool, str]]:
     """The one row of an example as stretches of text, each trained or not."""
-    encoded = encode(example, cutoff_len, **options)
-    assert isinstance(encoded, Encoded), encoded
-    (row,) = encoded.documents
+    (row,) = encoded(example, cutoff_len, **options).documents
     assert len(row.input_ids) <= cutoff_len
     stretches: list[tuple[bool, list[int]]] = []
     for token, label in zip(row.input_ids.tolist(), row.labels.tolist(), strict=True):
@@ -114,33 +122,221 @@ def test_a_row_without_a_trained_token_is_dropped_with_its_reason() -> None:
     # A prompt of thousands of tokens leaves the two tokens of the answer a share of nothing.
     long = Conversation((Message("user", "weather " * 3000), Message("assistant", "Hi")))
     result = encode(long, cutoff_len=3)
+    assert isinstance(result, LengthError)
+    assert (result.code, result.reason) == ("nothing-left", "nothing left to train on after cutting to cutoff_len")
+    assert result.length > 3000
+    untrained = Conversation((Message("user", "q"), Message("assistant", "a", trained=False)))
+    result = encode(untrained)
     assert isinstance(result, RowError)
-    assert result.reason == "nothing left to train on after cutting to cutoff_len"
+    assert (result.code, result.reason) == ("nothing-to-train", "nothing to train on")
 
 
-def pretraining_rows(text: str, cutoff_len: int, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    (result,) = Encoder(tokenizer, None, cutoff_len).encode([text])
-    assert isinstance(result, Encoded)
-    assert all(row.input_ids.tolist() == row.labels.tolist() for row in result.documents)
-    return [row.input_ids.tolist() for row in result.documents]
+def test_an_answer_that_is_context_is_not_trained() -> None:
+    first = replace(CONVERSATION.messages[1], trained=False)
+    conversation = replace(CONVERSATION, messages=(CONVERSATION.messages[0], first, *CONVERSATION.messages[2:]))
+    assert parts(conversation) == [(False, ASK_1 + ANSWER_1 + ASK_2), (True, ANSWER_2)]
+    assert parts(conversation, train_on_prompt=True) == [(True, ASK_1 + ANSWER_1 + ASK_2 + ANSWER_2)]
+
+
+WHOLE = TOKENIZER(ASK_1 + ANSWER_1 + ASK_2 + ANSWER_2)["input_ids"]
+
+
+@pytest.mark.parametrize("strategy", ["drop", "error"])
+def test_samples_that_may_not_be_cut_are_too_long(strategy: str) -> None:
+    assert isinstance(encode(CONVERSATION, len(WHOLE), truncation=strategy), Encoded)
+    result = encode(CONVERSATION, 20, truncation=strategy)
+    assert isinstance(result, LengthError)
+    assert str(result) == f"longer than cutoff_len ({len(WHOLE)} tokens, cutoff_len is 20)"
+    assert (result.code, result.length) == ("too-long", len(WHOLE))
 
 
 @settings(deadline=None)
-@given(st.text(min_size=1, max_size=60), st.integers(2, 12))
-def test_each_token_of_a_text_is_trained_once(text: str, cutoff_len: int) -> None:
-    ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
-    rows = pretraining_rows(text, cutoff_len, TOKENIZER)
-    assert all(2 <= len(row) <= cutoff_len for row in rows)
-    assert [token for row in rows for token in row[1:]] == ids[1:]  # a row's first token is never predicted
-    assert rows[0][0] == ids[0]
+@given(st.integers(2, len(WHOLE) + 3), st.booleans())
+def test_right_and_left_keep_the_start_and_the_end(cutoff_len: int, mask_history: bool) -> None:
+    options: dict[str, Any] = {"mask_history": mask_history, "cutoff_len": cutoff_len}
+    labels = encoded(CONVERSATION, mask_history=mask_history).documents[0].labels.tolist()
+    for strategy, kept in (("right", slice(None, cutoff_len)), ("left", slice(-cutoff_len, None))):
+        result = encode(CONVERSATION, truncation=strategy, **options)
+        if all(label == -100 for label in labels[kept][1:]):
+            assert isinstance(result, LengthError)
+            continue
+        assert isinstance(result, Encoded)
+        (document,) = result.documents
+        assert document.input_ids.tolist() == WHOLE[kept]
+        assert document.labels.tolist() == labels[kept]
+        assert (result.truncated, result.length) == (cutoff_len < len(WHOLE), len(WHOLE))
 
 
-def test_pretraining_starts_with_bos_where_the_tokenizer_does() -> None:
+def test_left_keeps_the_token_that_begins_everything() -> None:
+    tokenizer = llama3_tokenizer()
+    template = load_template("llama3", tokenizer)
+    whole, left = (
+        Encoder(tokenizer, template, cutoff_len, "left").encode([CONVERSATION])[0] for cutoff_len in (1000, 12)
+    )
+    assert isinstance(whole, Encoded)
+    assert isinstance(left, Encoded)
+    ids = whole.documents[0].input_ids.tolist()
+    assert ids[0] == tokenizer.bos_token_id
+    assert left.documents[0].input_ids.tolist() == [ids[0], *ids[-11:]]
+
+
+def test_mask_history_can_keep_earlier_thoughts() -> None:
+    thought = Message("assistant", "<think>\nhm\n</think>\n\nYes.")
+    conversation = Conversation((Message("user", "a"), thought, Message("user", "b"), thought))
+
+    def context(preserve_thinking: bool) -> str:
+        template = load_template("qwen3", TOKENIZER)
+        encoder = Encoder(TOKENIZER, template, 1000, mask_history=True, preserve_thinking=preserve_thinking)
+        (result,) = encoder.encode([conversation])
+        assert isinstance(result, Encoded)
+        ids, labels = result.documents[0]
+        return TOKENIZER.decode(ids[labels == -100])
+
+    assert ("hm" in context(True), "hm" in context(False)) == (True, False)
+
+
+PAIR = Pair(CONVERSATION.messages[:3], Message("assistant", "The same, I think."), Message("assistant", "No idea."))
+PAIR_PROMPT = TOKENIZER(ASK_1 + ANSWER_1 + ASK_2)["input_ids"]
+
+
+def pair_parts(result: Encoded | RowError) -> tuple[list[int], list[int], list[int]]:
+    """The prompt, which both documents of a pair start with untrained, and the two answers, trained."""
+    assert isinstance(result, Encoded), result
+    prompts, answers = [], []
+    for ids, labels in result.documents:
+        start = int((labels == -100).sum())
+        assert (labels[:start] == -100).all()
+        assert labels[start:].tolist() == ids[start:].tolist()
+        prompts.append(ids[:start].tolist())
+        answers.append(ids[start:].tolist())
+    assert prompts[0] == prompts[1]
+    return prompts[0], answers[0], answers[1]
+
+
+def test_a_pair_is_two_answers_to_one_prompt() -> None:
+    result = encode(PAIR)
+    prompt, chosen, rejected = pair_parts(result)
+    assert prompt == PAIR_PROMPT
+    assert [TOKENIZER.decode(answer) for answer in (chosen, rejected)] == [
+        "The same, I think.<|im_end|>\n",
+        "No idea.<|im_end|>\n",
+    ]
+    assert isinstance(result, Encoded)
+    assert (result.truncated, result.length) == (False, len(prompt) + len(chosen))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(4, len(PAIR_PROMPT) + 40), st.sampled_from(["budget", "right", "left"]))
+def test_cutting_a_pair_keeps_its_prompt_shared(cutoff_len: int, strategy: str) -> None:
+    whole_prompt, *whole_answers = pair_parts(encode(PAIR))
+    longest = max(map(len, whole_answers))
+    result = encode(PAIR, cutoff_len, truncation=strategy)
+    if isinstance(result, RowError):
+        assert result.code == "nothing-left"
+        room = {
+            "budget": share_budget(len(whole_prompt), longest, cutoff_len)[1],
+            "right": cutoff_len - len(whole_prompt),
+        }
+        assert room[strategy] <= 0
+        return
+    prompt, *answers = pair_parts(result)
+    assert all(len(document.input_ids) <= cutoff_len for document in result.documents)
+    if strategy == "budget":
+        prompt_length, answer_length = share_budget(len(whole_prompt), longest, cutoff_len)
+        assert prompt == whole_prompt[:prompt_length]
+        assert answers == [answer[:answer_length] for answer in whole_answers]
+    elif strategy == "right":
+        assert prompt == whole_prompt[:cutoff_len]
+        assert answers == [answer[: cutoff_len - len(prompt)] for answer in whole_answers]
+    else:
+        assert answers == [answer[-cutoff_len:] for answer in whole_answers]
+        assert prompt == whole_prompt[max(0, len(whole_prompt) - max(0, cutoff_len - longest)) :]
+
+
+@pytest.mark.parametrize("strategy", ["drop", "error"])
+def test_a_pair_is_as_long_as_its_longer_answer(strategy: str) -> None:
+    whole = encoded(PAIR)
+    assert isinstance(encode(PAIR, whole.length, truncation=strategy), Encoded)
+    result = encode(PAIR, whole.length - 1, truncation=strategy)
+    assert isinstance(result, LengthError)
+    assert (result.code, result.length) == ("too-long", whole.length)
+
+
+def test_a_thought_in_one_answer_belongs_to_the_answers() -> None:
+    """With enable_thinking: null, an answer without a thought is asked for with an empty one."""
+    thoughtful = Pair(
+        (Message("user", "a"),), Message("assistant", "<think>\nhm\n</think>\n\nb"), Message("assistant", "c")
+    )
+    (result,) = Encoder(TOKENIZER, load_template("qwen3", TOKENIZER), 100, enable_thinking=None).encode([thoughtful])
+    prompt, chosen, rejected = (TOKENIZER.decode(ids) for ids in pair_parts(result))
+    assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert chosen == "<think>\nhm\n</think>\n\nb<|im_end|>\n"
+    assert rejected == "<think>\n\n</think>\n\nc<|im_end|>\n"
+
+
+def test_the_same_answer_twice_teaches_nothing() -> None:
+    result = encode(replace(PAIR, rejected=PAIR.chosen))
+    assert isinstance(result, RowError)
+    assert (result.code, str(result)) == ("same-answers", "chosen and rejected are the same")
+    almost = replace(PAIR, rejected=Message("assistant", f"{PAIR.chosen.content}!"))
+    result = encode(almost, 8)
+    assert isinstance(result, LengthError)
+    assert result.reason == "chosen and rejected are the same after cutting to cutoff_len"
+
+
+def test_ids_are_those_that_the_tokenizer_gives() -> None:
+    """Whatever padding and truncation tokenizer.json asks for, and in a batch as alone."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=50)
+    template = load_template("qwen", tokenizer)
+    other = Conversation((Message("user", "<|im_end|> 今天天气"), Message("assistant", "好\u00e9 ")), "Be kind.")
+    examples = [CONVERSATION, other, CONVERSATION]
+    together = Encoder(tokenizer, template, 1000).encode(examples)
+    fresh = qwen_tokenizer()
+    for example, result in zip(examples, together, strict=True):
+        assert isinstance(result, Encoded)
+        (alone,) = Encoder(fresh, template, 1000).encode([example])
+        assert isinstance(alone, Encoded)
+        turns = template.render(example, Thinking())
+        pieces = [piece for turn in turns for piece in (*turn.prompt, *turn.answer)]
+        expected = [token for piece in pieces for token in fresh(piece, add_special_tokens=False)["input_ids"]]
+        assert result.documents[0].input_ids.tolist() == alone.documents[0].input_ids.tolist() == expected
+
+
+def pretraining_ids(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    (result,) = Encoder(tokenizer, None, 2).encode([text])
+    assert isinstance(result, Encoded)
+    (document,) = result.documents
+    assert document.input_ids.tolist() == document.labels.tolist()
+    assert (result.length, result.truncated) == (len(document.input_ids), False)
+    return document.input_ids.tolist()
+
+
+def test_a_text_is_one_document_with_its_end() -> None:
+    ids = TOKENIZER("It is sunny.", add_special_tokens=False)["input_ids"]
+    assert pretraining_ids("It is sunny.", TOKENIZER) == [*ids, TOKENIZER.eos_token_id]
+
+
+def test_a_text_starts_with_bos_where_the_tokenizer_puts_one() -> None:
     tokenizer = llama3_tokenizer()
     bos = ("<|begin_of_text|>", tokenizer.bos_token_id)
-    assert pretraining_rows("Hello", 100, tokenizer)[0][0] != bos[1]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
-    assert pretraining_rows("Hello", 100, tokenizer)[0][0] == bos[1]
+    for single, expected in (("$A", False), (f"{bos[0]} $A", True)):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[bos])
+        assert (pretraining_ids("Hello", tokenizer)[0] == bos[1]) == expected
+
+
+@pytest.mark.parametrize("example", [CONVERSATION, "It is sunny."])
+def test_a_copy_for_a_worker_encodes_alike_without_transformers(example: Example) -> None:
+    tokenizer = llama3_tokenizer()
+    template = None if isinstance(example, str) else load_template("llama3", tokenizer)
+    encoder = Encoder(tokenizer, template, 12, "left")
+    copy = pickle.dumps(encoder)
+    assert b"transformers" not in copy
+    for ours, theirs in zip(encoder.encode([example]), pickle.loads(copy).encode([example]), strict=True):
+        assert isinstance(ours, Encoded)
+        assert isinstance(theirs, Encoded)
+        assert ours.documents[0].input_ids.tolist() == theirs.documents[0].input_ids.tolist()
 
 
 def test_pretraining_needs_an_end_of_text() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 
 from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch, Collator
+from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader, step_batches
 from megatune.data.packing import pack
-from megatune.data.rows import Document, RowWriter, TokenRows
+from megatune.data.rows import Document, TokenRows
+from megatune.data.steps import PreparedSteps
 
 PAD = 7
 CAPACITY = 40
@@ -137,13 +141,34 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[TokenRows, TokenR
     """The same 60 documents as they are, and packed. No token is in two documents."""
     folder = tmp_path_factory.mktemp("packed")
     generator = np.random.default_rng(3)
-    with RowWriter(folder / "plain") as plain, RowWriter(folder / "packed", CAPACITY, seed=5) as packed:
-        for number in range(60):
-            tokens = 100 * (number + 1) + np.arange(generator.integers(2, CAPACITY // 2))
-            labels = np.where(generator.random(len(tokens)) < 0.7, tokens, -100)
-            plain.append(tokens, labels)
-            packed.append(tokens, labels)
-    return TokenRows(folder / "plain"), TokenRows(folder / "packed")
+    documents = []
+    for number in range(60):
+        tokens = 100 * (number + 1) + np.arange(generator.integers(2, CAPACITY // 2), dtype=np.int32)
+        documents.append(Document(tokens, np.where(generator.random(len(tokens)) < 0.7, tokens, np.int32(-100))))
+    for name in ("plain", "packed"):
+        (folder / name).mkdir()
+        with RowsBuilder(folder / name, RowShape("sft", CAPACITY, name == "packed", seed=5)) as builder:
+            builder.write_part("train", [builder.add([document]) for document in documents])
+    return TokenRows(folder / "plain" / "train"), TokenRows(folder / "packed" / "train")
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """A step of rows that a test chooses."""
+
+    rows: TokenRows
+    ids: Sequence[int]
+    global_batch_size: int
+    is_packed: bool = True
+
+    def lengths(self, step: int) -> list[np.ndarray]:
+        return [self.rows.document_lengths([row]) for row in self.ids]
+
+    def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
+        return [self.rows[self.ids[place]] for place in places]
+
+    def names(self, step: int) -> list[str]:
+        return [f"row {row}" for row in self.ids]
 
 
 def trained(batch: Batch) -> Counter[tuple[int, int, int]]:
@@ -188,16 +213,17 @@ def test_packed_batches_train_what_unpacked_ones_train(
 ) -> None:
     """Over an epoch, in any layout: the same trained triples, and shapes as the layout needs them."""
     plain, packed = folders
+    steps = PreparedSteps(packed, size * accumulation * dp_size, seed)
     found: Counter[tuple[int, int, int]] = Counter()
     for rank in range(dp_size):
         loader = StepLoader(
-            packed,
+            steps,
             collator_of(parallel, size),
             data_parallel_rank=rank,
             data_parallel_size=dp_size,
             num_micro_batches=accumulation,
             same_length=same_length,
-            seed=seed,
+            stop_step=steps.steps_per_epoch,
         )
         for _, batches in loader:
             assert len(batches) == accumulation
@@ -239,28 +265,27 @@ def test_the_order_is_the_same_in_every_layout(
 ) -> None:
     """The documents of each global batch, for dp 1, 2 and 4; workers change nothing, nor does a start in between."""
     _, rows = folders
+    steps = PreparedSteps(rows, 4, seed=11)
 
     def loader(rank: int, size: int, accumulation: int, **options: Any) -> StepLoader:
         return StepLoader(
-            rows,
+            steps,
             collator_of(ParallelSettings(**parallel), 1),
             data_parallel_rank=rank,
             data_parallel_size=size,
             num_micro_batches=accumulation,
             same_length=False,
-            seed=11,
             stop_step=2 * len(rows) // 4,
             **options,
         )
 
     whole = StepLoader(
-        rows,
+        steps,
         collator_of(ParallelSettings(), 4),
         data_parallel_rank=0,
         data_parallel_size=1,
         num_micro_batches=1,
         same_length=False,
-        seed=11,
         stop_step=2 * len(rows) // 4,
     )
     expected = {step: real_tokens(batches[0]) for step, batches in whole}
@@ -281,8 +306,8 @@ def test_slots_without_rows_are_padding(folders: tuple[TokenRows, TokenRows]) ->
     _, rows = folders
     parallel = ParallelSettings(context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True)
     batches = step_batches(
-        rows,
-        [3],
+        OneStep(rows, [3], 4),
+        0,
         collator_of(parallel, 2),
         data_parallel_rank=0,
         data_parallel_size=1,
@@ -308,8 +333,8 @@ def test_same_length_fills_up_with_one_document_of_padding(folders: tuple[TokenR
     assert len(lengths) > 1
     for rank in (0, 1):
         batches = step_batches(
-            rows,
-            row_ids,
+            OneStep(rows, row_ids, 4),
+            0,
             collator,
             data_parallel_rank=rank,
             data_parallel_size=2,

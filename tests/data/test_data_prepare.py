@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import numpy as np
 import pytest
-from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
-from megatune.data.prepare import Prepared, open_prepared, prepare, prepared_key
+from megatune.data.conversation import Conversation, Message
+from megatune.data.hold_out import hold_out, rank
+from megatune.data.prepare import Prepared, open_prepared, prepare
+from megatune.data.report import DataReport
 from megatune.data.rows import Document, TokenRows
 from megatune.errors import ExitCode, MegatuneError
 
@@ -21,8 +27,9 @@ TOKENIZER = qwen_tokenizer()
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three data sets: good (40 rows), mixed (7 rows, 3 of them usable) and broken (none usable)."""
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
     good = [{"instruction": f"What is {i}?", "output": f"It is {i}."} for i in range(40)]
     mixed = [
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
@@ -57,8 +64,21 @@ def settings(folder: Path, *dataset: str, stage: str = "sft", seed: int = 42, **
 
 
 def prepared(folder: Path, *dataset: str, **options: Any) -> Prepared:
-    chosen = settings(folder, *dataset, **options)
-    return prepare(chosen, TOKENIZER, folder / "out" / prepared_key(chosen, TOKENIZER))
+    return prepare(settings(folder, *dataset, **options), TOKENIZER)
+
+
+def refusal(folder: Path, *dataset: str, **options: Any) -> tuple[ExitCode, str]:
+    """How preparing ends, with the folder's name left out; and nothing is left of it."""
+    with pytest.raises(MegatuneError) as caught:
+        prepared(folder, *dataset, **options)
+    assert not [path for path in (folder / "cache" / "rows").glob("*") if path.suffix != ".lock"]
+    return caught.value.exit_code, str(caught.value).replace(f"{folder}/", "")
+
+
+def files(result: Prepared) -> dict[str, bytes]:
+    """What was written, by name."""
+    paths = [path for path in sorted(result.directory.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(result.directory)): path.read_bytes() for path in paths}
 
 
 def documents(rows: TokenRows | None) -> list[Document]:
@@ -96,18 +116,34 @@ def test_no_row_is_lost_silently(folder: Path) -> None:
     }
     assert mixed.examples == [
         f"{place}:2: field 'messages': expected a list of messages, got a string",
-        f"{place}:3: invalid JSON (Expecting ',' delimiter at column 86)",
-        f"{place}:4: the last message is not the assistant's (it is the user's)",
+        f"{place}:3: invalid JSON (expected ',' delimiter at column 86)",
+        f"{place}:4: the last message is not the assistant's (message 1 is 'user')",
         f"{place}:6: field 'messages': expected a list of messages, got a string",
     ]
 
 
 def test_the_report_in_words(folder: Path) -> None:
-    lines = list(prepared(folder, "mixed").report.lines())
-    assert lines[0] == "mixed: 7 rows read, 3 trained, 0 held out, 4 dropped, 0 cut to cutoff_len"
-    assert lines[1] == "    dropped 2: field 'messages': expected a list of messages, got a string"
-    tokens = sum(prepared(folder, "mixed").train.document_lengths(range(3)))
-    assert lines[-1] == f"train: 3 token rows, {tokens} tokens, 9 of them trained"
+    result = prepared(folder, "mixed", "good", cutoff_len=69, truncation_strategy="drop", val_size=2.0)
+    assert [line.replace(f"{folder}/", "") for line in result.report.lines()] == [
+        "data set  rows read  trained  held out  dropped  cut to cutoff_len  samples an epoch",
+        "mixed             7        2         1        4                  0                 2",
+        "good             40        9         1       30                  0                 9",
+        "mixed: dropped 2: field 'messages': expected a list of messages, got a string [messages-not-a-list]",
+        "mixed: dropped 1: invalid JSON [invalid-json]",
+        "mixed: dropped 1: the last message is not the assistant's [no-answer]",
+        "    mixed.jsonl:2: field 'messages': expected a list of messages, got a string",
+        "    mixed.jsonl:3: invalid JSON (expected ',' delimiter at column 86)",
+        "    mixed.jsonl:4: the last message is not the assistant's (message 1 is 'user')",
+        "    mixed.jsonl:6: field 'messages': expected a list of messages, got a string",
+        "good: dropped 30: longer than cutoff_len [too-long]",
+        "    good.json:row 11: longer than cutoff_len (70 tokens, cutoff_len is 69)",
+        "    good.json:row 12: longer than cutoff_len (70 tokens, cutoff_len is 69)",
+        "    good.json:row 13: longer than cutoff_len (70 tokens, cutoff_len is 69)",
+        "lengths: |      ▁▃¦█| to 70 tokens, p50 70, p90 70, p99 70, mean 69; 30 (69.8%) over cutoff_len 69",
+        "train: 11 token rows, 730 tokens, 69 of them trained",
+        "evaluation: 2 token rows, 127 tokens, 10 of them trained",
+    ]
+    assert DataReport.load(result.directory / "report.json") == result.report
 
 
 def test_packed_rows_hold_the_same_documents(folder: Path) -> None:
@@ -126,21 +162,35 @@ def test_packed_rows_hold_the_same_documents(folder: Path) -> None:
     assert report.rows < report.documents / 3
     assert report.packing_efficiency == report.tokens / (report.rows * 400) > 0.8
     assert list(packed.report.lines())[-2] == (
-        f"train: {report.documents} samples packed into {report.rows} rows of up to 400 tokens, "
+        f"train: {report.samples} samples packed into {report.rows} rows of up to 400 tokens, "
         f"{report.packing_efficiency:.1%} full; {report.tokens} tokens, {report.trained} of them trained"
     )
 
 
-def test_nothing_usable_is_an_error_with_reasons(folder: Path) -> None:
-    with pytest.raises(MegatuneError) as caught:
-        prepared(folder, "good", "broken")
-    assert str(caught.value).replace(f"{folder}/", "") == (
-        "broken: 0 usable of 2 rows\n"
-        "    why: 1 x field 'output' is missing; 1 x invalid JSON\n"
-        "    mend: the first: broken.jsonl:1: field 'output' is missing (the row has 'instruction')"
-    )
-    assert caught.value.exit_code == ExitCode.DATA
-    assert list((folder / "out").iterdir()) == []
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "broken",
+            None,
+            "broken: 0 usable of 2 rows\n"
+            "    why: 1 x field 'output' is missing; 1 x invalid JSON\n"
+            "    mend: the first: broken.jsonl:1: field 'output' is missing (the row has 'instruction')",
+        ),
+        ("empty.jsonl", "", "empty.jsonl: the file is empty"),
+        ("blank.jsonl", "\n  \n\n", "blank.jsonl: 0 usable of 0 rows\n    mend: the files have no rows"),
+        (
+            "invalid.jsonl",
+            '{"instruction": "a"\n' * 5,
+            "invalid.jsonl: 0 usable of 5 rows\n    why: 5 x invalid JSON\n"
+            "    mend: the first: invalid.jsonl:1: invalid JSON (expected ',' delimiter at column 20)",
+        ),
+    ],
+)
+def test_nothing_usable_is_an_error_with_reasons(folder: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (folder / name).write_text(content)
+    assert refusal(folder, "good", name) == (ExitCode.DATA, message)
 
 
 def test_evaluation_rows_depend_on_the_seed_and_the_rows_alone(folder: Path) -> None:
@@ -211,16 +261,10 @@ def test_images_refuse_the_data_set(folder: Path) -> None:
     assert caught.value.exit_code == ExitCode.SETTINGS
 
 
-def test_settings_that_exclude_each_other(folder: Path) -> None:
-    with pytest.raises(MegatuneError) as caught:
-        prepared(
-            folder, "mixed", stage="pt", val_size=1.0, eval_dataset=["good"], train_on_prompt=True, mask_history=True
-        )
-    assert [finding.what for finding in caught.value.findings] == [
-        "val_size and eval_dataset exclude each other",
-        "train_on_prompt and mask_history exclude each other",
-        "dataset: mixed has conversations, stage pt trains text",
-    ]
+def test_conversations_are_no_text(folder: Path) -> None:
+    code, message = refusal(folder, "mixed", stage="pt")
+    assert code == ExitCode.SETTINGS
+    assert "stage pt trains text" in message
 
 
 def test_pretraining_cuts_texts_and_keeps_them_whole_in_the_split(folder: Path) -> None:
@@ -238,49 +282,135 @@ def test_pretraining_cuts_texts_and_keeps_them_whole_in_the_split(folder: Path) 
 def test_worker_processes_change_nothing(folder: Path) -> None:
     rows = [{"instruction": f"q{i}", "output": f"a{i}"} if i % 5 else {"instruction": f"q{i}"} for i in range(600)]
     (folder / "many.json").write_text(json.dumps(rows))
-    alone = prepare(settings(folder, "many.json"), TOKENIZER, folder / "alone")
-    both = prepare(settings(folder, "many.json", preprocessing_num_workers=2), TOKENIZER, folder / "both")
-    for name in ("tokens.bin", "labels.bin", "offsets.npy"):
-        assert (folder / "alone" / "train" / name).read_bytes() == (folder / "both" / "train" / name).read_bytes()
-    assert alone.report == both.report
+    options: dict[str, Any] = {"on_bad_row": "quarantine", "val_size": 0.1, "template": "qwen"}
+    alone = files(prepared(folder, "many.json", tokenized_path=str(folder / "alone"), **options))
+    both = prepared(folder, "many.json", tokenized_path=str(folder / "both"), preprocessing_num_workers=2, **options)
+    assert files(both) == alone
+    assert "bad_rows.jsonl" in alone
 
 
 def test_other_processes_open_what_one_prepared(folder: Path) -> None:
     chosen = settings(folder, "good", val_size=3.0)
-    made = prepare(chosen, TOKENIZER, folder / "out")
-    opened = open_prepared(folder / "out")
+    made = prepare(chosen, TOKENIZER)
+    opened = open_prepared(made.directory)
     assert texts(opened.train) == texts(made.train)
     assert texts(opened.evaluation) == texts(made.evaluation)
-    assert opened.report == made.report
-    assert sorted(path.name for path in (folder / "out").iterdir()) == ["evaluation", "report.json", "train"]
-    (folder / "good.json").unlink()
-    with pytest.raises(MegatuneError, match="no such file or folder"):
-        prepare(chosen, TOKENIZER, folder / "other")
+    assert (opened.report, opened.key, opened.directory) == (made.report, made.key, made.directory)
+    assert made.key == made.directory.name
     with pytest.raises(MegatuneError, match="no prepared data"):
         open_prepared(folder / "other")
 
 
 def test_what_is_prepared_is_not_prepared_again(folder: Path) -> None:
-    made = prepare(settings(folder, "good"), TOKENIZER, folder / "out")
-    (folder / "dataset_info.json").unlink()
-    assert texts(prepare(settings(folder, "good"), TOKENIZER, folder / "out").train) == texts(made.train)
+    made = prepared(folder, "good")
+    before = (made.directory / "tokens.bin").stat().st_ino
+    assert (prepared(folder, "good").directory / "tokens.bin").stat().st_ino == before
 
 
-def test_the_key_changes_with_all_that_determines_rows(folder: Path) -> None:
-    def key(tokenizer: Any = TOKENIZER, **options: Any) -> str:
-        return prepared_key(settings(folder, "good", **options), tokenizer)
+def test_tokens_are_on_disk_once(folder: Path) -> None:
+    """Also of rows that are trained several times, and of those that are held out."""
+    result = prepared(folder, "more", val_size=8.0, mix_strategy="concat", dataset_weights=[2.0])
+    every = documents(prepared(folder, "good").train)
+    assert len(result.train) == result.report.datasets[0].samples == 160
+    assert (result.directory / "tokens.bin").stat().st_size == 4 * sum(len(ids) for ids, _ in every)
 
-    keys = [
-        key(),
-        key(seed=1),
-        key(cutoff_len=9),
-        key(packing=True),
-        key(template="qwen"),
-        key(val_size=1.0),
-        key(tokenizer=llama3_tokenizer()),
+
+def test_mixing_draws_from_what_is_trained(folder: Path) -> None:
+    """Each data set in its own order, what is held out left out; the report counts what an epoch trains."""
+    options: dict[str, Any] = {"mix_strategy": "interleave_over", "interleave_probs": [0.5, 0.5], "val_size": 2.0}
+    result = prepared(folder, "good", "mixed", **options)
+    trained, held_out = answers(result.train), answers(result.evaluation)
+    assert not set(trained) & set(held_out)
+    good, mixed = result.report.datasets
+    assert (good.samples, mixed.samples) == (
+        sum("It is" in answer for answer in trained),
+        sum("It is" not in answer for answer in trained),
+    )
+    assert mixed.samples > mixed.trained
+    assert (good.trained, good.evaluation) == (40 - sum("It is" in answer for answer in held_out), 40 - good.trained)
+    weighted = prepared(folder, "good", "mixed", dataset_weights=[0.5, 3])
+    assert [report.samples for report in weighted.report.datasets] == [20, 9]
+    assert len(weighted.train) == 29
+
+
+def test_a_data_set_that_is_drawn_from_cannot_be_held_out_whole(folder: Path) -> None:
+    (folder / "one.json").write_text('[{"instruction": "a", "output": "b"}]')
+    ranks = [rank(Conversation((Message("user", "a"), Message("assistant", "b"))), seed) for seed in range(200)]
+    seed = ranks.index(min(ranks))  # of 40 rows and this one, it is the first
+    code, message = refusal(folder, "good", "one.json", mix_strategy="interleave_once", val_size=1.0, seed=seed)
+    assert code == ExitCode.SETTINGS
+    assert message.splitlines()[:2] == [
+        "val_size: 1 leaves nothing of one.json to train on",
+        "    why: mix_strategy: interleave_once draws from every data set",
     ]
-    keys += [key(eval_dataset=["mixed"]), key(tokenizer=qwen_tokenizer("qwen3"))]
-    os.utime(folder / "good.json", ns=(0, 0))
-    keys.append(key())
-    assert len(set(keys)) == len(keys)
-    assert key() == key(preprocessing_num_workers=4) == key(dataloader_num_workers=2) == keys[-1]
+
+
+def test_the_split_follows_the_texts(folder: Path) -> None:
+    """The same rows are held out with another template or tokenizer, in another order, and beside other data sets."""
+    held_out = set(answers(prepared(folder, "good", val_size=5.0).evaluation))
+    assert len(held_out) == 5
+    rows = json.loads((folder / "good.json").read_text())
+    (folder / "backwards.json").write_text(json.dumps(rows[::-1]))
+    for options in ({"template": "qwen3_nothink"}, {"cutoff_len": 20}, {"packing": True}):
+        assert set(answers(prepared(folder, "good", val_size=5.0, **options).evaluation)) == held_out
+    assert set(answers(prepared(folder, "backwards.json", val_size=5.0).evaluation)) == held_out
+    beside = set(answers(prepared(folder, "mixed", "good", val_size=6.0).evaluation))
+    assert len(beside & held_out) >= 3  # of the 43 rows, at most 3 others are before them
+
+
+@hypothesis.settings(deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=30), st.data())
+def test_a_split_is_exact_and_clean(texts: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(texts) - 1))
+    ranks = np.array([rank(str(text), 1) for text in texts], dtype=np.uint64)
+    split = hold_out(ranks, float(count))
+    assert split.held_out.sum() == count
+    assert not (split.held_out & split.left_out).any()
+    sides = [set(np.array(texts)[rows]) for rows in (split.held_out, ~(split.held_out | split.left_out))]
+    assert sides[1]
+    assert not sides[0] & sides[1] or (split.on_both_sides and len(sides[1]) == 1)
+    more = hold_out(ranks, float(min(count + 1, len(texts) - 1)))
+    assert (more.held_out | ~split.held_out).all()
+
+
+def test_copies_of_a_held_out_row_are_not_trained(folder: Path) -> None:
+    (folder / "twice.json").write_text(
+        json.dumps([{"instruction": f"{i % 4}", "output": f"{i % 4}"} for i in range(8)])
+    )
+    report = prepared(folder, "twice.json", val_size=3.0).report.datasets[0]
+    assert (report.read, report.trained, report.evaluation) == (8, 4, 3)
+    assert report.dropped == {"the same texts as a held-out row": 1}
+    (folder / "same.json").write_text(json.dumps([{"instruction": "q", "output": "a"}] * 8))
+    result = prepared(folder, "same.json", val_size=3.0)
+    assert (len(result.train), len(result.evaluation or ())) == (5, 3)
+    assert result.report.notes == ["all rows have the same texts: 5 are trained, the others held out"]
+
+
+def test_a_note_says_what_ends_an_answer(folder: Path) -> None:
+    other = qwen_tokenizer()
+    other.eos_token = "<|endoftext|>"
+    notes = prepare(settings(folder, "good", template="qwen"), other).report.notes
+    assert len(notes) == 1
+    assert notes[0].startswith("answers end with <|im_end|>")
+    assert prepared(folder, "good", template="qwen").report.notes == []
+
+
+def test_pairs_are_prepared(folder: Path) -> None:
+    pairs = [
+        {"instruction": "Which?", "chosen": f"{i} it is.", "rejected": "No." if i else "0 it is."} for i in range(4)
+    ]
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["pairs"] = {
+        "file_name": "pairs.json",
+        "ranking": True,
+        "columns": {"chosen": "chosen", "rejected": "rejected"},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    (folder / "pairs.json").write_text(json.dumps(pairs))
+    result = prepared(folder, "pairs", stage="dpo", val_size=1.0)
+    assert result.train.arrangement == "pairs"
+    assert (len(result.train), len(result.evaluation or ())) == (2, 1)
+    assert result.report.datasets[0].dropped.total() == 1
+    both = [*result.train, *(result.evaluation or ())]
+    said = [tuple(TOKENIZER.decode(labels[labels != -100]) for _, labels in row) for row in both]
+    assert sorted(said) == [(f"{i} it is.<|im_end|>\n", "No.<|im_end|>\n") for i in range(1, 4)]

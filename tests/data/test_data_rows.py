@@ -1,134 +1,177 @@
+"""Token rows on disk: what is written is read, by any process, and what is damaged is named."""
+
 from __future__ import annotations
 
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatune.data.rows import RowWriter, TokenRows, atomic_directory, num_trained_tokens
-from megatune.errors import MegatuneError
+from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.rows import Document, TokenRows, TokenWriter, num_trained_tokens, write_rows
+from megatune.errors import ExitCode, MegatuneError
 
-ROWS = st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(-100, 2**31 - 1)), min_size=1), max_size=8)
-
-
-@settings(max_examples=25, deadline=None)
-@given(ROWS)
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list[list[tuple[int, int]]]) -> None:
-    folder = tmp_path_factory.mktemp("rows") / "train"
-    with RowWriter(folder) as writer:
-        for row in rows:
-            writer.append([token for token, _ in row], [label for _, label in row])
-    read = TokenRows(folder)
-    assert not read.is_packed
-    assert [list(zip(ids.tolist(), labels.tolist(), strict=True)) for ((ids, labels),) in read] == rows
-    assert read.document_lengths(range(len(rows))).tolist() == [len(row) for row in rows]
+DOCUMENT = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=12)
 
 
-@settings(max_examples=25, deadline=None)
-@given(ROWS, st.integers(0, 9))
-def test_packed_documents_are_read_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, written: list[list[tuple[int, int]]], room: int
+def document(tokens: list[tuple[int, bool]]) -> Document:
+    ids = np.array([token for token, _ in tokens], dtype=np.int32)
+    return Document(ids, np.where([trained for _, trained in tokens], ids, np.int32(-100)))
+
+
+def plain(documents: tuple[Document, ...]) -> list[tuple[list[int], list[int]]]:
+    return [(ids.tolist(), labels.tolist()) for ids, labels in documents]
+
+
+def built(folder: Path, samples: list[list[Document]], shape: RowShape, **parts: list[int]) -> dict[str, TokenRows]:
+    folder.mkdir()
+    with RowsBuilder(folder, shape) as builder:
+        assert [builder.add(sample) for sample in samples] == list(range(len(samples)))
+        reports = {name: builder.write_part(name, numbers) for name, numbers in parts.items()}
+    rows = {name: TokenRows(folder / name) for name in parts}
+    for name, report in reports.items():
+        found = [one for row in rows[name] for one in row]
+        assert (report.samples, report.documents, report.rows) == (len(parts[name]), len(found), len(rows[name]))
+        assert report.tokens == sum(len(ids) for ids, _ in found)
+        assert report.longest == max((len(ids) for ids, _ in found), default=0)
+        assert report.largest_id == max((int(ids.max()) for ids, _ in found), default=0)
+        assert report.trained == sum(num_trained_tokens(labels) for _, labels in found)
+    return rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.booleans())
+def test_parts_hold_their_samples(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, packing: bool) -> None:
+    """Every sample as often as it is asked for, in that order unless it is packed; the tokens are there once."""
+    samples = [[document(tokens)] for tokens in data.draw(st.lists(DOCUMENT, min_size=1, max_size=8))]
+    numbers = st.lists(st.integers(0, len(samples) - 1), max_size=12)
+    train, evaluation = data.draw(numbers), data.draw(numbers)
+    folder = tmp_path_factory.mktemp("rows") / "made"
+    parts = built(folder, samples, RowShape("sft", 12, packing, 1), train=train, evaluation=evaluation)
+    for name, wanted in (("train", train), ("evaluation", evaluation)):
+        rows = pickle.loads(pickle.dumps(parts[name]))
+        assert rows.is_packed == packing
+        found = [one for row in rows for one in plain(row)]
+        expected = [plain(tuple(samples[number]))[0] for number in wanted]
+        assert (sorted(found) if packing else found) == (sorted(expected) if packing else expected)
+        lengths = [[len(ids) for ids, _ in row] for row in rows]
+        assert all(1 <= sum(row) <= 12 for row in lengths)
+        assert rows.row_lengths().tolist() == [sum(row) for row in lengths]
+        backwards = range(len(rows) - 1, -1, -1)
+        assert rows.document_lengths(backwards).tolist() == [size for row in backwards for size in lengths[row]]
+    total = sum(len(one.input_ids) for sample in samples for one in sample)
+    assert (folder / "tokens.bin").stat().st_size == 4 * total
+    assert (folder / "trained.bin").stat().st_size == total
+
+
+def test_a_pair_is_a_row(tmp_path: Path) -> None:
+    pairs = [[document([(10 * i + k, k > 0) for k in range(3)]), document([(10 * i, True)] * 2)] for i in range(4)]
+    rows = built(tmp_path / "made", pairs, RowShape("dpo", 8, False, 0), train=[3, 0, 3], evaluation=[1])
+    assert rows["train"].arrangement == "pairs"
+    assert not rows["train"].is_packed
+    assert [plain(row) for row in rows["train"]] == [plain(tuple(pairs[i])) for i in (3, 0, 3)]
+    assert [plain(row) for row in rows["evaluation"]] == [plain(tuple(pairs[1]))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(2, 30), min_size=1, max_size=12), st.integers(2, 16), st.booleans())
+def test_every_token_of_a_text_but_its_first_is_predicted_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cutoff_len: int, packing: bool
 ) -> None:
-    """Every document once, whole, in a row of at most the capacity."""
-    capacity = max(map(len, written), default=1) + room
-    folder = tmp_path_factory.mktemp("rows") / "train"
-    with RowWriter(folder, capacity, seed=1) as writer:
-        for document in written:
-            writer.append([token for token, _ in document], [label for _, label in document])
-    read = pickle.loads(pickle.dumps(TokenRows(folder)))
-    assert read.is_packed
-    assert len(read) == writer.num_rows
-    documents = [list(zip(ids.tolist(), labels.tolist(), strict=True)) for row in read for ids, labels in row]
-    assert sorted(documents) == sorted(written)
-    for number, row in enumerate(read):
-        lengths = [len(document.input_ids) for document in row]
-        assert 1 <= sum(lengths) <= capacity
-        assert read.document_lengths([number]).tolist() == lengths
-    backwards = range(len(read) - 1, -1, -1)
-    expected = [len(document.input_ids) for number in backwards for document in read[number]]
-    assert read.document_lengths(backwards).tolist() == expected
+    """In the order of the texts. Without packing, a row belongs to one text; with it, no row could take one more token
+    of the text that the next one begins with."""
+    starts = np.cumsum([0, *lengths])
+    texts = [
+        [Document(*[np.arange(start, start + size, dtype=np.int32)] * 2)]
+        for start, size in zip(starts, lengths, strict=False)
+    ]
+    folder = tmp_path_factory.mktemp("texts") / "made"
+    rows = built(folder, texts, RowShape("pt", cutoff_len, packing, 0), train=list(range(len(texts))))["train"]
+    assert rows.is_packed == packing
+    predicted = [token for row in rows for ids, labels in row for token in labels[1:].tolist()]
+    assert predicted == [token for ((ids, _),) in texts for token in ids[1:].tolist()]
+    sizes = [[len(ids) for ids, _ in row] for row in rows]
+    assert all(size >= 2 for row in sizes for size in row)
+    assert all(sum(row) <= cutoff_len for row in sizes)
+    if packing:
+        assert all(sum(row) >= cutoff_len - 1 for row in sizes[:-1])
+    else:
+        assert all(len(row) == 1 for row in sizes)
+        assert len(sizes) == sum(-(-(size - 1) // (cutoff_len - 1)) for size in lengths)
+
+
+def test_many_documents_are_counted_as_few_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are written a million at a time; here five, so that documents lie on both sides of a write."""
+    monkeypatch.setattr("megatune.data.build._FLUSH_TOKENS", 5)
+    samples = [[document([(i, i % 3 == 0), (i + 1, True)][: 1 + i % 2])] for i in range(20)]
+    rows = built(tmp_path / "made", samples, RowShape("sft", 4, False, 0), train=list(range(19, -1, -1)))
+    assert [plain(row) for row in rows["train"]] == [plain(tuple(sample)) for sample in samples[::-1]]
 
 
 def test_rows_are_pickled_by_name_not_by_content(tmp_path: Path) -> None:
-    with RowWriter(tmp_path / "train") as writer:
-        writer.append(range(10_000), range(10_000))
-    pickled = pickle.dumps(TokenRows(tmp_path / "train"))
+    sample = [Document(*[np.arange(10_000, dtype=np.int32)] * 2)]
+    rows = built(tmp_path / "made", [sample], RowShape("sft", 10_000, False, 0), train=[0])["train"]
+    pickled = pickle.dumps(rows)
     assert len(pickled) < 1000
     assert pickle.loads(pickled)[0][0].input_ids[-1] == 9_999
 
 
-def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="0 tokens"), RowWriter(tmp_path / "train") as writer:
-        writer.append([], [])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_document_that_fits_no_row_leaves_nothing(tmp_path: Path) -> None:
-    writer = RowWriter(tmp_path / "train", capacity=2)
-    writer.append([1], [1])
-    writer.append([1, 2, 3], [1, 2, 3])
-    with pytest.raises(ValueError, match="documents of 1 to 3 tokens for rows of 2"):
-        writer.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_folder_appears_only_when_closed(tmp_path: Path) -> None:
-    writer = RowWriter(tmp_path / "train")
-    writer.append([1, 2], [-100, 2])
-    assert not (tmp_path / "train").exists()
-    writer.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["train"]
-
-
-def test_the_first_of_two_writers_wins(tmp_path: Path) -> None:
-    with atomic_directory(tmp_path / "made") as ours:
-        (tmp_path / "made").mkdir()
-        (tmp_path / "made" / "theirs").touch()
-        (ours / "ours").touch()
-    assert [path.name for path in (tmp_path / "made").iterdir()] == ["theirs"]
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_damaged_folder_is_named(tmp_path: Path) -> None:
-    with RowWriter(tmp_path / "train") as writer:
-        writer.append([1, 2, 3], [1, 2, 3])
-    tokens = tmp_path / "train" / "tokens.bin"
-    tokens.write_bytes(tokens.read_bytes()[:8])
-    with pytest.raises(MegatuneError, match=r"2 tokens on disk, 3 in offsets\.npy") as caught:
-        TokenRows(tmp_path / "train")
-    assert caught.value.exit_code == 66
-    with pytest.raises(MegatuneError, match="not whole"):
-        TokenRows(tmp_path / "missing")
-
-
-def test_packed_rows_of_other_documents_are_refused(tmp_path: Path) -> None:
-    for name, count in (("train", 3), ("other", 2)):
-        with RowWriter(tmp_path / name, capacity=4) as writer:
-            for _ in range(count):
-                writer.append([1, 2], [1, 2])
-    (tmp_path / "other" / "rows.npy").replace(tmp_path / "train" / "rows.npy")
-    with pytest.raises(MegatuneError, match=r"3 documents on disk, 2 in rows\.npy"):
-        TokenRows(tmp_path / "train")
-    (tmp_path / "train" / "documents.npy").unlink()
-    with pytest.raises(MegatuneError, match="not whole"):
-        TokenRows(tmp_path / "train")
-
-
-def test_a_file_in_the_way_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(MegatuneError, match="cannot write") as caught:
-        RowWriter(tmp_path / "file" / "train")
-    assert caught.value.exit_code == 73
-
-
 def test_misuse_is_a_value_error(tmp_path: Path) -> None:
-    with RowWriter(tmp_path / "train") as writer:
+    one, none = np.ones(1, np.int32), np.empty(0, np.int32)
+    with TokenWriter(tmp_path) as writer:
+        assert writer.append(Document(one, one)) == (0, 1)
         with pytest.raises(ValueError, match="2 tokens with 1 labels"):
-            writer.append([1, 2], [1])
+            writer.append(Document(np.ones(2, np.int32), one))
         with pytest.raises(ValueError, match="0 tokens"):
-            writer.append([], [])
+            writer.append(Document(none, none))
+        assert writer.append(Document(one, one)) == (1, 2)
+    with RowsBuilder(tmp_path, RowShape("sft", 2, True, 0)) as builder:
+        with pytest.raises(ValueError, match="0 tokens"):
+            builder.add([Document(none, none)])
+        number = builder.add([Document(*[np.ones(3, np.int32)] * 2)])
+        with pytest.raises(ValueError, match="documents of 3 to 3 tokens for rows of 2"):
+            builder.write_part("train", [number])
+
+
+def test_a_row_that_is_not_there(tmp_path: Path) -> None:
+    rows = built(tmp_path / "made", [[document([(1, True)])]], RowShape("sft", 2, False, 0), train=[0])["train"]
+    for row in (-1, 1):
+        with pytest.raises(IndexError, match=f"row {row} of 1"):
+            rows[row]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("tokens.bin", b"\0" * 8, "2 tokens, 3 in trained.bin"),
+        ("tokens.bin", b"\0" * 7, "multiple"),
+        ("train/rows.npy", None, "No such file"),
+        ("train/rows.npy", b"garbage", ""),
+        ("train/arrangement.txt", b"heaps\n", "arrangement.txt says 'heaps'"),
+    ],
+)
+def test_a_damaged_folder_is_named(tmp_path: Path, name: str, content: bytes | None, why: str) -> None:
+    folder = tmp_path / "made"
+    built(folder, [[document([(1, True)] * 3)]], RowShape("sft", 3, False, 0), train=[0])
+    (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+    with pytest.raises(MegatuneError, match="the folder of token rows is not whole") as caught:
+        TokenRows(folder / "train")
+    assert caught.value.exit_code == ExitCode.INPUT
+    assert why in caught.value.findings[0].why
+    assert caught.value.findings[0].mend == f"delete {folder}; it is made again"
+
+
+def test_rows_of_other_tokens_are_refused(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path) as writer:
+        writer.append(document([(1, True)] * 3))
+    write_rows(tmp_path / "beyond", [(0, 3), (3, 5)], np.array([0, 1, 2]), "single")
+    write_rows(tmp_path / "fewer", [(0, 3)], np.array([0, 1, 2]), "single")
+    for name, why in (("beyond", "3 tokens, and documents beyond them"), ("fewer", "1 documents")):
+        with pytest.raises(MegatuneError, match=why):
+            TokenRows(tmp_path / name)
 
 
 def test_the_first_token_is_never_trained() -> None:

@@ -1,138 +1,220 @@
-"""Examples to documents: tokenise a template's turns, label the answers, cut to the budget."""
+"""Examples to documents: tokenise a template's turns, label the answers, cut to cutoff_len."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatune.data.formats import Example, RowError
-from megatune.data.rows import IGNORE_INDEX, Document, num_trained_tokens
-from megatune.data.templates import Template, Thinking, Turn
+from megatune.data.conversation import Conversation, Example, Pair
+from megatune.data.row_error import RowError
+from megatune.data.rows import IGNORE_INDEX, Document
+from megatune.data.templates import Template, Thinking, Turn, load_template
+from megatune.data.truncation import LengthError, Strategy, Stretch, cut_pair, cut_turns
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatune.config.settings import Settings
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The documents of one example: one of a conversation, one or more of a text."""
+    """One example as tokens.
+
+    Attributes:
+        documents: one; of a pair two, with the chosen and the rejected answer. A text is one document, however long.
+        truncated: whether anything was cut off.
+        length: tokens before cutting, of the longer document of a pair.
+    """
 
     documents: tuple[Document, ...]
     truncated: bool = False
+    length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+# The documents of one example as stretches, whether it was cut, and its length before.
+_Plan = tuple[list[list[Stretch]], bool, int]
+
+
+@dataclass(frozen=True)
 class Encoder:
     """Turns examples into documents; picklable, so that worker processes can have one.
 
     Attributes:
         template: None in pretraining, which has no chat template.
-        cutoff_len: the longest document, in tokens.
-        train_on_prompt: label prompts too.
-        mask_history: label the last answer only; where a document is cut, earlier turns go first.
+        cutoff_len: tokens of the longest document; texts are not cut here.
+        truncation: what becomes of longer ones.
+        train_on_prompt: label everything.
+        mask_history: label the last answer only; with "budget", earlier turns are the first to go.
+        preserve_thinking: keep the reasoning of earlier answers that are context only.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: Template | None
     cutoff_len: int
+    truncation: Strategy = "budget"
     train_on_prompt: bool = False
     mask_history: bool = False
     enable_thinking: bool | None = True
+    preserve_thinking: bool = False
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """Documents of each example, or why it has none."""
-        rendered = [self._pieces(example) for example in examples]
-        ids = self._tokenise(
-            {piece for turns in rendered if not isinstance(turns, RowError) for piece in _texts(turns)}
+        """Documents of each example, or why it has none: a `LengthError` where cutoff_len is the reason."""
+        rendered = [self._rendered(example) for example in examples]
+        ids = self._tokenise(text for turns in rendered if not isinstance(turns, RowError) for text in _texts(turns))
+        plans = [
+            turns if isinstance(turns, RowError) else self._planned(example, turns, ids)
+            for example, turns in zip(examples, rendered, strict=True)
+        ]
+        documents = iter(
+            _documents([stretches for plan in plans if not isinstance(plan, RowError) for stretches in plan[0]])
         )
-        results: list[Encoded | RowError] = []
-        for example, turns in zip(examples, rendered, strict=True):
-            if isinstance(turns, RowError):
-                results.append(turns)
-            elif isinstance(example, str):
-                results.append(self._text_documents(ids[example]))
-            else:
-                results.append(self._conversation([_joined(turn, ids) for turn in turns]))
-        return results
+        return [
+            plan
+            if isinstance(plan, RowError)
+            else Encoded(tuple(next(documents) for _ in plan[0]), truncated=plan[1], length=plan[2])
+            for plan in plans
+        ]
 
-    def _pieces(self, example: Example) -> list[Turn] | RowError:
+    def _rendered(self, example: Example) -> list[list[Turn]] | RowError:
+        """The turns of a conversation, or of both conversations of a pair."""
         if isinstance(example, str):
-            return [Turn((), (example,))]
+            return [[Turn((), (example,))]]
         assert self.template is not None
+        is_pair = isinstance(example, Pair)
+        conversations = example.conversations() if isinstance(example, Pair) else (example,)
+        drop_history = (is_pair or self.mask_history) and not self.preserve_thinking
+        thinking = Thinking(self.enable_thinking, drop_history=drop_history)
         try:
-            return self.template.render(example, Thinking(self.enable_thinking, drop_history=self.mask_history))
+            return [self.template.render(conversation, thinking) for conversation in conversations]
         except RowError as error:
             return error
 
-    def _tokenise(self, texts: set[str]) -> dict[str, list[int]]:
+    def _tokenise(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Ids of each text; all of them in one call, which a fast tokenizer spreads over cores."""
-        wanted = sorted(texts - {""})
+        wanted = list(dict.fromkeys(texts))
         if not wanted:
-            return {"": []}
-        ids = self.tokenizer(wanted, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        return {"": [], **dict(zip(wanted, ids, strict=True))}
+            return {}
+        backend = self._backend
+        if backend is not None:
+            ids = [encoding.ids for encoding in backend.encode_batch_fast(wanted, add_special_tokens=False)]
+        else:
+            options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+            ids = self.tokenizer(wanted, **options)["input_ids"]
+        return dict(zip(wanted, ids, strict=True))
 
-    def _conversation(self, turns: list[tuple[list[int], list[int]]]) -> Encoded | RowError:
-        """Fill the budget turn by turn: from the first, or with mask_history from the last."""
-        pieces: list[tuple[list[int], list[int]]] = []
-        budget = self.cutoff_len
-        for number, (prompt, answer) in enumerate(reversed(turns) if self.mask_history else turns):
-            if budget <= 0:
-                break
-            prompt_length, answer_length = share_budget(len(prompt), len(answer), budget)
-            prompt, answer = prompt[:prompt_length], answer[:answer_length]
-            budget -= prompt_length + answer_length
-            trained = not self.mask_history or number == 0
-            labels = prompt if self.train_on_prompt else [IGNORE_INDEX] * prompt_length
-            labels = labels + (answer if trained else [IGNORE_INDEX] * answer_length)
-            pieces.append((prompt + answer, labels))
-        if self.mask_history:
-            pieces.reverse()
-        tokens, labels = [t for piece, _ in pieces for t in piece], [label for _, piece in pieces for label in piece]
-        truncated = len(tokens) < sum(len(prompt) + len(answer) for prompt, answer in turns)
-        if num_trained_tokens(labels) == 0:
-            return RowError(
-                "nothing left to train on after cutting to cutoff_len" if truncated else "nothing to train on"
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizers library's object: its ids without what Transformers makes of them, which takes as long."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            # Transformers turns off what tokenizer.json may ask for: truncation and padding.
+            self.tokenizer("a", add_special_tokens=False)
+        return backend
+
+    @cached_property
+    def _bos(self) -> int | None:
+        return self.tokenizer.bos_token_id
+
+    @cached_property
+    def _text_ends(self) -> tuple[list[int], list[int]]:
+        """The begin-of-sequence token, where this tokenizer puts one before a text, and the end-of-sequence token."""
+        bos, eos = self._bos, self.tokenizer.eos_token_id
+        return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else [], [eos]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What encoding needs, without Transformers' part of the tokenizer: that takes a worker seconds to import."""
+        if self._backend is None:
+            return self.__dict__
+        known = {"_bos": self._bos, **({"_text_ends": self._text_ends} if self.template is None else {})}
+        return {**self.__dict__, **known, "tokenizer": None}
+
+    def _planned(self, example: Example, rendered: list[list[Turn]], ids: dict[str, list[int]]) -> _Plan | RowError:
+        try:
+            if isinstance(example, str):
+                return self._text(ids[example])
+            if isinstance(example, Conversation):
+                return self._conversation(rendered[0], ids)
+            return self._pair(rendered, ids)
+        except RowError as error:
+            return error
+
+    def _text(self, tokens: list[int]) -> _Plan:
+        before, after = self._text_ends
+        tokens = [*before, *tokens, *after]
+        _check_trained([(tokens, True)], len(tokens), truncated=False)
+        return [[(tokens, True)]], False, len(tokens)
+
+    def _conversation(self, rendered: list[Turn], ids: dict[str, list[int]]) -> _Plan:
+        turns = []
+        for number, turn in enumerate(rendered, start=1):
+            trained = turn.trained and (number == len(rendered) or not self.mask_history)
+            prompt = (_joined(turn.prompt, ids), self.train_on_prompt)
+            turns.append((prompt, (_joined(turn.answer, ids), trained or self.train_on_prompt)))
+        stretches = [stretch for turn in turns for stretch in turn]
+        length = sum(len(tokens) for tokens, _ in stretches)
+        truncated = length > self.cutoff_len
+        if truncated:
+            keep_first = self._starts_with_bos(stretches[0][0])
+            stretches = cut_turns(
+                turns, self.cutoff_len, self.truncation, last_first=self.mask_history, keep_first=keep_first
             )
-        return Encoded((_document(tokens, labels),), truncated)
+        _check_trained(stretches, length, truncated=truncated)
+        return [stretches], truncated, length
 
-    def _text_documents(self, tokens: list[int]) -> Encoded | RowError:
-        """A text and its end, in documents of cutoff_len.
+    def _pair(self, rendered: list[list[Turn]], ids: dict[str, list[int]]) -> _Plan:
+        """Where thoughts make the two prompts differ, the difference belongs to the answers."""
+        prompts = [_context(turns, ids) for turns in rendered]
+        shared = _num_shared(*prompts)
+        answers = [
+            prompt[shared:] + _joined(turns[-1].answer, ids) for prompt, turns in zip(prompts, rendered, strict=True)
+        ]
+        prompt = prompts[0][:shared]
+        length = len(prompt) + max(map(len, answers))
+        truncated = length > self.cutoff_len
+        if truncated:
+            keep_first = self._starts_with_bos(prompt)
+            prompt, answers = cut_pair(prompt, answers, self.cutoff_len, self.truncation, keep_first=keep_first)
+        if answers[0] == answers[1]:
+            if truncated:
+                raise _lost("chosen and rejected are the same", length)
+            raise RowError("same-answers", "chosen and rejected are the same")
+        documents: list[list[Stretch]] = [[(prompt, False), (answer, True)] for answer in answers]
+        for stretches in documents:
+            _check_trained(stretches, length, truncated=truncated)
+        return documents, truncated, length
 
-        One starts with the token that the one before it ends with: a document's first token is never predicted, so
-        each token of the text is trained exactly once.
-        """
-        tokens = [*self._text_prefix(), *tokens, self.tokenizer.eos_token_id]
-        if len(tokens) < 2:
-            return RowError("nothing to train on")
-        starts = range(0, len(tokens) - 1, self.cutoff_len - 1)
-        pieces = [tokens[start : start + self.cutoff_len] for start in starts]
-        return Encoded(tuple(_document(piece, piece) for piece in pieces))
-
-    def _text_prefix(self) -> list[int]:
-        """The begin-of-sequence token, where this tokenizer puts one before a text."""
-        bos = self.tokenizer.bos_token_id
-        return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
+    def _starts_with_bos(self, tokens: list[int]) -> bool:
+        return bool(tokens) and tokens[0] == self._bos
 
 
-def share_budget(prompt_length: int, answer_length: int, budget: int) -> tuple[int, int]:
-    """How many tokens of a prompt and of its answer fit a budget (LLaMA-Factory's rule).
+def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """The encoder that settings ask for.
 
-    An answer shorter than half the budget is kept whole; else a prompt shorter than half is; else both give way in
-    proportion.
+    Raises:
+        MegatuneError: the template is unknown (exit code 64), or the tokenizer is not one for it (66).
     """
-    if 2 * answer_length < budget:
-        room = budget
-    elif 2 * prompt_length < budget:
-        room = budget - prompt_length
+    data = settings.data
+    template = None
+    if settings.run.stage == "pt":
+        check_pretraining_tokenizer(tokenizer)
     else:
-        room = budget * answer_length // (prompt_length + answer_length)
-    answer_length = min(answer_length, room)
-    return min(prompt_length, budget - answer_length), answer_length
+        template = load_template(data.template, tokenizer, data.default_system)
+    return Encoder(
+        tokenizer,
+        template,
+        data.cutoff_len,
+        data.truncation_strategy,
+        data.train_on_prompt,
+        data.mask_history,
+        data.enable_thinking,
+        data.preserve_thinking,
+    )
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -148,13 +230,59 @@ def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _texts(turns: list[Turn]) -> list[str]:
-    return [piece for turn in turns for piece in (*turn.prompt, *turn.answer)]
+def _texts(rendered: list[list[Turn]]) -> Iterable[str]:
+    return (text for turns in rendered for turn in turns for text in (*turn.prompt, *turn.answer))
 
 
-def _joined(turn: Turn, ids: dict[str, list[int]]) -> tuple[list[int], list[int]]:
-    return [t for piece in turn.prompt for t in ids[piece]], [t for piece in turn.answer for t in ids[piece]]
+def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
+    if len(pieces) == 1:
+        return ids[pieces[0]]
+    return [token for piece in pieces for token in ids[piece]]
 
 
-def _document(tokens: list[int], labels: list[int]) -> Document:
-    return Document(np.asarray(tokens, dtype=np.int32), np.asarray(labels, dtype=np.int32))
+def _context(turns: list[Turn], ids: dict[str, list[int]]) -> list[int]:
+    """All tokens before the last answer."""
+    pieces = [piece for turn in turns[:-1] for piece in (*turn.prompt, *turn.answer)]
+    return _joined([*pieces, *turns[-1].prompt], ids)
+
+
+def _num_shared(first: list[int], second: list[int]) -> int:
+    """How many tokens two sequences start with in common."""
+    if first == second:
+        return len(first)
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool) -> None:
+    """A document's first token is never predicted.
+
+    Raises:
+        RowError: no token is left to train on.
+    """
+    first = True
+    for tokens, trained in stretches:
+        if trained and len(tokens) > first:
+            return
+        first = first and not tokens
+    if truncated:
+        raise _lost("nothing left to train on", length)
+    raise RowError("nothing-to-train", "nothing to train on")
+
+
+def _lost(reason: str, length: int) -> LengthError:
+    return LengthError("nothing-left", f"{reason} after cutting to cutoff_len", f"{length} tokens", length)
+
+
+def _documents(planned: list[list[Stretch]]) -> list[Document]:
+    """Arrays of all documents at once: numpy's cost is by the call."""
+    stretches = [stretch for document in planned for stretch in document]
+    tokens = np.array([token for ids, _ in stretches for token in ids], dtype=np.int32)
+    trained = np.repeat([trained for _, trained in stretches], [len(ids) for ids, _ in stretches])
+    labels = np.where(trained, tokens, np.int32(IGNORE_INDEX))
+    documents, start = [], 0
+    for document in planned:
+        stop = start + sum(len(ids) for ids, _ in document)
+        documents.append(Document(tokens[start:stop], labels[start:stop]))
+        start = stop
+    return documents

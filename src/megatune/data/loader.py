@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatune.data.batches import Batch, Collator
-from megatune.data.order import global_batch_rows, steps_per_epoch
-from megatune.data.rows import TokenRows
+from megatune.data.steps import StepRows
 
 WORKER_TIMEOUT = 600.0  # seconds to wait for one step's batches from a worker process
 
 
 def step_batches(
-    rows: TokenRows,
-    row_ids: Sequence[int] | np.ndarray,
+    rows: StepRows,
+    step: int,
     collator: Collator,
     *,
     data_parallel_rank: int,
@@ -28,25 +26,24 @@ def step_batches(
     """The micro-batches of one step that belong to one data-parallel rank.
 
     Row j of the global batch takes slot j = (m * data_parallel_size + rank) * micro_batch_size + i, for micro-batch m
-    and its row i. Slots beyond `row_ids` (the short batch at the end of an epoch) become padding that trains nothing.
+    and its row i. Slots beyond the rows (the short batch at the end of an epoch) become padding that trains nothing.
 
     Args:
-        row_ids: the global batch, at most data_parallel_size * micro_batch_size * num_micro_batches ids.
         same_length: pad all micro-batches of the step, on all ranks, to one length.
     """
     size = collator.micro_batch_size
     slots = num_micro_batches * data_parallel_size * size
-    if len(row_ids) > slots:
-        raise ValueError(f"{len(row_ids)} rows for {slots} slots")
-    everyone = [row_ids[start : start + size] for start in range(0, slots, size)]
-    mine = everyone[data_parallel_rank::data_parallel_size]
+    lengths = rows.lengths(step)
+    if len(lengths) > slots:
+        raise ValueError(f"{len(lengths)} rows for {slots} slots")
+    everyone = [range(start, min(start + size, len(lengths))) for start in range(0, slots, size)]
+    needed = [collator.length([int(t) for place in places for t in lengths[place]]) for places in everyone]
     if same_length:
-        lengths = [max(collator.length(rows.document_lengths(ids)) for ids in everyone)] * num_micro_batches
-    else:
-        lengths = [collator.length(rows.document_lengths(ids)) for ids in mine]
+        needed = [max(needed)] * len(needed)
+    mine = slice(data_parallel_rank, None, data_parallel_size)
     return [
-        collator([document for row_id in ids for document in rows[row_id]], length)
-        for ids, length in zip(mine, lengths, strict=True)
+        collator([document for row in rows.documents(step, places) for document in row], length)
+        for places, length in zip(everyone[mine], needed[mine], strict=True)
     ]
 
 
@@ -54,41 +51,36 @@ class StepLoader:
     """Batches of consecutive steps for one data-parallel rank; iterating yields (step, list[Batch]).
 
     A step's batches depend on nothing but the arguments and the step's number, so the output is the same for any
-    number of workers and for any start. With shuffle=False and the default end it is one pass over the rows in their
-    order, as an evaluation needs.
+    number of workers and for any start.
 
     Args:
+        rows: of which step; `rows.global_batch_size` is what the layout below takes.
         same_length: as pipeline schedules with fixed shapes need, and whatever gathers tokens of several ranks.
-        seed: of the order of rows.
-        start_step: the first step to yield, counted from 0 over the whole run.
-        stop_step: the step after the last; None means the end of the first epoch.
+        start_step, stop_step: the first step to yield, counted from 0 over the whole run, and the one after the last.
         num_workers: processes that build batches ahead; 0 builds them in this process.
         pin_memory: page-locked host memory, where there is an accelerator to copy to.
     """
 
     def __init__(
         self,
-        rows: TokenRows,
+        rows: StepRows,
         collator: Collator,
         *,
         data_parallel_rank: int,
         data_parallel_size: int,
         num_micro_batches: int,
         same_length: bool,
-        seed: int = 0,
-        shuffle: bool = True,
+        stop_step: int,
         start_step: int = 0,
-        stop_step: int | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
+        size = data_parallel_size * collator.micro_batch_size * num_micro_batches
+        if rows.global_batch_size != size:
+            raise ValueError(f"steps of {rows.global_batch_size} rows, a layout for {size}")
         self.rows = rows
-        self.global_batch_size = data_parallel_size * collator.micro_batch_size * num_micro_batches
-        self.start_step = start_step
-        self.stop_step = steps_per_epoch(len(rows), self.global_batch_size) if stop_step is None else stop_step
+        self.start_step, self.stop_step = start_step, stop_step
         self._collator = collator
-        self._seed = seed
-        self._shuffle = shuffle
         self._layout = {
             "data_parallel_rank": data_parallel_rank,
             "data_parallel_size": data_parallel_size,
@@ -118,8 +110,7 @@ class StepLoader:
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of one step."""
-        row_ids = global_batch_rows(len(self.rows), self.global_batch_size, self._seed, step, self._shuffle)
-        return step_batches(self.rows, row_ids, self._collator, same_length=self._same_length, **self._layout)
+        return step_batches(self.rows, step, self._collator, same_length=self._same_length, **self._layout)
 
 
 class _Steps(Dataset[tuple[int, list[Batch]]]):

@@ -7,7 +7,7 @@ still sees each row once.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -19,9 +19,25 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> n
     return _permutation(num_rows, np.random.SeedSequence([seed, epoch]))
 
 
-def split_order(num_rows: int, seed: int) -> np.ndarray:
-    """The order in which rows are offered to the evaluation set: int64 [num_rows]; unrelated to any epoch's order."""
-    return _permutation(num_rows, np.random.SeedSequence(seed, spawn_key=(0,)))
+def grouped_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size: int) -> np.ndarray:
+    """Row ids of one epoch, each once, with rows of similar length in a batch: int64 [rows].
+
+    Rows are shuffled, cut into groups of 50 batches (of fewer, where 4 groups would not come together), and sorted by
+    length, longest first, within each. The longest row of all is in the first batch, so that memory that does not
+    suffice shows at once. The rule is that of Transformers' group_by_length, for global batches.
+
+    Args:
+        lengths: tokens of every row, int64 [rows].
+    """
+    group = global_batch_size * max(1, min(len(lengths) // (global_batch_size * 4), 50))
+    order = epoch_order(len(lengths), seed, epoch)
+    for start in range(0, len(order), group):
+        rows = order[start : start + group]
+        order[start : start + group] = rows[np.argsort(-lengths[rows], kind="stable")]
+    if len(order):
+        longest = int(np.argmax(lengths[order]))
+        order[[0, longest]] = order[[longest, 0]]
+    return order
 
 
 def sample_order(num_rows: int, seed: int) -> np.ndarray:
@@ -34,32 +50,26 @@ def packing_order(num_documents: int, seed: int) -> np.ndarray:
     return _permutation(num_documents, np.random.SeedSequence(seed, spawn_key=(2,)))
 
 
+def weight_order(num_rows: int, seed: int, dataset: int) -> np.ndarray:
+    """The order in which a weight that is no whole number draws the samples of a data set: int64 [num_rows]."""
+    return _permutation(num_rows, np.random.SeedSequence(seed, spawn_key=(3, dataset)))
+
+
+def mixing_bits(seed: int, size: int) -> Iterator[np.ndarray]:
+    """Random bits that draw data sets: uint64 [size] each, without end, one sequence for every size."""
+    generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(4,)))
+    while True:
+        yield generator.random_raw(size)
+
+
+def block_order(size: int, seed: int, epoch: int, block: int) -> np.ndarray:
+    """The order of the samples, and of the packed rows, of one block of streamed data: int64 [size]."""
+    return _permutation(size, np.random.SeedSequence(seed, spawn_key=(5, epoch, block)))
+
+
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
     """Optimizer steps that train every row once; the last may be a short one."""
     return -(-num_rows // global_batch_size)
-
-
-def global_batch_rows(num_rows: int, global_batch_size: int, seed: int, step: int, shuffle: bool = True) -> np.ndarray:
-    """Row ids of one optimizer step, over all data-parallel ranks and micro-batches.
-
-    Args:
-        step: counted from 0 over the whole run.
-
-    Returns:
-        int64 [at most global_batch_size]; shorter at the end of an epoch, since a batch never crosses epochs.
-    """
-    if num_rows < 1:
-        raise ValueError("no rows")
-    epoch, batch = divmod(step, steps_per_epoch(num_rows, global_batch_size))
-    order = _remembered_epoch_order(num_rows, seed, epoch, shuffle)
-    return order[batch * global_batch_size : (batch + 1) * global_batch_size]
-
-
-@lru_cache(maxsize=2)
-def _remembered_epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    order = epoch_order(num_rows, seed, epoch, shuffle)
-    order.flags.writeable = False
-    return order
 
 
 def _permutation(num_rows: int, seed: np.random.SeedSequence) -> np.ndarray:

@@ -7,7 +7,9 @@ where many documents are short, hardly any room is left over.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -65,3 +67,37 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
         else:
             waiting[room].append(row)
     return chosen
+
+
+def concatenate(spans: np.ndarray, capacity: int, *, joined: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Cut texts to rows of at most `capacity` tokens, in their order and without loss.
+
+    A piece that goes on with a text starts with the token that the piece before it ends with: a document's first token
+    is never predicted, so each token of a text but its first is predicted exactly once.
+
+    Args:
+        spans: int64 [texts, 2], where each text's tokens begin and end; two tokens or more.
+        joined: texts share rows, each row as full as it can be; otherwise every text begins a row.
+
+    Returns:
+        Pieces in order: int64 [pieces, 2]; and where each row's pieces begin there: int64 [rows + 1].
+    """
+    pieces = array("q")  # flat: a list of ten million pairs would take a gigabyte
+    rows = array("q", [0])
+    room = capacity
+    for start, stop in chain.from_iterable(part.tolist() for part in np.array_split(spans, len(spans) // 65536 + 1)):
+        if room < 2 or not joined:
+            if 2 * rows[-1] < len(pieces):
+                rows.append(len(pieces) // 2)
+            room = capacity
+        while True:
+            end = min(start + room, stop)
+            pieces.extend((start, end))
+            room -= end - start
+            if end == stop:
+                break
+            rows.append(len(pieces) // 2)
+            room, start = capacity, end - 1
+    if 2 * rows[-1] < len(pieces):
+        rows.append(len(pieces) // 2)
+    return np.asarray(pieces, dtype=np.int64).reshape(-1, 2), np.asarray(rows, dtype=np.int64)

@@ -1,30 +1,30 @@
-"""From a user's settings to token rows on disk: read, render, tokenise, hold out rows for evaluation, report.
+"""From a user's settings to token rows on disk: read, render, tokenise, hold out rows for evaluation, mix, report.
 
 One process a node prepares; all others open what it made.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatune.data.encode import Encoder, check_pretraining_tokenizer
-from megatune.data.formats import RowError
-from megatune.data.key import prepared_key
-from megatune.data.order import split_order
-from megatune.data.report import DataReport, DatasetReport, TokenReport
-from megatune.data.rows import Document, RowWriter, TokenRows, atomic_directory, num_trained_tokens
-from megatune.data.samples import read_samples
-from megatune.data.sources import DatasetSource, resolve_datasets
-from megatune.data.templates import load_template
-from megatune.data.workers import encode_all
+from megatune.data.bad_rows import BadRows
+from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.cache.folder import KEY_FILE, built
+from megatune.data.cache.key import prepared_key
+from megatune.data.collect import Collected, Collector
+from megatune.data.encode import Encoder, make_encoder
+from megatune.data.hold_out import Split, hold_out
+from megatune.data.lengths import LengthReport
+from megatune.data.mixing import mixed_order
+from megatune.data.report import DataReport
+from megatune.data.rows import TokenRows
+from megatune.data.sources import resolve_datasets
+from megatune.data.templates import stop_note
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from megatune.config.settings import Settings
 
-__all__ = ["Prepared", "open_prepared", "prepare", "prepared_key"]
+__all__ = ["Prepared", "hold_out", "open_prepared", "prepare", "prepared_key"]
 
 TRAIN_FOLDER = "train"
 EVALUATION_FOLDER = "evaluation"
@@ -45,37 +45,27 @@ class Prepared:
 
     Attributes:
         evaluation: None where nothing is held out and no eval_dataset is set.
+        directory: where they are.
+        key: names all that determined them.
     """
 
     train: TokenRows
     evaluation: TokenRows | None
     report: DataReport
+    directory: Path
+    key: str
 
 
-def prepare(settings: Settings, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Prepared:
-    """Make the token rows of a run in `directory`, or open them where they are made already.
-
-    Args:
-        directory: named by `prepared_key`, so that what is there is what would be made.
+def prepare(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+    """Make the token rows of a run, or open them where they are made already.
 
     Raises:
-        MegatuneError: settings that do not fit the data (exit code 64), a data set without one usable row or a file
-            that cannot be read as a whole (65), a missing file or a tokenizer that does not fit (66), a full or
-            read-only disk (73).
+        MegatuneError: settings that do not fit the data (exit code 64), a data set without one usable row, rows that
+            the settings refuse or a file that cannot be read as a whole (65), a missing file or a tokenizer that does
+            not fit (66), a full or read-only disk (73).
     """
-    if (directory / REPORT_FILE).exists():
-        return open_prepared(directory)
-    train = resolve_datasets(settings.data.dataset, settings.data.dataset_dir)
-    evaluation = resolve_datasets(settings.data.eval_dataset, settings.data.dataset_dir)
-    _check(settings, [*train, *evaluation])
-    encoder = _encoder(settings, tokenizer)
-    with atomic_directory(directory) as folder:
-        preparation = _Preparation(settings, encoder, folder)
-        preparation.add_training(train)
-        if evaluation:
-            preparation.add_evaluation(evaluation)
-        preparation.report.save(folder / REPORT_FILE)
-    return open_prepared(directory)
+    key = prepared_key(settings, tokenizer)
+    return open_prepared(built(settings, key, lambda folder: _build(settings, tokenizer, folder)))
 
 
 def open_prepared(directory: Path) -> Prepared:
@@ -84,191 +74,100 @@ def open_prepared(directory: Path) -> Prepared:
     Raises:
         MegatuneError: there are none, or they are not whole (exit code 66).
     """
-    if not (directory / REPORT_FILE).exists():
-        raise MegatuneError(Finding("no prepared data", str(directory)), ExitCode.INPUT)
+    try:
+        key = (directory / KEY_FILE).read_text(encoding="ascii").strip()
+        report = DataReport.load(directory / REPORT_FILE)
+    except (OSError, ValueError) as error:
+        raise MegatuneError(Finding("no prepared data", str(directory)), ExitCode.INPUT) from error
     evaluation = directory / EVALUATION_FOLDER
     return Prepared(
         TokenRows(directory / TRAIN_FOLDER),
         TokenRows(evaluation) if evaluation.exists() else None,
-        DataReport.load(directory / REPORT_FILE),
+        report,
+        directory,
+        key,
     )
 
 
-def _check(settings: Settings, sources: Sequence[DatasetSource]) -> None:
-    data = settings.data
-    findings = []
-    if not data.dataset:
-        findings.append(Finding("dataset: no data set to train on", mend="name one of dataset_info.json, or a path"))
-    if data.eval_dataset and data.val_size:
-        findings.append(Finding("val_size and eval_dataset exclude each other", mend="remove one of them"))
-    if data.train_on_prompt and data.mask_history:
-        findings.append(Finding("train_on_prompt and mask_history exclude each other", mend="remove one of them"))
-    if settings.run.stage == "pt":
-        findings += [
-            Finding(f"dataset: {source.name} has conversations, stage pt trains text", mend="stage: sft")
-            for source in sources
-            if source.formatting != "alpaca"
-        ]
-    if findings:
-        raise MegatuneError(findings, ExitCode.SETTINGS)
-
-
-def _encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    data = settings.data
-    if settings.run.stage == "pt":
-        check_pretraining_tokenizer(tokenizer)
-        return Encoder(tokenizer, None, data.cutoff_len)
-    template = load_template(data.template, tokenizer, data.default_system)
-    return Encoder(tokenizer, template, data.cutoff_len, data.train_on_prompt, data.mask_history, data.enable_thinking)
-
-
-@dataclass(frozen=True, slots=True)
-class _Usable:
-    """A row of a file that gave documents.
-
-    Attributes:
-        index: its number among all rows read, dropped ones included.
-    """
-
-    index: int
-    dataset: DatasetReport
-    copies: int
-    documents: Sequence[Document]
-
-
-class _Preparation:
-    """Fills a folder with train/ and evaluation/, counting as it goes."""
-
-    def __init__(self, settings: Settings, encoder: Encoder, folder: Path) -> None:
-        self._settings = settings
-        self._encoder = encoder
-        self._folder = folder
-        self.report = DataReport([], TokenReport())
-
-    def add_training(self, sources: Sequence[DatasetSource]) -> None:
-        """Write train/, and evaluation/ where val_size holds rows out."""
-        if self._settings.data.val_size:
-            self._write_divided(sources)
-            return
-        with self._writer(TRAIN_FOLDER, self.report.train) as writer:
-            for usable in self._encoded(sources):
-                self._train_on(usable, writer)
-
-    def add_evaluation(self, sources: Sequence[DatasetSource]) -> None:
-        """Write evaluation/ from data sets of its own."""
-        self.report.evaluation = evaluation = TokenReport()
-        with self._writer(EVALUATION_FOLDER, evaluation) as writer:
-            for usable in self._encoded(sources):
-                self._evaluate_on(usable, writer, evaluation)
-
-    @contextmanager
-    def _writer(self, name: str, report: TokenReport) -> Iterator[RowWriter]:
-        """Writes rows, packed where the settings say so, and counts them."""
-        data, seed = self._settings.data, self._settings.run.seed
-        report.capacity = data.cutoff_len if data.packing else None
-        with RowWriter(self._folder / name, report.capacity, seed) as writer:
-            yield writer
-        report.rows = writer.num_rows
-
-    def _write_divided(self, sources: Sequence[DatasetSource]) -> None:
-        """Which rows are usable is known at the end only, so all are written to one side first."""
-        aside = self._folder / "undivided"
-        written: list[tuple[int, DatasetReport, int, range]] = []
-        num_documents = 0
-        with RowWriter(aside) as writer:
-            for usable in self._encoded(sources):
-                for document in usable.documents:
-                    writer.append(*document)
-                ids = range(num_documents, num_documents + len(usable.documents))
-                num_documents = ids.stop
-                written.append((usable.index, usable.dataset, usable.copies, ids))
-        rows = TokenRows(aside)
-        held_out = self._held_out([index for index, *_ in written])
-        self.report.evaluation = evaluation = TokenReport()
-        with (
-            self._writer(TRAIN_FOLDER, self.report.train) as train,
-            self._writer(EVALUATION_FOLDER, evaluation) as held,
-        ):
-            for index, dataset, copies, ids in written:
-                usable = _Usable(index, dataset, copies, [rows[i][0] for i in ids])
-                if index in held_out:
-                    self._evaluate_on(usable, held, evaluation)
-                else:
-                    self._train_on(usable, train)
-        shutil.rmtree(aside)
-
-    def _held_out(self, usable: list[int]) -> set[int]:
-        """The rows that val_size holds out: the first usable ones in an order that seed and rows read determine."""
-        val_size = self._settings.data.val_size
-        count = int(val_size) if val_size >= 1 else ceil(val_size * len(usable))
-        if count >= len(usable):
-            raise MegatuneError(
-                Finding(
-                    f"val_size: {val_size:g} leaves nothing to train on",
-                    why=f"{len(usable)} rows are usable",
-                    mend=f"at most {len(usable) - 1}",
-                ),
-                ExitCode.SETTINGS,
-            )
-        num_read = sum(dataset.read for dataset in self.report.datasets)
-        rank = np.empty(num_read, dtype=np.int64)
-        rank[split_order(num_read, self._settings.run.seed)] = np.arange(num_read)
-        return set(sorted(usable, key=rank.__getitem__)[:count])
-
-    def _train_on(self, usable: _Usable, writer: RowWriter) -> None:
-        usable.dataset.trained += 1
-        for _ in range(usable.copies):
-            _append(usable.documents, writer, self.report.train)
-
-    def _evaluate_on(self, usable: _Usable, writer: RowWriter, report: TokenReport) -> None:
-        usable.dataset.evaluation += 1
-        _append(usable.documents, writer, report)
-
-    def _encoded(self, sources: Sequence[DatasetSource]) -> Iterator[_Usable]:
-        """Usable rows of all data sets, in order; the others are counted.
-
-        Raises:
-            MegatuneError: data sets without a usable row (exit code 65), all of them named.
-        """
-        first = len(self.report.datasets)
-        index = 0
-        data = self._settings.data
-        for source in sources:
-            dataset = DatasetReport(source.name)
-            self.report.datasets.append(dataset)
-            samples = read_samples(
-                source,
-                stage=self._settings.run.stage,
-                seed=self._settings.run.seed,
-                max_samples=data.max_samples,
-                placeholders={"{{name}}": data.model_name, "{{author}}": data.model_author},
-            )
-            for sample, encoded in encode_all(self._encoder, samples, data.preprocessing_num_workers or 1):
-                dataset.read += 1
-                index += 1
-                if isinstance(encoded, RowError):
-                    dataset.drop(sample.where, encoded.reason, encoded.detail)
-                    continue
-                dataset.truncated += encoded.truncated
-                yield _Usable(index - 1, dataset, sample.copies, encoded.documents)
-        _check_usable(self.report.datasets[first:])
-
-
-def _check_usable(datasets: Sequence[DatasetReport]) -> None:
-    findings = [
-        Finding(
-            f"{dataset.name}: 0 usable of {dataset.read} rows",
-            why="; ".join(f"{count} x {reason}" for reason, count in dataset.dropped.most_common()),
-            mend=f"the first: {dataset.examples[0]}" if dataset.examples else "the files have no rows",
+def _build(settings: Settings, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Fill an empty folder: every sample's tokens once, then the rows of each part."""
+    data, run = settings.data, settings.run
+    training = resolve_datasets(data.dataset, data.dataset_dir, run.stage)
+    evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, run.stage)
+    encoder = make_encoder(settings, tokenizer)
+    shape = RowShape(run.stage, data.cutoff_len, settings.packing, run.seed)
+    # A run that only skips bad rows keeps them, too: one that asks for them later finds these rows prepared.
+    policy = "error" if data.on_bad_row == "error" else "quarantine"
+    with (
+        RowsBuilder(folder, shape) as builder,
+        BadRows(policy, data.truncation_strategy, folder) as bad_rows,
+    ):
+        collector = Collector(settings, encoder, builder, bad_rows)
+        trained = [collector.collect(source) for source in training]
+        evaluated = [collector.collect(source) for source in evaluation]
+        collector.check()
+        split = _split(trained, data.val_size)
+        order = _training_order(settings, trained, split)
+        report = DataReport(
+            [one.report for one in (*trained, *evaluated)],
+            train=builder.write_part(TRAIN_FOLDER, order),
+            lengths=LengthReport.of(collector.lengths, data.cutoff_len),
+            notes=_notes(encoder, split),
         )
-        for dataset in datasets
-        if dataset.read == dataset.dropped.total()
-    ]
-    if findings:
-        raise MegatuneError(findings, ExitCode.DATA)
+        if data.val_size or evaluated:
+            for one in evaluated:
+                one.report.evaluation = len(one)
+            held_out = [np.flatnonzero(split.held_out), *(one.numbers for one in evaluated)]
+            report.evaluation = builder.write_part(EVALUATION_FOLDER, np.concatenate(held_out))
+    report.save(folder / REPORT_FILE)
 
 
-def _append(documents: Sequence[Document], writer: RowWriter, report: TokenReport) -> None:
-    for document in documents:
-        writer.append(*document)
-        report.add(document.input_ids, num_trained_tokens(document.labels))
+def _split(trained: Sequence[Collected], val_size: float) -> Split:
+    """Over all training data: its samples are numbered from 0."""
+    if val_size:
+        return hold_out(np.concatenate([np.asarray(one.ranks) for one in trained]), val_size)
+    none = np.zeros(sum(map(len, trained)), dtype=bool)
+    return Split(none, none)
+
+
+def _training_order(settings: Settings, trained: Sequence[Collected], split: Split) -> np.ndarray:
+    """Numbers of the samples of an epoch, copies and mixing included; fills in the reports.
+
+    Raises:
+        MegatuneError: val_size leaves nothing of a data set that is drawn from (exit code 64).
+    """
+    data = settings.data
+    lists = []
+    for one in trained:
+        held_out, left_out = split.held_out[one.numbers], split.left_out[one.numbers]
+        kept = ~(held_out | left_out)
+        one.report.trained, one.report.evaluation = int(kept.sum()), int(held_out.sum())
+        one.report.leave_out(int(left_out.sum()), "held-out-copy", "the same texts as a held-out row")
+        lists.append(np.repeat(one.numbers[kept], np.asarray(one.copies)[kept]))
+    sizes = [len(numbers) for numbers in lists]
+    if data.mix_strategy != "concat":
+        findings = [
+            Finding(
+                f"val_size: {data.val_size:g} leaves nothing of {one.report.name} to train on",
+                why=f"mix_strategy: {data.mix_strategy} draws from every data set",
+                mend="hold out fewer rows, or name an eval_dataset",
+            )
+            for one, size in zip(trained, sizes, strict=True)
+            if not size
+        ]
+        if findings:
+            raise MegatuneError(findings, ExitCode.SETTINGS)
+    mixed = mixed_order(sizes, data.mix_strategy, data.interleave_probs, data.dataset_weights, settings.run.seed)
+    counts, _ = np.histogram(mixed, bins=np.cumsum([0, *sizes]))
+    for one, count in zip(trained, counts.tolist(), strict=True):
+        one.report.samples = count
+    return np.concatenate(lists)[mixed]
+
+
+def _notes(encoder: Encoder, split: Split) -> list[str]:
+    notes = []
+    if encoder.template is not None and (note := stop_note(encoder.template, encoder.tokenizer)):
+        notes.append(note)
+    if split.on_both_sides:
+        notes.append(f"all rows have the same texts: {split.on_both_sides} are trained, the others held out")
+    return notes

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from megatune.data.lengths import LengthReport
+from megatune.data.row_error import RowError
 
 EXAMPLES_PER_REASON = 3
 
@@ -19,32 +20,46 @@ class DatasetReport:
     """One data set, in rows of its files; every row read is trained, held out or dropped.
 
     Attributes:
-        dropped: number of rows by reason.
-        examples: the first few dropped rows of each reason, with their places.
+        samples: what an epoch trains of it, after num_samples, mixing and weights.
         truncated: rows cut to cutoff_len, among those trained or held out.
+        tokens: of those rows, each once, after cutting; they lie in tokens.bin data set after data set.
+        dropped: number of rows by reason.
+        codes: each reason's code.
+        examples: the first few dropped rows of each reason, with their places.
     """
 
     name: str
     read: int = 0
     trained: int = 0
     evaluation: int = 0
+    samples: int = 0
     truncated: int = 0
+    tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    codes: dict[str, str] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
 
-    def drop(self, where: str, reason: str, detail: str) -> None:
+    def drop(self, where: str, error: RowError) -> None:
         """Count one dropped row."""
-        self.dropped[reason] += 1
-        if self.dropped[reason] <= EXAMPLES_PER_REASON:
-            self.examples.append(f"{where}: {reason}{f' ({detail})' if detail else ''}")
+        self.dropped[error.reason] += 1
+        self.codes[error.reason] = error.code
+        if self.dropped[error.reason] <= EXAMPLES_PER_REASON:
+            self.examples.append(f"{where}: {error}")
+
+    def leave_out(self, count: int, code: str, reason: str) -> None:
+        """Count rows that are dropped for no fault of theirs."""
+        if count:
+            self.dropped[reason] += count
+            self.codes[reason] = code
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TokenReport:
     """The token rows of training or of evaluation.
 
     Attributes:
-        documents: more than rows of files where long texts are cut into several or data sets are repeated.
+        samples: conversations, texts or pairs; one that is repeated counts as often.
+        documents: as many as samples, or more where long texts are cut into several; pairs have two.
         rows: as many as documents, or fewer where they are packed.
         capacity: tokens that a packed row can hold; None without packing.
         trained: tokens that count in the loss.
@@ -52,6 +67,7 @@ class TokenReport:
         largest_id: the largest token id, which the model's vocabulary must hold.
     """
 
+    samples: int = 0
     documents: int = 0
     rows: int = 0
     capacity: int | None = None
@@ -59,14 +75,6 @@ class TokenReport:
     trained: int = 0
     longest: int = 0
     largest_id: int = 0
-
-    def add(self, input_ids: np.ndarray, trained: int) -> None:
-        """Count one document."""
-        self.documents += 1
-        self.tokens += len(input_ids)
-        self.trained += trained
-        self.longest = max(self.longest, len(input_ids))
-        self.largest_id = max(self.largest_id, int(input_ids.max()))
 
     @property
     def packing_efficiency(self) -> float:
@@ -80,39 +88,56 @@ class TokenReport:
         if self.capacity is None:
             return f"{self.rows} token rows, {tokens}"
         return (
-            f"{self.documents} samples packed into {self.rows} rows of up to {self.capacity} tokens, "
+            f"{self.samples} samples packed into {self.rows} rows of up to {self.capacity} tokens, "
             f"{self.packing_efficiency:.1%} full; {tokens}"
         )
 
 
 @dataclass(slots=True)
 class DataReport:
-    """All of it; `train` and `evaluation` count tokens, `datasets` rows of files."""
+    """All of it; `train` and `evaluation` count tokens, `datasets` rows of files.
+
+    Attributes:
+        lengths: of all samples before cutting.
+        notes: what else a user should know, a line each.
+    """
 
     datasets: list[DatasetReport]
     train: TokenReport
     evaluation: TokenReport | None = None
+    lengths: LengthReport | None = None
+    notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterable[str]:
-        """The report in words, for a terminal or a log."""
+        """The report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
+        yield from _table(self.datasets)
         for dataset in self.datasets:
-            yield (
-                f"{dataset.name}: {dataset.read} rows read, {dataset.trained} trained, {dataset.evaluation} held out, "
-                f"{dataset.dropped.total()} dropped, {dataset.truncated} cut to cutoff_len"
-            )
             for reason, count in dataset.dropped.most_common():
-                yield f"    dropped {count}: {reason}"
-            yield from (f"        {example}" for example in dataset.examples)
+                yield f"{dataset.name}: dropped {count}: {reason} [{dataset.codes[reason]}]"
+            yield from (f"    {example}" for example in dataset.examples)
+        if self.lengths is not None:
+            yield self.lengths.line()
         for name, tokens in (("train", self.train), ("evaluation", self.evaluation)):
             if tokens is not None:
                 yield f"{name}: {tokens.line()}"
+        yield from (f"note: {note}" for note in self.notes)
+
+    def raw(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        return {
+            # Not asdict, which takes a Counter for a dict of pairs.
+            "datasets": [
+                {name: getattr(dataset, name) for name in DatasetReport.__slots__} for dataset in self.datasets
+            ],
+            "train": asdict(self.train),
+            "evaluation": asdict(self.evaluation) if self.evaluation else None,
+            "lengths": asdict(self.lengths) if self.lengths else None,
+            "notes": self.notes,
+        }
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
-        datasets = [{name: getattr(dataset, name) for name in DatasetReport.__slots__} for dataset in self.datasets]
-        tokens = {"train": asdict(self.train), "evaluation": asdict(self.evaluation) if self.evaluation else None}
-        text = json.dumps({"datasets": datasets, **tokens}, ensure_ascii=False, indent=2)
-        path.write_text(f"{text}\n", encoding="utf-8")
+        path.write_text(f"{json.dumps(self.raw(), ensure_ascii=False, indent=2)}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> DataReport:
@@ -120,4 +145,18 @@ class DataReport:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         datasets = [DatasetReport(**{**entry, "dropped": Counter(entry["dropped"])}) for entry in raw["datasets"]]
         evaluation = TokenReport(**raw["evaluation"]) if raw["evaluation"] is not None else None
-        return cls(datasets, TokenReport(**raw["train"]), evaluation)
+        lengths = raw["lengths"]
+        if lengths is not None:
+            lengths = LengthReport(**{**lengths, "edges": tuple(lengths["edges"]), "counts": tuple(lengths["counts"])})
+        return cls(datasets, TokenReport(**raw["train"]), evaluation, lengths, raw["notes"])
+
+
+def _table(datasets: Iterable[DatasetReport]) -> Iterator[str]:
+    head = ("data set", "rows read", "trained", "held out", "dropped", "cut to cutoff_len", "samples an epoch")
+    cells = [
+        (d.name, *map(str, (d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples)))
+        for d in datasets
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    for name, *numbers in (head, *cells):
+        yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])

@@ -1,40 +1,35 @@
-"""Token rows on disk: written once, memory-mapped by every rank and worker."""
+"""Token rows on disk: every sample's tokens once, and rows that refer to them; memory-mapped by every rank and worker.
+
+    FOLDER/tokens.bin           int32, sample after sample
+    FOLDER/trained.bin          uint8, 1 where a token is trained
+    FOLDER/PART/documents.npy   int64 [documents, 2]: where each document's tokens begin and end, row after row
+    FOLDER/PART/rows.npy        int64 [rows + 1]: where each row's documents begin in documents.npy
+    FOLDER/PART/arrangement.txt what a row is
+
+A part (train, evaluation) may use a sample several times, in any order, or in overlapping pieces.
+"""
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
-import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from megatune.data.packing import pack
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers and in torch
 
 TOKENS_FILE = "tokens.bin"
-LABELS_FILE = "labels.bin"
-OFFSETS_FILE = "offsets.npy"  # int64 [documents + 1]: where each document's tokens begin
-# Packed rows only: document ids row by row, int64 [documents], and where each row begins there, int64 [rows + 1].
+TRAINED_FILE = "trained.bin"
 DOCUMENTS_FILE = "documents.npy"
 ROWS_FILE = "rows.npy"
+ARRANGEMENT_FILE = "arrangement.txt"
 
-_CANNOT_WRITE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EFBIG,
-    errno.EIO,
-)
+# What a row is: one document, several that are trained side by side, or a preference pair: chosen, then rejected.
+Arrangement = Literal["single", "packed", "pairs"]
 
 
 class Document(NamedTuple):
@@ -51,12 +46,13 @@ class Document(NamedTuple):
 
 
 class TokenRows:
-    """Memory-mapped rows of one folder; cheap to open, to pickle and to share between processes.
-
-    A row is one document or, packed, several.
+    """Memory-mapped rows of one part; cheap to open, to pickle and to share between processes.
 
     Args:
-        directory: a folder that `RowWriter` wrote.
+        directory: a part that `write_rows` wrote.
+
+    Attributes:
+        arrangement: what a row is.
 
     Raises:
         MegatuneError: the folder is not whole (exit code 66).
@@ -64,31 +60,30 @@ class TokenRows:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self.is_packed = (self.directory / ROWS_FILE).exists()
+        tokens = self.directory.parent
         try:
-            self._offsets = _load(self.directory / OFFSETS_FILE)
-            self._tokens = _map_int32(self.directory / TOKENS_FILE)
-            self._labels = _map_int32(self.directory / LABELS_FILE)
-            if self.is_packed:
-                self._documents = _load(self.directory / DOCUMENTS_FILE)
-                self._rows = _load(self.directory / ROWS_FILE)
+            self.arrangement = _arrangement(self.directory / ARRANGEMENT_FILE)
+            self._documents = _load(self.directory / DOCUMENTS_FILE)
+            self._rows = _load(self.directory / ROWS_FILE)
+            self._tokens = _map(tokens / TOKENS_FILE, np.dtype(np.int32))
+            self._trained = _map(tokens / TRAINED_FILE, np.dtype(np.uint8))
         except (OSError, ValueError) as error:
             raise _not_whole(self.directory, str(error)) from error
-        num_tokens = int(self._offsets[-1]) if len(self._offsets) else -1
-        if not num_tokens == len(self._tokens) == len(self._labels):
-            raise _not_whole(self.directory, f"{len(self._tokens)} tokens on disk, {num_tokens} in {OFFSETS_FILE}")
-        num_documents = len(self._offsets) - 1
-        if self.is_packed and not num_documents == len(self._documents) == self._rows[-1]:
-            raise _not_whole(self.directory, f"{num_documents} documents on disk, {self._rows[-1]} in {ROWS_FILE}")
+        if len(self._tokens) != len(self._trained):
+            raise _not_whole(self.directory, f"{len(self._tokens)} tokens, {len(self._trained)} in {TRAINED_FILE}")
+        if not len(self._rows) or self._rows[-1] != len(self._documents):
+            raise _not_whole(self.directory, f"{len(self._documents)} documents, more or fewer in {ROWS_FILE}")
+        if self._documents.size and self._documents.max() > len(self._tokens):
+            raise _not_whole(self.directory, f"{len(self._tokens)} tokens, and documents beyond them")
 
     def __len__(self) -> int:
-        return len(self._rows if self.is_packed else self._offsets) - 1
+        return len(self._rows) - 1
 
     def __getitem__(self, row: int) -> tuple[Document, ...]:
         """The documents of one row."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        return tuple(self._document(number) for number in self._documents_of([row]))
+        return tuple(self._document(*span) for span in self._documents[self._rows[row] : self._rows[row + 1]])
 
     def __iter__(self) -> Iterator[tuple[Document, ...]]:
         return (self[row] for row in range(len(self)))
@@ -96,116 +91,96 @@ class TokenRows:
     def __reduce__(self) -> tuple[type, tuple[Path]]:
         return type(self), (self.directory,)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds documents side by side."""
+        return self.arrangement == "packed"
+
+    @property
+    def spans(self) -> np.ndarray:
+        """Where each document's tokens begin and end in tokens.bin, row by row: int64 [documents, 2]."""
+        return self._documents
+
     def document_lengths(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of each document of these rows, row by row, without reading them: int64 [documents]."""
-        documents = self._documents_of(rows)
-        return self._offsets[documents + 1] - self._offsets[documents]
-
-    def _documents_of(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        if not self.is_packed:
-            return np.asarray(rows, dtype=np.int64)
         none = self._documents[:0]
-        return np.concatenate([none, *(self._documents[self._rows[row] : self._rows[row + 1]] for row in rows)])
+        spans = np.concatenate([none, *(self._documents[self._rows[row] : self._rows[row + 1]] for row in rows)])
+        return spans[:, 1] - spans[:, 0]
 
-    def _document(self, number: int) -> Document:
-        start, stop = self._offsets[number], self._offsets[number + 1]
-        return Document(self._tokens[start:stop], self._labels[start:stop])
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of every row, without reading them: int64 [rows]."""
+        ends = np.concatenate(([0], np.cumsum(self._documents[:, 1] - self._documents[:, 0])))
+        return ends[self._rows[1:]] - ends[self._rows[:-1]]
+
+    def _document(self, start: int, stop: int) -> Document:
+        input_ids = self._tokens[start:stop]
+        labels = np.where(self._trained[start:stop] != 0, input_ids, np.int32(IGNORE_INDEX))
+        return Document(np.asarray(input_ids), labels)
 
 
-class RowWriter:
-    """Appends documents to a folder that appears, whole, under its name when the writer is closed.
-
-    Use as a context manager: leaving it by an exception removes what was written.
+class TokenWriter:
+    """Appends samples' tokens to a folder's token files; use as a context manager.
 
     Args:
-        directory: the folder to make; it must not exist.
-        capacity: pack documents into rows of at most this many tokens; None makes each a row.
-        seed: of the packing.
-
-    Attributes:
-        num_rows: once closed.
+        folder: exists, and has no token files.
     """
 
-    def __init__(self, directory: Path | str, capacity: int | None = None, seed: int = 0) -> None:
-        self._capacity, self._seed = capacity, seed
-        self.num_rows = 0
-        self._folder = atomic_directory(Path(directory))
-        self._partial = self._folder.__enter__()
-        self._tokens: BinaryIO = open(self._partial / TOKENS_FILE, "wb")  # noqa: SIM115 - closed in _finish
-        self._labels: BinaryIO = open(self._partial / LABELS_FILE, "wb")  # noqa: SIM115
-        self._offsets = [0]
+    def __init__(self, folder: Path) -> None:
+        self._tokens: BinaryIO = open(folder / TOKENS_FILE, "wb")  # noqa: SIM115 - closed in __exit__
+        self._trained: BinaryIO = open(folder / TRAINED_FILE, "wb")  # noqa: SIM115
+        self.num_tokens = 0
 
-    def append(self, input_ids: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
-        """Add one document: two sequences of the same length, not empty."""
-        if len(input_ids) != len(labels) or not len(input_ids):
-            raise ValueError(f"a document of {len(input_ids)} tokens with {len(labels)} labels")
-        self._tokens.write(np.asarray(input_ids, dtype=np.int32).tobytes())
-        self._labels.write(np.asarray(labels, dtype=np.int32).tobytes())
-        self._offsets.append(self._offsets[-1] + len(input_ids))
+    def append(self, document: Document) -> tuple[int, int]:
+        """Write one document's tokens; answers where they begin and end."""
+        self.extend([document])
+        return self.num_tokens - len(document.input_ids), self.num_tokens
 
-    def close(self) -> None:
-        """Make the rows durable and give the folder its name."""
-        try:
-            self._complete()
-        except BaseException as error:
-            self._abandon(error)
-            raise
-        self._folder.__exit__(None, None, None)
+    def extend(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+        """Write several documents, one behind the other, at once.
 
-    def __enter__(self) -> RowWriter:
+        Returns:
+            Their input_ids and labels, joined: int32 [tokens] each.
+
+        Raises:
+            ValueError: a document is empty, or has more or fewer labels than tokens.
+        """
+        for document in documents:
+            if len(document.input_ids) != len(document.labels) or not len(document.input_ids):
+                raise ValueError(f"a document of {len(document.input_ids)} tokens with {len(document.labels)} labels")
+        none = np.empty(0, dtype=np.int32)
+        tokens = np.concatenate([none, *(document.input_ids for document in documents)], dtype=np.int32)
+        labels = np.concatenate([none, *(document.labels for document in documents)], dtype=np.int32)
+        self._tokens.write(tokens.tobytes())
+        self._trained.write((labels != IGNORE_INDEX).astype(np.uint8).tobytes())
+        self.num_tokens += len(tokens)
+        return tokens, labels
+
+    def __enter__(self) -> TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._abandon(error)
-
-    def _complete(self) -> None:
-        for file in (self._tokens, self._labels):
-            file.flush()
-            os.fsync(file.fileno())
+        for file in (self._tokens, self._trained):
+            if error is None:
+                file.flush()
+                os.fsync(file.fileno())
             file.close()
-        offsets = np.asarray(self._offsets, dtype=np.int64)
-        np.save(self._partial / OFFSETS_FILE, offsets, allow_pickle=False)
-        self.num_rows = len(offsets) - 1
-        if self._capacity is not None:
-            documents, rows = pack(np.diff(offsets), self._capacity, self._seed)
-            np.save(self._partial / DOCUMENTS_FILE, documents, allow_pickle=False)
-            np.save(self._partial / ROWS_FILE, rows, allow_pickle=False)
-            self.num_rows = len(rows) - 1
-
-    def _abandon(self, error: BaseException) -> None:
-        self._tokens.close()
-        self._labels.close()
-        self._folder.__exit__(type(error), error, error.__traceback__)
 
 
-@contextmanager
-def atomic_directory(directory: Path) -> Iterator[Path]:
-    """A folder to fill, renamed to `directory` at the end; on an exception it is removed.
+def write_rows(
+    directory: Path, spans: Sequence[tuple[int, int]] | np.ndarray, rows: np.ndarray, arrangement: Arrangement
+) -> None:
+    """Write one part: rows that refer to the tokens of the folder above.
 
-    Where another process made `directory` meanwhile, its folder stays and ours is removed: callers name a folder
-    after everything that determines its content.
+    Args:
+        directory: is made.
+        spans: [documents, 2], where each document's tokens begin and end, row after row.
+        rows: [rows + 1], where each row's documents begin in `spans`.
     """
-    partial = directory.with_name(f".{directory.name}.partial-{socket.gethostname()}-{os.getpid()}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        try:
-            partial.rename(directory)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    except OSError as error:
-        if error.errno not in _CANNOT_WRITE:
-            raise
-        raise MegatuneError(
-            Finding(f"cannot write: {error.strerror}", str(directory)), ExitCode.CANNOT_WRITE
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    directory.mkdir()
+    documents = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+    np.save(directory / DOCUMENTS_FILE, documents, allow_pickle=False)
+    np.save(directory / ROWS_FILE, np.asarray(rows, dtype=np.int64), allow_pickle=False)
+    (directory / ARRANGEMENT_FILE).write_text(f"{arrangement}\n", encoding="ascii")
 
 
 def num_trained_tokens(labels: Sequence[int] | np.ndarray) -> int:
@@ -213,19 +188,33 @@ def num_trained_tokens(labels: Sequence[int] | np.ndarray) -> int:
     return int(np.count_nonzero(np.asarray(labels)[1:] != IGNORE_INDEX))
 
 
+def _arrangement(path: Path) -> Arrangement:
+    text = path.read_text(encoding="ascii").strip()
+    for arrangement in get_args(Arrangement):
+        if text == arrangement:
+            return arrangement
+    raise ValueError(f"{ARRANGEMENT_FILE} says {text!r}")
+
+
 def _load(path: Path) -> np.ndarray:
-    return np.load(path, allow_pickle=False)
+    """Mapped, since workers and ranks share the pages of a mapped file."""
+    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-def _map_int32(path: Path) -> np.ndarray:
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
     """An empty file cannot be mapped; everything else is."""
     if path.stat().st_size == 0:
-        return np.empty(0, dtype=np.int32)
-    return np.memmap(path, dtype=np.int32, mode="r")
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _not_whole(directory: Path, why: str) -> MegatuneError:
     return MegatuneError(
-        Finding("the folder of token rows is not whole", str(directory), why, "delete the folder; it is made again"),
+        Finding(
+            "the folder of token rows is not whole",
+            str(directory),
+            why,
+            f"delete {directory.parent}; it is made again",
+        ),
         ExitCode.INPUT,
     )

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from megatune.data.formats import PLACEHOLDERS, Example, RowError, UnsupportedRow, fill_placeholders, to_example
+from megatune.data.conversation import PLACEHOLDERS, Example, fill_placeholders, texts
+from megatune.data.formats import to_example
 from megatune.data.order import sample_order
 from megatune.data.readers import RawRow
-from megatune.data.sources import DatasetSource
+from megatune.data.row_error import RowError, UnsupportedRow
+from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
@@ -21,32 +23,47 @@ class Sample:
         where: its place, as reports name it.
         example: what is trained on, or why the row is dropped.
         copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
+        row: as it was read.
+        position: from where its data set goes on after it.
     """
 
     where: str
     example: Example | RowError
     copies: int
+    row: RawRow
+    position: SourcePosition | None = None
 
 
 def read_samples(
-    source: DatasetSource, *, stage: str, seed: int, max_samples: int | None, placeholders: Mapping[str, str | None]
+    source: DatasetSource,
+    *,
+    stage: str,
+    seed: int,
+    max_samples: int | None,
+    placeholders: Mapping[str, str | None],
+    after: SourcePosition | None = None,
+    taken: int = 0,
 ) -> Iterator[Sample]:
     """The rows of one data set that num_samples and max_samples choose, in the order of its files.
 
     Args:
+        max_samples: the first so many of those that num_samples draws.
         placeholders: what {{name}} and {{author}} become; None where it is not set.
+        after: the position of the sample to go on after.
+        taken: how many samples there are up to it.
 
     Raises:
         MegatuneError: a file cannot be read, a row needs what is not built, or a placeholder has no value.
     """
     unfilled: dict[str, str] = {}
-    for row, copies in islice(_chosen(source, seed), max_samples):
+    left = None if max_samples is None else max(0, max_samples - taken)
+    for row, position, copies in islice(_chosen(source, seed, after), left):
         example = _example(row, source, stage)
-        if not isinstance(example, RowError):
+        if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
             example, missing = fill_placeholders(example, placeholders)
             for placeholder in missing:
                 unfilled.setdefault(placeholder, row.where)
-        yield Sample(row.where, example, copies)
+        yield Sample(row.where, example, copies, row, position)
     if unfilled:
         raise MegatuneError(
             [
@@ -62,29 +79,34 @@ def read_samples(
 
 
 def _example(row: RawRow, source: DatasetSource, stage: str) -> Example | RowError:
-    if row.problem:
-        return RowError(row.problem, row.detail)
+    if row.error is not None:
+        return row.error
     try:
         return to_example(row.fields, source, stage)
     except RowError as error:
         return error
     except UnsupportedRow as unsupported:
         what = f"dataset: {source.name} cannot be trained on: {unsupported}"
-        raise MegatuneError(Finding(what, row.where), ExitCode.SETTINGS) from unsupported
+        raise MegatuneError(Finding(what, row.where, mend=unsupported.mend), ExitCode.SETTINGS) from unsupported
 
 
-def _chosen(source: DatasetSource, seed: int) -> Iterator[tuple[RawRow, int]]:
+def _chosen(
+    source: DatasetSource, seed: int, after: SourcePosition | None
+) -> Iterator[tuple[RawRow, SourcePosition, int]]:
     """Rows with their number of copies: num_samples draws without replacement, as many rounds as it needs."""
     if source.num_samples is None:
-        for row in source.rows():
-            yield row, 1
+        for row, position in source.rows_from(after):
+            yield row, position, 1
         return
-    rows = list(source.rows())
-    if not rows:
+    # Read twice, so that no more than one row has to be kept.
+    num_rows = sum(1 for _ in source.rows())
+    if not num_rows:
         return
-    rounds, rest = divmod(source.num_samples, len(rows))
-    extra = set(sample_order(len(rows), seed)[:rest].tolist())
-    for index, row in enumerate(rows):
+    rounds, rest = divmod(source.num_samples, num_rows)
+    extra = set(sample_order(num_rows, seed)[:rest].tolist())
+    passed = after is None
+    for index, (row, position) in enumerate(source.rows_from(None)):
         copies = rounds + (index in extra)
-        if copies:
-            yield row, copies
+        if passed and copies:
+            yield row, position, copies
+        passed = passed or position == after

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from contextlib import contextmanager
+from itertools import accumulate, islice
 
+import numpy as np
+
+from megatune.data.conversation import Example
 from megatune.data.encode import Encoded, Encoder
-from megatune.data.formats import Example, RowError
+from megatune.data.row_error import RowError
+from megatune.data.rows import Document
 from megatune.data.samples import Sample
 from megatune.errors import ExitCode, MegatuneError
 
 CHUNK_ROWS = 256
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
+CHUNKS_AT_ONCE = 2  # in one process
 CHUNKS_AHEAD = 4  # for each process, so that memory stays bounded
+PARENT_LOOK_SECONDS = 1.0  # between looks whether the parent is there
 
 Result = tuple[Sample, Encoded | RowError]
+# What a worker sends: tokens and labels of all documents, their lengths, and for each example its number of documents,
+# whether it was cut and its length before; or why it has none.
+_Compact = tuple[np.ndarray, np.ndarray, list[int], list[tuple[int, bool, int] | RowError]]
 
 
 def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) -> Iterator[Result]:
@@ -33,21 +46,53 @@ def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) ->
         MegatuneError: a worker process died or hung (exit code 76).
     """
     chunks = _chunks(samples)
-    if num_workers <= 1:
-        # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        for chunk in chunks:
-            yield from _merged(chunk, encoder.encode(_examples(chunk)))
-    else:
-        yield from _encode_in_processes(encoder, chunks, num_workers)
+    with _frozen_heap():
+        if num_workers <= 1:
+            # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+            yield from _encode_in_threads(encoder, chunks)
+        else:
+            yield from _encode_in_processes(encoder, chunks, num_workers)
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Objects come by the million here; the garbage collector's passes over them shall not look at every module, too.
+
+    A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
+    """
+    frozen_here = gc.get_freeze_count() == 0
+    if frozen_here:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if frozen_here:
+            gc.unfreeze()
+
+
+def _encode_in_threads(encoder: Encoder, chunks: Iterator[list[Sample]]) -> Iterator[Result]:
+    """One chunk is rendered while another is tokenised: tokenising takes most of the time, without Python's lock."""
+    pool = ThreadPoolExecutor(CHUNKS_AT_ONCE)
+    pending: deque[tuple[list[Sample], Future[list[Encoded | RowError]]]] = deque()
+    try:
+        while True:
+            for chunk in islice(chunks, CHUNKS_AT_ONCE + 1 - len(pending)):
+                pending.append((chunk, pool.submit(encoder.encode, _examples(chunk))))
+            if not pending:
+                return
+            chunk, future = pending.popleft()
+            yield from _merged(chunk, future.result())
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _encode_in_processes(encoder: Encoder, chunks: Iterator[list[Sample]], num_workers: int) -> Iterator[Result]:
     # Processes are spawned: forking one that has used a GPU, threads or a tokenizer can deadlock.
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(encoder,))
-    pending: deque[tuple[list[Sample], Future[list[Encoded | RowError]]]] = deque()
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(encoder, os.getpid()))
+    pending: deque[tuple[list[Sample], Future[_Compact]]] = deque()
     try:
         while True:
             for chunk in islice(chunks, num_workers * CHUNKS_AHEAD - len(pending)):
@@ -55,7 +100,7 @@ def _encode_in_processes(encoder: Encoder, chunks: Iterator[list[Sample]], num_w
             if not pending:
                 return
             chunk, future = pending.popleft()
-            yield from _merged(chunk, future.result(timeout=CHUNK_TIMEOUT))
+            yield from _merged(chunk, _unpacked(future.result(timeout=CHUNK_TIMEOUT)))
     except (BrokenProcessPool, TimeoutError) as error:
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
         for process in set(multiprocessing.active_children()) - others:
@@ -70,15 +115,55 @@ def _encode_in_processes(encoder: Encoder, chunks: Iterator[list[Sample]], num_w
 _worker_encoder: Encoder
 
 
-def _start_worker(encoder: Encoder) -> None:
+def _start_worker(encoder: Encoder, parent: int) -> None:
     global _worker_encoder
     _worker_encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    gc.freeze()
 
 
-def _encode_chunk(examples: list[Example]) -> list[Encoded | RowError]:
-    return _worker_encoder.encode(examples)
+def _end_with(parent: int) -> None:
+    """A parent that is killed cannot end its processes, and they would wait for work for ever."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOK_SECONDS)
+    os._exit(1)
+
+
+def _encode_chunk(examples: list[Example]) -> _Compact:
+    return _packed(_worker_encoder.encode(examples))
+
+
+def _packed(results: list[Encoded | RowError]) -> _Compact:
+    """Few large arrays instead of many small ones, which take longer to send than to make."""
+    encoded = [result for result in results if isinstance(result, Encoded)]
+    documents = [document for result in encoded for document in result.documents]
+    none = np.empty(0, dtype=np.int32)
+    return (
+        np.concatenate([none, *(document.input_ids for document in documents)]),
+        np.concatenate([none, *(document.labels for document in documents)]),
+        [len(document.input_ids) for document in documents],
+        [
+            result if isinstance(result, RowError) else (len(result.documents), result.truncated, result.length)
+            for result in results
+        ],
+    )
+
+
+def _unpacked(compact: _Compact) -> list[Encoded | RowError]:
+    tokens, labels, sizes, results = compact
+    stops = list(accumulate(sizes))
+    documents = (
+        Document(tokens[stop - size : stop], labels[stop - size : stop])
+        for size, stop in zip(sizes, stops, strict=True)
+    )
+    return [
+        result
+        if isinstance(result, RowError)
+        else Encoded(tuple(islice(documents, result[0])), truncated=result[1], length=result[2])
+        for result in results
+    ]
 
 
 def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:

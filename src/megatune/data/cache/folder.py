@@ -1,0 +1,253 @@
+"""Folders of prepared rows: made once, whole or not there, by as many runs as want them at the same time.
+
+    CACHE/rows/KEY/...         what `build` wrote
+    CACHE/rows/KEY/key.txt     of what the rows were made
+    CACHE/rows/KEY/files.json  the size of every file, so that one cut short is noticed
+
+A folder is filled beside its place and renamed, under a lock. Where a file system has no locks two runs build the same
+rows, and the rename decides.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatune.data.cache.lock import locked
+from megatune.data.cache.partial import partial_folder, publish, remove_abandoned
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.config.settings import Settings
+
+KEY_FILE = "key.txt"
+FILES_FILE = "files.json"
+
+_Identity = tuple[int, int] | None  # of a folder, None where there is none
+
+_CANNOT_WRITE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EFBIG,
+    errno.EIO,
+)
+
+
+def cache_dir() -> Path:
+    """What is kept between runs: $MEGATUNE_CACHE, else ~/.cache/megatune."""
+    return Path(os.environ.get("MEGATUNE_CACHE") or "~/.cache/megatune").expanduser()
+
+
+def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
+    """The folder with the rows of this key: opened where it is whole, else made.
+
+    It is tokenized_path where that is set. Else it is in the cache; where that cannot be written, among this user's
+    temporary files.
+
+    Args:
+        key: names all that determines the rows.
+        build: fills an empty folder.
+
+    Raises:
+        MegatuneError: tokenized_path holds something else (exit code 64), nothing can be written (73), or what
+            `build` raises.
+    """
+    data = settings.data
+    if data.tokenized_path:
+        folder = Path(data.tokenized_path).expanduser().absolute()
+        places = [_Place(folder, key, data.overwrite_cache, named=True)]
+    else:
+        in_cache = _Place(cache_dir() / "rows" / key, key, data.overwrite_cache)
+        places = [in_cache, replace(in_cache, folder=_temporary_dir() / "rows" / key, private=True)]
+    failures: list[_CannotWriteError] = []
+    for place in places:
+        if failures:
+            _say(f"{failures[0]}; prepared rows go to {place.folder}")
+        try:
+            return place.made(build)
+        except _CannotWriteError as failure:
+            failures.append(failure)
+    mend = "name a folder that can be written as " + ("tokenized_path" if data.tokenized_path else "$MEGATUNE_CACHE")
+    findings = [Finding("cannot write the prepared rows", str(f.folder), f.reason, mend) for f in failures]
+    raise MegatuneError(findings, ExitCode.CANNOT_WRITE) from failures[-1]
+
+
+def is_whole(folder: Path, key: str) -> bool:
+    """Whether the folder has all that was written for this key."""
+    try:
+        sizes = json.loads((folder / FILES_FILE).read_text(encoding="utf-8"))
+        whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+    return whole and _stored_key(folder) == key
+
+
+class _CannotWriteError(Exception):
+    """Nothing can be written at a place."""
+
+    def __init__(self, folder: Path, error: OSError) -> None:
+        self.folder, self.reason = folder, error.strerror or str(error)
+        super().__init__(f"cannot write {folder}: {self.reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One folder that rows can be in.
+
+    Attributes:
+        overwrite: make them anew where they are there.
+        named: by the user, who may have something else in it.
+        private: in a folder that others can write to, so that its owner counts.
+    """
+
+    folder: Path
+    key: str
+    overwrite: bool
+    named: bool = False
+    private: bool = False
+
+    def made(self, build: Callable[[Path], None]) -> Path:
+        """The folder, whole.
+
+        Raises:
+            MegatuneError: SETTINGS, it is the user's and has something else.
+            _CannotWriteError: it is not whole and cannot be made.
+        """
+        self._check_content()
+        before = _identity(self.folder)
+        if is_whole(self.folder, self.key) and not self.overwrite and self._is_trusted():
+            return self.folder
+        with ExitStack() as stack:
+            with _writing(self.folder):
+                self._make_parent()
+                stack.enter_context(locked(self.folder.with_name(f".{self.folder.name}.lock"), self._say_waiting))
+            self._check_content()
+            if not self._made_since(before, again=self.overwrite):
+                self._make(build)
+        return self.folder
+
+    def _made_since(self, before: _Identity, *, again: bool) -> bool:
+        """Whether it is whole and, if `again`, another one than before: one that another run has just made will do."""
+        return is_whole(self.folder, self.key) and not (again and _identity(self.folder) == before)
+
+    def _make(self, build: Callable[[Path], None]) -> None:
+        before = _identity(self.folder)
+        if _stored_key(self.folder) == self.key and not self.overwrite:
+            _say(f"the prepared rows in {self.folder} are damaged, and made again")
+        with ExitStack() as stack:
+            with _writing(self.folder):
+                remove_abandoned(self.folder.parent)
+                partial = stack.enter_context(partial_folder(self.folder))
+            with _writing(self.folder, building=partial):
+                build(partial)
+            with _writing(self.folder):
+                files = sorted(path for path in partial.rglob("*") if path.is_file())
+                sizes = {path.relative_to(partial).as_posix(): path.stat().st_size for path in files}
+                (partial / FILES_FILE).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+                (partial / KEY_FILE).write_text(f"{self.key}\n", encoding="ascii")
+                if not self._made_since(before, again=True):  # where there are no locks, it may be
+                    publish(partial, self.folder)
+
+    def _check_content(self) -> None:
+        """Refuse a folder of the user's with something else in it, and rows of other data.
+
+        Raises:
+            MegatuneError: SETTINGS.
+        """
+        if not self.named:
+            return
+        stored = _stored_key(self.folder)
+        if stored is None and _holds_something(self.folder):
+            what = f"tokenized_path: {self.folder} is not a folder of prepared rows"
+            why, mend = "what megatune did not make is never replaced", "name a new folder"
+            raise MegatuneError(Finding(what, why=why, mend=mend), ExitCode.SETTINGS)
+        if stored not in (None, self.key) and not self.overwrite:
+            what = f"tokenized_path: {self.folder} has rows made from other data or settings"
+            mend = "name another folder, or write overwrite_cache: true to replace them"
+            raise MegatuneError(Finding(what, mend=mend), ExitCode.SETTINGS)
+
+    def _make_parent(self) -> None:
+        """Raises OSError, also where others could have put rows there."""
+        parent = self.folder.parent
+        if self.private:
+            parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_trusted():
+                raise PermissionError(errno.EACCES, "the folder belongs to another user")
+        parent.mkdir(parents=True, exist_ok=True)
+
+    def _is_trusted(self) -> bool:
+        if not self.private:
+            return True
+        status = self.folder.parent.parent.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+    def _say_waiting(self, holder: str) -> None:
+        _say(f"waiting for {holder}, which prepares the same rows in {self.folder}")
+
+
+@contextmanager
+def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
+    """Turns what the file system refuses into a _CannotWriteError.
+
+    Args:
+        building: what is done inside reads files, too; only failures to write into this folder are turned.
+    """
+    try:
+        yield
+    except OSError as error:
+        if building is not None and not _is_write_failure(error, building):
+            raise
+        raise _CannotWriteError(folder, error) from error
+
+
+def _is_write_failure(error: OSError, folder: Path) -> bool:
+    if error.errno is None:  # numpy tells of a full disk so: "1024 requested and 0 written"
+        return str(error).endswith("written")
+    elsewhere = error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(folder)
+    return error.errno in _CANNOT_WRITE and not elsewhere
+
+
+def _stored_key(folder: Path) -> str | None:
+    """Of what the rows in the folder were made; None where it has none."""
+    try:
+        return (folder / KEY_FILE).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether it is a file, or a folder that is not empty, or is closed to us."""
+    if not path.is_dir():
+        return path.exists()
+    try:
+        return any(path.iterdir())
+    except OSError:
+        return True
+
+
+def _identity(folder: Path) -> _Identity:
+    """Another one whenever another folder takes the name."""
+    with suppress(OSError):
+        status = folder.stat()
+        return status.st_ino, status.st_ctime_ns
+    return None
+
+
+def _temporary_dir() -> Path:
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"megatune-{os.getuid()}"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,143 @@
+"""How several data sets become one sequence of samples: one after the other, or drawn from in turn.
+
+Pure functions of sizes, settings and seed. The strategies mean what they mean in the datasets library: interleave_under
+is its first_exhausted, interleave_over its all_exhausted, interleave_once its all_exhausted_without_replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, cycle
+from operator import mul, truediv
+
+import numpy as np
+
+from megatune.data.order import mixing_bits, weight_order
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+MOST_SAMPLES = 2**30  # of an epoch: more is a probability that was not meant
+_CHUNK = 2**16
+
+
+def mixed_order(
+    sizes: Sequence[int],
+    strategy: str,
+    probabilities: Sequence[float] | None,
+    weights: Sequence[float] | None,
+    seed: int,
+) -> np.ndarray:
+    """The samples of an epoch, before they are packed or shuffled: int64 [samples].
+
+    Args:
+        sizes: samples of each data set.
+        strategy: "concat", "interleave_under", "interleave_over" or "interleave_once".
+        probabilities: of drawing from each data set, when interleaving; None draws from one after the other, in whole
+            rounds.
+        weights: how often each data set is taken, with concat; None takes each once.
+
+    Returns:
+        Numbers of samples as if the data sets stood one after the other, 0 to sum(sizes) - 1, with repeats.
+
+    Raises:
+        MegatuneError: data sets would be repeated beyond measure (exit code 64).
+    """
+    if strategy == "concat":
+        weights = weights or [1.0] * len(sizes)
+        _check_length(sum(map(mul, sizes, weights)), "dataset_weights", "a whole number repeats a data set so often")
+        return _concatenated(sizes, weights, seed)
+    if strategy not in ("interleave_under", "interleave_over", "interleave_once"):
+        raise ValueError(f"mix_strategy {strategy}")
+    if not any(sizes) or (strategy == "interleave_under" and not all(sizes)):
+        return np.empty(0, dtype=np.int64)
+    if strategy == "interleave_over":
+        shares = probabilities or [1 / len(sizes)] * len(sizes)
+        why = "interleave_over draws until every data set is used up, and one is drawn from too rarely for its size"
+        _check_length(max(map(truediv, sizes, shares)), "interleave_probs", why)
+    if probabilities is None:
+        return _in_turn(sizes, strategy)
+    return _by_probability(sizes, strategy, probabilities, seed)
+
+
+def draws(num_sets: int, probabilities: Sequence[float] | None, seed: int) -> Iterator[int]:
+    """Which data set is drawn from next, without end; `mixed_order` follows the same sequence.
+
+    Without probabilities they come in turn, and a strategy ends at the end of a round.
+    """
+    if probabilities is None:
+        return cycle(range(num_sets))
+    return (drawn for chunk in _draw_chunks(probabilities, seed) for drawn in chunk.tolist())
+
+
+def _concatenated(sizes: Sequence[int], weights: Sequence[float], seed: int) -> np.ndarray:
+    parts = [np.empty(0, dtype=np.int64)]
+    first = 0
+    for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        rounds, rest = divmod(_rounded(size * Fraction(weight)), max(size, 1))
+        parts += [np.arange(first, first + size, dtype=np.int64)] * rounds
+        parts.append(first + np.sort(weight_order(size, seed, number)[:rest]))
+        first += size
+    return np.concatenate(parts)
+
+
+def _rounded(samples: Fraction) -> int:
+    """The nearest whole number; a half goes up, and something never becomes nothing."""
+    return max(int(samples + Fraction(1, 2)), 1 if samples else 0)
+
+
+def _check_length(samples: float, key: str, why: str) -> None:
+    if samples > MOST_SAMPLES:
+        what = f"{key} would make an epoch of about {samples:.3g} samples"
+        raise MegatuneError(Finding(what, why=why, mend=f"change {key}"), ExitCode.SETTINGS)
+
+
+def _in_turn(sizes: Sequence[int], strategy: str) -> np.ndarray:
+    """Whole rounds: as many as the smallest data set has samples, or the largest."""
+    size = np.asarray(sizes, dtype=np.int64)
+    rounds = size.min() if strategy == "interleave_under" else size.max()
+    ordinal = np.repeat(np.arange(rounds, dtype=np.int64)[:, None], len(size), axis=1)
+    return _numbers(ordinal, size, np.cumsum(size) - size, repeat=strategy == "interleave_over")
+
+
+def _by_probability(sizes: Sequence[int], strategy: str, probabilities: Sequence[float], seed: int) -> np.ndarray:
+    size = np.asarray(sizes, dtype=np.int64)
+    first = np.cumsum(size) - size
+    taken = np.zeros_like(size)
+    parts: list[np.ndarray] = []
+    for drawn in _draw_chunks(probabilities, seed):
+        left = np.flatnonzero(taken < size)
+        if strategy == "interleave_once" and len(left) == 1:  # whatever is drawn meanwhile, the rest comes in order
+            (last,) = left.tolist()
+            parts.append(np.arange(first[last] + taken[last], first[last] + size[last], dtype=np.int64))
+            break
+        ordinal = np.empty(len(drawn), dtype=np.int64)
+        used_up_at = {}
+        for number in range(len(size)):
+            places = np.flatnonzero(drawn == number)
+            ordinal[places] = taken[number] + np.arange(len(places))
+            missing = size[number] - taken[number]
+            if 0 < missing <= len(places):
+                used_up_at[number] = int(places[missing - 1])
+            taken[number] += len(places)
+        under = strategy == "interleave_under"
+        ends = bool(used_up_at) if under else bool((taken >= size).all())
+        stop = (min if under else max)(used_up_at.values()) + 1 if ends else len(drawn)
+        kept = drawn[:stop]
+        parts.append(_numbers(ordinal[:stop], size[kept], first[kept], repeat=strategy == "interleave_over"))
+        if ends:
+            break
+    return np.concatenate(parts)
+
+
+def _numbers(ordinal: np.ndarray, size: np.ndarray, first: np.ndarray, *, repeat: bool) -> np.ndarray:
+    """Numbers of the samples with these ordinals in their data sets, less those beyond their ends; flat."""
+    within = (ordinal % np.maximum(size, 1)) if repeat else ordinal
+    return (first + within)[within < size]
+
+
+def _draw_chunks(probabilities: Sequence[float], seed: int) -> Iterator[np.ndarray]:
+    """Draws, int64 [_CHUNK] each, without end."""
+    shares = [Fraction(share) for share in probabilities]
+    thresholds = [int(reached * 2**64 / sum(shares)) for reached in accumulate(shares)][:-1]
+    for bits in mixing_bits(seed, _CHUNK):
+        yield np.searchsorted(np.asarray(thresholds, dtype=np.uint64), bits, side="right")

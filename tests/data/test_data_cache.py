@@ -1,0 +1,327 @@
+"""The cache of prepared rows, with real processes: built once, whole or not there, and what happens where it cannot be
+written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatune.config.groups.data import DataSettings
+from megatune.config.settings import Settings
+from megatune.data.cache import lock
+from megatune.data.cache.folder import built, cache_dir, is_whole
+from megatune.errors import ExitCode, MegatuneError
+
+# Writes one line for each build; holds it until the file `go` is there, or for ever.
+BUILDER = """
+import json, sys, time
+from pathlib import Path
+from megatune.config.settings import Settings
+from megatune.data.cache import lock
+from megatune.data.cache.folder import built
+lock.SAY_AFTER = 0.2
+log, go = map(Path, sys.argv[1:3])
+settings = Settings(data=json.loads(sys.argv[3]))
+def build(folder):
+    (folder / "tokens.bin").write_bytes(b"1234")
+    with log.open("a") as file:
+        file.write("build\\n")
+    while not go.exists():
+        time.sleep(0.01)
+print((built(settings, "k", build) / "tokens.bin").read_text())
+"""
+NOWHERE = Path("/proc/megatune")  # nobody can make a folder there, not even root
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The rows' folder of a cache of this test's own."""
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path / "cache" / "rows"
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process that builds the key "k" with these data settings; all that still run are killed at the end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(**data: object) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", BUILDER, str(tmp_path / "log"), str(tmp_path / "go"), json.dumps(data)]
+        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def with_data(**data: object) -> Settings:
+    return Settings(data=DataSettings(**data))
+
+
+def tokens(text: str, counter: list[str] | None = None) -> Callable[[Path], None]:
+    """Builds a folder with one file; every build is noted."""
+
+    def build(folder: Path) -> None:
+        assert list(folder.iterdir()) == []
+        (folder / "part").mkdir()
+        (folder / "part" / "tokens.bin").write_text(text)
+        if counter is not None:
+            counter.append(text)
+
+    return build
+
+
+def no_build(folder: Path) -> None:
+    raise AssertionError("made again")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_rows_are_built_once(cache: Path) -> None:
+    folder = built(Settings(), "k", tokens("1234"))
+    assert folder == cache / "k"
+    assert (folder / "part" / "tokens.bin").read_text() == "1234"
+    assert (folder / "key.txt").read_text() == "k\n"
+    assert [path.name for path in cache.iterdir()] == ["k"], "neither a lock nor a partial folder is left"
+    assert built(Settings(), "k", no_build) == folder
+    assert built(Settings(), "other", tokens("5")) != folder
+
+
+def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATUNE_CACHE", "")
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert cache_dir() == Path("/somewhere/.cache/megatune")
+
+
+def test_two_at_once_build_once(tmp_path: Path, start: Start) -> None:
+    log = tmp_path / "log"
+    first = start()
+    wait_for(log.exists)
+    second = start()
+    assert second.stderr is not None
+    line = second.stderr.readline()
+    assert line.startswith(f"waiting for process {first.pid} on ")
+    assert line.endswith(f", which prepares the same rows in {tmp_path / 'cache/rows/k'}\n")
+    (tmp_path / "go").touch()
+    for process in (first, second):
+        out, error = process.communicate(timeout=30)
+        assert (process.returncode, out, error) == (0, "1234\n", "")
+    assert log.read_text() == "build\n"
+
+
+def test_a_killed_builder_leaves_nothing_in_the_way(tmp_path: Path, cache: Path, start: Start) -> None:
+    first = start()
+    wait_for((tmp_path / "log").exists)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert not (cache / "k").exists()
+    assert any("partial" in path.name for path in cache.iterdir())
+    built(Settings(), "another", tokens("1"))
+    assert sorted(path.name for path in cache.iterdir() if "partial" in path.name) == []
+    began = time.monotonic()
+    built(Settings(), "k", tokens("1234"))
+    assert time.monotonic() - began < 5
+    assert sorted(path.name for path in cache.iterdir()) == ["another", "k"]
+
+
+@pytest.mark.parametrize(("age", "left"), [(23 * 3600, True), (25 * 3600, False)])
+def test_partial_folders_of_other_machines_go_when_they_are_old(cache: Path, age: int, left: bool) -> None:
+    partial = cache / ".k.megatune-partial-elsewhere-1-77"
+    partial.mkdir(parents=True)
+    (partial / "tokens.bin").touch()
+    for path in (partial / "tokens.bin", partial):
+        os.utime(path, (time.time() - age,) * 2)
+    built(Settings(), "other", tokens("1"))
+    assert partial.exists() is left
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), MegatuneError("x", ExitCode.DATA)])
+def test_a_build_that_fails_leaves_nothing(cache: Path, error: BaseException) -> None:
+    def build(folder: Path) -> None:
+        (folder / "tokens.bin").touch()
+        raise error
+
+    with pytest.raises(type(error)):
+        built(Settings(), "k", build)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_damaged_folder_is_made_again(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = built(Settings(), "k", tokens("1234"))
+    for damage in (lambda: os.truncate(folder / "part/tokens.bin", 2), (folder / "part/tokens.bin").unlink):
+        damage()
+        assert not is_whole(folder, "k")
+        assert built(Settings(), "k", tokens("1234")) == folder
+        assert (folder / "part/tokens.bin").read_text() == "1234"
+        assert capsys.readouterr().err == f"the prepared rows in {folder} are damaged, and made again\n"
+    assert [path.name for path in cache.iterdir()] == ["k"]
+
+
+def test_overwrite_cache_builds_again(cache: Path) -> None:
+    builds: list[str] = []
+    for text in ("old", "new"):
+        folder = built(with_data(overwrite_cache=True), "k", tokens(text, builds))
+    assert (folder / "part/tokens.bin").read_text() == "new"
+    assert builds == ["old", "new"]
+
+
+def test_overwrite_cache_takes_what_another_run_has_just_made(tmp_path: Path, start: Start) -> None:
+    """Several machines with one cache start together; one of them prepares."""
+    folder = built(Settings(), "k", tokens("old"))
+    first = start(overwrite_cache=True)
+    wait_for((tmp_path / "log").exists)
+    second = start(overwrite_cache=True)
+    assert second.stderr is not None
+    assert second.stderr.readline().startswith("waiting for")
+    (tmp_path / "go").touch()
+    assert [process.communicate(timeout=30)[0] for process in (first, second)] == ["1234\n", "1234\n"]
+    assert (tmp_path / "log").read_text() == "build\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["files.json", "key.txt", "tokens.bin"]
+
+
+def test_rows_that_are_there_need_no_writing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = built(Settings(), "k", tokens("1234"))
+    before = folder.parent.stat().st_mtime_ns
+
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(lock, "_acquire", refuse)
+    assert built(Settings(), "k", no_build) == folder
+    assert folder.parent.stat().st_mtime_ns == before
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATUNE_CACHE", str(NOWHERE))
+    temporary = tmp_path / f"megatune-{os.getuid()}"
+    folder = built(Settings(), "k", tokens("1234"))
+    assert folder == temporary / "rows" / "k"
+    assert capsys.readouterr().err == (
+        f"cannot write {NOWHERE}/rows/k: No such file or directory; prepared rows go to {folder}\n"
+    )
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    assert built(Settings(), "k", no_build) == folder
+
+
+def test_a_disk_that_fills_up_is_done_without(tmp_path: Path, cache: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "tokens.bin").write_text("1234")
+        if folder.is_relative_to(cache):
+            with open("/dev/full", "w") as full:
+                full.write("1")
+
+    assert built(Settings(), "k", build).is_relative_to(tmp_path / f"megatune-{os.getuid()}")
+    assert list(cache.iterdir()) == []
+
+
+def test_temporary_folders_of_other_users_are_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link stands for a folder that somebody else has put there first."""
+    monkeypatch.setenv("MEGATUNE_CACHE", str(NOWHERE))
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (tmp_path / f"megatune-{os.getuid()}").symlink_to(theirs)
+    with pytest.raises(MegatuneError, match="belongs to another user") as caught:
+        built(Settings(), "k", tokens("1234"))
+    assert caught.value.exit_code == ExitCode.CANNOT_WRITE
+    assert list(theirs.iterdir()) == []
+
+
+def test_nowhere_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATUNE_CACHE", str(NOWHERE))
+    monkeypatch.setenv("TMPDIR", "/proc")
+    with pytest.raises(MegatuneError) as caught:
+        built(Settings(), "k", no_build)
+    assert caught.value.exit_code == ExitCode.CANNOT_WRITE
+    assert str(caught.value).splitlines()[:3] == [
+        f"{NOWHERE}/rows/k: cannot write the prepared rows",
+        "    why: No such file or directory",
+        "    mend: name a folder that can be written as $MEGATUNE_CACHE",
+    ]
+    with pytest.raises(MegatuneError, match="as tokenized_path") as caught:
+        built(with_data(tokenized_path=str(NOWHERE)), "k", no_build)
+    assert caught.value.exit_code == ExitCode.CANNOT_WRITE
+
+
+def test_failures_to_read_are_not_failures_to_write(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "data.jsonl"))
+
+    with pytest.raises(PermissionError):
+        built(Settings(), "k", build)
+
+
+def test_without_locks_the_first_rename_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
+
+    def build(folder: Path) -> None:
+        tokens("ours")(folder)
+        folder.rename(folder.with_name("ours"))  # both runs are this process, and would use one name
+        built(Settings(), "k", tokens("theirs"))
+        folder.with_name("ours").rename(folder)
+
+    folder = built(Settings(), "k", build)
+    assert (folder / "part/tokens.bin").read_text() == "theirs"
+    assert [path.name for path in cache.iterdir()] == ["k"]
+
+
+def test_tokenized_path_is_the_folder_itself(tmp_path: Path) -> None:
+    settings = with_data(tokenized_path=str(tmp_path / "mine"))
+    folder = built(settings, "k", tokens("1234"))
+    assert folder == tmp_path / "mine"
+    assert built(settings, "k", no_build) == folder
+    with pytest.raises(MegatuneError) as caught:
+        built(settings, "other", no_build)
+    assert caught.value.exit_code == ExitCode.SETTINGS
+    assert str(caught.value) == (
+        f"tokenized_path: {folder} has rows made from other data or settings\n"
+        "    mend: name another folder, or write overwrite_cache: true to replace them"
+    )
+    assert (folder / "part/tokens.bin").read_text() == "1234"
+    built(with_data(tokenized_path=str(folder), overwrite_cache=True), "other", tokens("5"))
+    assert (folder / "part/tokens.bin").read_text() == "5"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_not_ours_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+    thesis = tmp_path / "documents" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    for path in (thesis.parent, thesis):
+        with pytest.raises(MegatuneError, match="not a folder of prepared rows") as caught:
+            built(with_data(tokenized_path=str(path), overwrite_cache=overwrite), "k", no_build)
+        assert caught.value.exit_code == ExitCode.SETTINGS
+    assert thesis.read_text() == "years of work"
+
+
+def test_an_empty_folder_can_be_tokenized_path(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert is_whole(built(with_data(tokenized_path=str(tmp_path / "mine")), "k", tokens("1234")), "k")

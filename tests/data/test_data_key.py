@@ -1,0 +1,251 @@
+"""What determines the name of prepared rows, and what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
+
+from megatune.config.groups.data import DataSettings
+from megatune.config.groups.run import RunSettings
+from megatune.config.settings import Settings
+from megatune.data.cache.digest import FileDigests
+from megatune.data.cache.key import BY_CONTENT, BY_VALUE, prepared_key
+from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.errors import ExitCode, MegatuneError
+
+TOKENIZER = qwen_tokenizer()
+
+# Data settings that leave the prepared rows as they are: of the order of rows, of streaming, of processes and places.
+IRRELEVANT = {
+    "group_by_length",
+    "disable_shuffling",
+    "streaming",
+    "buffer_size",
+    "tokenized_path",
+    "overwrite_cache",
+    "preprocessing_num_workers",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "remove_unused_columns",
+}
+
+ROWS = [{"instruction": f"What is {i}?", "output": f"It is {i}."} for i in range(5)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data set, good, and a cache of this test's own."""
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "good.json").write_text(json.dumps(ROWS))
+    (data / "other.json").write_text(json.dumps(ROWS[1:]))
+    info = {"good": {"file_name": "good.json"}, "other": {"file_name": "other.json"}}
+    (data / "dataset_info.json").write_text(json.dumps(info))
+    return data
+
+
+def key(folder: Path, *, tokenizer: Any = TOKENIZER, run: dict[str, Any] | None = None, **data: Any) -> str:
+    chosen = DataSettings(**{"dataset": ["good"], "dataset_dir": str(folder), **data})
+    return prepared_key(Settings(run=RunSettings(**run or {}), data=chosen), tokenizer)
+
+
+def test_every_data_setting_is_in_the_key_or_known_not_to_matter() -> None:
+    """A new setting changes the rows or does not: say which, in key.py or in IRRELEVANT."""
+    groups = [BY_VALUE, BY_CONTENT, IRRELEVANT]
+    assert set().union(*groups) == set(DataSettings.model_fields)
+    assert sum(map(len, groups)) == len(DataSettings.model_fields)
+
+
+OTHER_VALUES = {
+    "cutoff_len": 7,
+    "truncation_strategy": "drop",
+    "mix_strategy": "interleave_once",
+    "interleave_probs": [1.0],
+    "dataset_weights": [2.0],
+    "on_bad_row": "error",
+    "max_samples": 3,
+    "val_size": 0.5,
+    "train_on_prompt": True,
+    "mask_history": True,
+    "enable_thinking": None,
+    "preserve_thinking": True,
+    "default_system": "Be brief.",
+    "model_name": "Ada",
+    "model_author": "Grace",
+    "dataset": ["good", "other"],
+    "eval_dataset": ["other"],
+    "template": "chatml",
+    "packing": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(BY_VALUE | BY_CONTENT - {"dataset_dir"}))
+def test_what_determines_the_rows_determines_the_key(folder: Path, name: str) -> None:
+    assert key(folder, **{name: OTHER_VALUES[name]}) != key(folder)
+
+
+OTHER_IRRELEVANT = {
+    "group_by_length": True,
+    "disable_shuffling": True,
+    "streaming": True,
+    "buffer_size": 5,
+    "tokenized_path": "rows",
+    "overwrite_cache": True,
+    "preprocessing_num_workers": 4,
+    "dataloader_num_workers": 4,
+    "dataloader_pin_memory": False,
+    "remove_unused_columns": False,
+}
+
+
+def test_what_does_not_determine_the_rows_does_not_determine_the_key(folder: Path) -> None:
+    assert set(OTHER_IRRELEVANT) == IRRELEVANT
+    assert key(folder, **OTHER_IRRELEVANT) == key(folder)
+
+
+def test_seed_and_stage_count(folder: Path) -> None:
+    keys = [key(folder, run=run) for run in ({}, {"seed": 1}, {"stage": "pt"})]
+    assert len(set(keys)) == 3
+    assert key(folder, run={"stage": "pt"}) == key(folder, run={"stage": "pt"}, packing=True), "null packs texts"
+
+
+def test_files_count_by_their_content(folder: Path, tmp_path: Path) -> None:
+    before = key(folder)
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(folder, copy, copy_function=shutil.copyfile)
+    assert key(copy) == before, "on another machine, in another folder, at another time"
+    (folder / "good.json").write_text(json.dumps(list(reversed(ROWS))))
+    assert key(folder) != before
+    (folder / "good.json").write_text(json.dumps(ROWS))
+    assert key(folder) == before
+
+
+def test_how_rows_are_read_counts(folder: Path) -> None:
+    before = key(folder)
+    keys = {before}
+    for entry in (
+        {"columns": {"response": "answer"}},
+        {"formatting": "sharegpt", "tags": {"user_tag": "person"}},
+        {"num_samples": 3},
+    ):
+        info = {"good": {"file_name": "good.json", **entry}}
+        (folder / "dataset_info.json").write_text(json.dumps(info))
+        keys.add(key(folder))
+    assert len(keys) == 4
+
+
+def test_the_tokenizer_counts(folder: Path) -> None:
+    other_template, more_tokens, other_stop = qwen_tokenizer("qwen3"), qwen_tokenizer(), qwen_tokenizer()
+    more_tokens.add_tokens(["<more>"])
+    other_stop.eos_token = "<|endoftext|>"
+    tokenizers = [TOKENIZER, llama3_tokenizer(), other_template, more_tokens, other_stop]
+    assert len({key(folder, tokenizer=tokenizer) for tokenizer in tokenizers}) == 5
+    used = qwen_tokenizer()
+    used(["a", "b c"], padding=True, truncation=True, max_length=1)
+    assert key(folder, tokenizer=used) == key(folder)
+
+
+def test_templates_count_by_what_they_say(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert key(folder, template=None) == key(folder, template="default")
+    before = key(folder, template="qwen")
+    changed = NAMED_TEMPLATES["qwen"].__class__(
+        **{
+            **{name: getattr(NAMED_TEMPLATES["qwen"], name) for name in NAMED_TEMPLATES["qwen"].__slots__},
+            "default_system": "You are another.",
+        }
+    )
+    monkeypatch.setitem(NAMED_TEMPLATES, "qwen", changed)
+    assert key(folder, template="qwen") != before
+
+    def of_file(text: str) -> str:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return key(folder, template=str(path))
+
+    assert of_file("user: a") != of_file("user: b")
+    assert of_file("user: a") == of_file("user: a")
+
+
+def test_a_file_that_cannot_be_read(folder: Path) -> None:
+    (folder / "good.json").unlink()
+    (folder / "good.json").symlink_to("/proc/self/mem")  # nobody can read its first byte, not even root
+    with pytest.raises(MegatuneError) as caught:
+        key(folder)
+    assert caught.value.exit_code == ExitCode.INPUT
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are read to the end."""
+    from megatune.data.cache import digest
+
+    read: list[Path] = []
+    whole: Callable[[Path], str] = digest._digest
+
+    def counting(path: Path) -> str:
+        read.append(path)
+        return whole(path)
+
+    monkeypatch.setattr(digest, "_digest", counting)
+    return read
+
+
+class TestFileDigests:
+    @pytest.fixture(autouse=True)
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Files of these tests count as old at once: the clock is ten seconds ahead."""
+        monkeypatch.setattr("megatune.data.cache.digest.time.time_ns", lambda: time.clock_gettime_ns(0) + 10**10)
+
+    def test_a_file_is_read_once(self, tmp_path: Path, counted: list[Path]) -> None:
+        path = tmp_path / "a.json"
+        path.write_text("1")
+        first = FileDigests(tmp_path / "digests").of(path)
+        assert len(first) == 32
+        assert FileDigests(tmp_path / "digests").of(path) == first
+        assert counted == [path]
+        os.link(path, tmp_path / "b.json")
+        assert FileDigests(tmp_path / "digests").of(tmp_path / "b.json") == first
+
+    def test_a_file_that_has_changed_is_read_again(self, tmp_path: Path, counted: list[Path]) -> None:
+        path, digests = tmp_path / "a.json", FileDigests(tmp_path / "digests")
+        path.write_text("1")
+        first = digests.of(path)
+        times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+        path.write_text("2")
+        os.utime(path, ns=times)  # what copies with their times do
+        assert digests.of(path) != first
+        assert len(counted) == 2
+
+    @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"identity": 3}', "\x00"])
+    def test_damaged_notes_are_done_without(self, tmp_path: Path, text: str) -> None:
+        path, digests = tmp_path / "a.json", FileDigests(tmp_path / "digests")
+        path.write_text("1")
+        first = digests.of(path)
+        (note,) = (tmp_path / "digests").iterdir()
+        note.write_text(text)
+        assert digests.of(path) == first
+
+    def test_a_folder_that_cannot_be_written_remembers_nothing(self, tmp_path: Path, counted: list[Path]) -> None:
+        path = tmp_path / "a.json"
+        path.write_text("1")
+        digests = FileDigests(Path("/proc/megatune"))
+        assert digests.of(path) == digests.of(path)
+        assert len(counted) == 2
+
+
+def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, counted: list[Path]) -> None:
+    """It may change again within the tick of its time stamp."""
+    path, digests = tmp_path / "a.json", FileDigests(tmp_path / "digests")
+    path.write_text("1")
+    digests.of(path)
+    digests.of(path)
+    assert len(counted) == 2
