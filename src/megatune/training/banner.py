@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +12,6 @@ from megatune.bridge.assemble import Assembly
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
-from megatune.data.prepare import Prepared
 from megatune.engine import device
 from megatune.engine.groups import Place
 from megatune.engine.layers.attention.choice import describe
@@ -27,12 +26,16 @@ _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "g
 def banner(
     settings: Settings,
     assembly: Assembly,
-    prepared: Prepared,
+    data: Iterable[str],
     course: Course,
     state: TrainState,
     resumed: Path | None,
 ) -> Iterator[str]:
-    """Lines on the model, the layout, the data and the course of the run."""
+    """Lines on the model, the layout, the data and the course of the run.
+
+    Args:
+        data: what there is to say of the training and the evaluation rows.
+    """
     architecture, place, parallel = assembly.architecture, assembly.place, settings.parallel
     yield (
         f"model      {settings.model.model_name_or_path}: {architecture.model_type}, {architecture.num_layers} layers, "
@@ -51,16 +54,16 @@ def banner(
     yield f"kernels    {'; '.join(_kernels(settings, architecture))}"
     if kept := _recompute(settings.recompute):
         yield f"recompute  {kept}"
-    yield from (f"data       {line}" for line in prepared.report.lines())
+    yield from (f"data       {line}" for line in data)
     batch = settings.batch
     yield (
         f"batch      {batch.per_device_train_batch_size} rows × {batch.gradient_accumulation_steps} micro-batches × "
         f"dp {place.dp_size} = {course.global_batch_size} rows a step"
     )
-    yield (
-        f"course     {course.total_steps} steps, {course.steps_per_epoch} an epoch ({course.num_epochs:.2f} epochs), "
-        f"into {settings.run.output_dir}"
-    )
+    epochs = ""
+    if course.num_epochs is not None:
+        epochs = f", {course.steps_per_epoch} an epoch ({course.num_epochs:.2f} epochs)"
+    yield f"course     {course.total_steps} steps{epochs}, into {settings.run.output_dir}"
     if resumed is not None:
         yield f"resume     {resumed}: {state.step} steps done"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,10 @@ class TrainState:
 
     Attributes:
         step: optimizer steps done.
-        rows_digest: of all that determines the rows (data/key.py).
+        rows_digest: of all that determines the rows (data/cache/key.py).
         global_batch_size: rows per step; with `seed` it determines which rows a step trains.
         best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
+        stream: where streamed data goes on (data/streaming/state.py); None without streaming.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class TrainState:
     seed: int = 0
     best_loss: float | None = None
     best_step: int | None = None
+    stream: dict[str, Any] | None = None
 
 
 def save_checkpoint(
@@ -138,6 +140,15 @@ def _layout(assembly: Assembly, settings: Settings) -> dict[str, Any]:
 
 def _consumed(state: TrainState) -> int:
     return state.step * state.global_batch_size
+
+
+def read_state(checkpoint: Path) -> TrainState | None:
+    """How far the run had come; None where the checkpoint is a model only."""
+    path = checkpoint / _TRAINING / _STATE
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return TrainState(**{field.name: content[field.name] for field in fields(TrainState) if field.name in content})
 
 
 def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, expected: TrainState) -> TrainState:

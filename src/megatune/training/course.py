@@ -15,26 +15,30 @@ class Course:
 
     Attributes:
         global_batch_size: rows per optimizer step.
-        steps_per_epoch: the last of them may be a short one.
+        steps_per_epoch: the last of them may be a short one; None where data is streamed, and nobody knows.
         save_every, evaluate_every: steps; 0 for never (the last step is always saved).
     """
 
     global_batch_size: int
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     total_steps: int
     save_every: int
     evaluate_every: int
 
     @classmethod
-    def plan(cls, settings: Settings, num_rows: int, dp_size: int) -> Course:
-        """The course that the settings ask for over this many training rows."""
+    def plan(cls, settings: Settings, num_rows: int | None, dp_size: int) -> Course:
+        """The course that the settings ask for.
+
+        Args:
+            num_rows: to train; None where they are streamed, which the settings' rules allow with max_steps only.
+        """
         batch = settings.batch
         size = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * dp_size
-        per_epoch = steps_per_epoch(num_rows, size)
+        per_epoch = None if num_rows is None else steps_per_epoch(num_rows, size)
         max_steps = settings.optimizer.max_steps
-        total = max_steps if max_steps > 0 else math.ceil(settings.optimizer.num_train_epochs * per_epoch)
-        save = {"steps": math.ceil(settings.checkpoint.save_steps), "epoch": per_epoch, "no": 0}
-        evaluate = {"steps": settings.eval_interval, "epoch": per_epoch, "no": 0}
+        total = max_steps if max_steps > 0 else math.ceil(settings.optimizer.num_train_epochs * (per_epoch or 0))
+        save = {"steps": math.ceil(settings.checkpoint.save_steps), "epoch": per_epoch or 0, "no": 0}
+        evaluate = {"steps": settings.eval_interval, "epoch": per_epoch or 0, "no": 0}
         return cls(
             size,
             per_epoch,
@@ -44,13 +48,13 @@ class Course:
         )
 
     @property
-    def num_epochs(self) -> float:
+    def num_epochs(self) -> float | None:
         """Passes over the rows."""
-        return self.total_steps / self.steps_per_epoch
+        return self.epoch_of(self.total_steps)
 
-    def epoch_of(self, step: int) -> float:
+    def epoch_of(self, step: int) -> float | None:
         """Passes done after `step` steps."""
-        return step / self.steps_per_epoch
+        return None if self.steps_per_epoch is None else step / self.steps_per_epoch
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint follows this step."""

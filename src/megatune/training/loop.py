@@ -15,9 +15,8 @@ from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch, Collator
 from megatune.data.loader import StepLoader
-from megatune.data.order import global_batch_rows
-from megatune.data.prepare import Prepared
 from megatune.data.rows import TokenRows
+from megatune.data.steps import PreparedSteps, StepRows
 from megatune.engine import device, groups, optimizer
 from megatune.engine.layers.moe.router import take_auxiliary_losses
 from megatune.engine.model import gather_parameters
@@ -34,6 +33,7 @@ from megatune.training.course import Course
 from megatune.training.garbage import collect_after, collection_by_hand
 from megatune.training.schedule import LearningRateSchedule
 from megatune.training.storage import CheckpointStore, rotate
+from megatune.training.streaming import StreamFollower
 
 Outcome = Literal["finished", "stopped"]
 
@@ -43,6 +43,9 @@ class Trainer:
     """One rank's part of a run.
 
     Attributes:
+        rows: what each step trains.
+        evaluation: None where nothing is evaluated.
+        follower: of streamed rows; None where all are prepared.
         course: which step ends an epoch, is saved, is evaluated, is the last.
         state: how far the run has come.
         source: the folder of the model that the run started from.
@@ -50,7 +53,8 @@ class Trainer:
 
     settings: Settings
     assembly: Assembly
-    prepared: Prepared
+    rows: StepRows
+    evaluation: TokenRows | None
     course: Course
     state: TrainState
     schedule: LearningRateSchedule
@@ -59,6 +63,7 @@ class Trainer:
     context: RankContext
     source: Path
     pad_token_id: int
+    follower: StreamFollower | None = None
     _saved_step: int = field(default=-1, init=False)
 
     def run(self) -> Outcome:
@@ -98,7 +103,7 @@ class Trainer:
         return path if path.is_dir() else None
 
     def _train(self) -> Outcome:
-        for step, batches in self._loader():
+        for step, batches in self._batches():
             self.context.beat("train", step + 1)
             started = time.monotonic()
             totals = forward_backward(
@@ -110,6 +115,8 @@ class Trainer:
                 check_gradients(self.assembly, step + 1)
             updated, grad_norm = optimizer.step(self.assembly.optimizer, self.schedule.at(step))
             self._report(step, totals, updated, grad_norm, started)
+            if self.follower is not None:
+                self.follower.after(step)
             if checks:
                 check_weights(self.assembly, step + 1, grad_norm=grad_norm, learning_rate=self.schedule.at(step))
             collect_after(self.state.step, self.settings.performance)
@@ -122,29 +129,33 @@ class Trainer:
                 return "stopped"
         return "finished"
 
-    def _loader(self) -> Iterator[tuple[int, list[Batch]]]:
+    def _batches(self) -> Iterator[tuple[int, list[Batch]]]:
         batch, data = self.settings.batch, self.settings.data
-        return iter(
+        batches = iter(
             StepLoader(
-                self.prepared.train,
-                self._collator(self.prepared.train, batch.per_device_train_batch_size),
+                self.rows,
+                self._collator(self.rows.is_packed, batch.per_device_train_batch_size),
                 data_parallel_rank=self.assembly.place.dp_rank,
                 data_parallel_size=self.assembly.place.dp_size,
                 num_micro_batches=batch.gradient_accumulation_steps,
                 same_length=self._same_length,
-                seed=self.settings.run.seed,
                 start_step=self.state.step,
                 stop_step=self.course.total_steps,
                 num_workers=data.dataloader_num_workers,
                 pin_memory=data.dataloader_pin_memory,
             )
         )
+        for step in range(self.state.step, self.course.total_steps):
+            if self.follower is not None:
+                self.context.beat("data", step + 1)
+                self.follower.before(step)
+            yield next(batches)
 
-    def _collator(self, rows: TokenRows, micro_batch_size: int) -> Collator:
+    def _collator(self, packed: bool, micro_batch_size: int) -> Collator:
         parallel = self.settings.parallel
         return Collator(
             micro_batch_size=micro_batch_size,
-            packed=rows.is_packed,
+            packed=packed,
             sequence_multiple=parallel.sequence_multiple,
             document_multiple=parallel.document_multiple,
             pad_token_id=self.pad_token_id,
@@ -162,7 +173,7 @@ class Trainer:
         if not updated and not skipped:
             raise self._not_finite(step, loss, grad_norm)
         seconds = time.monotonic() - started
-        lengths = self.prepared.train.document_lengths(self._rows_of(step)).tolist()
+        lengths = [int(length) for row in self.rows.lengths(step) for length in row]
         flops = train_flops(self.assembly.architecture, lengths) / self.assembly.place.world_size / seconds
         peak = device.peak_flops()
         self.state.step = step + 1
@@ -170,7 +181,7 @@ class Trainer:
             StepReport(
                 step=self.state.step,
                 total_steps=self.course.total_steps,
-                epoch=self.course.epoch_of(self.state.step),
+                epoch=self._epoch,
                 loss=loss,
                 learning_rate=self.schedule.at(step),
                 grad_norm=grad_norm,
@@ -186,14 +197,17 @@ class Trainer:
             )
         )
 
+    @property
+    def _epoch(self) -> float | None:
+        """Passes done."""
+        if self.follower is not None:
+            return self.follower.epoch_after(self.state.step)
+        return self.course.epoch_of(self.state.step)
+
     def _auxiliary_losses(self) -> dict[str, float]:
         experts = self.settings.experts
         in_use = experts.moe_aux_loss_coeff or experts.moe_z_loss_coeff
         return take_auxiliary_losses(self.assembly.model) if in_use else {}
-
-    def _rows_of(self, step: int) -> list[int]:
-        rows, size = len(self.prepared.train), self.course.global_batch_size
-        return global_batch_rows(rows, size, self.settings.run.seed, step).tolist()
 
     def _not_finite(self, step: int, loss: float, grad_norm: float) -> MegatuneError:
         """Name the step, the rows and the gradients; nothing was updated."""
@@ -210,7 +224,7 @@ class Trainer:
             Finding(
                 f"step {step + 1}: loss {loss}, gradient norm {grad_norm}",
                 why=f"gradients that are not finite on {where or 'no rank: their norm overflows'}; the step's rows are "
-                f"{self._rows_of(step)[:8]}; the weights are as they were before the step",
+                f"{', '.join(self.rows.names(step)[:8])}; the weights are as they were before the step",
                 mend="lower learning_rate, train in bf16 instead of fp16, or look at those rows",
             ),
             ExitCode.NOT_FINITE,
@@ -218,19 +232,24 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Loss over all evaluation rows, in their order."""
-        rows = self.prepared.evaluation
+        rows = self.evaluation
         assert rows is not None, "refused by the settings' rules"
         self.context.beat("evaluate", self.state.step)
         started = time.monotonic()
         gather_parameters(self.assembly.model)
+        micro, micro_batches = (
+            self.settings.batch.per_device_eval_batch_size,
+            self.settings.parallel.pipeline_model_parallel_size,
+        )
+        steps = PreparedSteps(rows, micro * micro_batches * self.assembly.place.dp_size, shuffle=False)
         loader = StepLoader(
-            rows,
-            self._collator(rows, self.settings.batch.per_device_eval_batch_size),
+            steps,
+            self._collator(rows.is_packed, micro),
             data_parallel_rank=self.assembly.place.dp_rank,
             data_parallel_size=self.assembly.place.dp_size,
-            num_micro_batches=self.settings.parallel.pipeline_model_parallel_size,
+            num_micro_batches=micro_batches,
             same_length=self._same_length,
-            shuffle=False,
+            stop_step=steps.steps_per_epoch,
         )
         loss_sum = num_tokens = 0.0
         for index, batches in loader:
@@ -244,7 +263,7 @@ class Trainer:
         self.callbacks.on_evaluate(
             EvalReport(
                 step=self.state.step,
-                epoch=self.course.epoch_of(self.state.step),
+                epoch=self._epoch,
                 loss=loss,
                 perplexity=math.exp(min(loss, 700)),
                 num_tokens=int(num_tokens),
@@ -256,6 +275,8 @@ class Trainer:
         if self._saved_step == self.state.step:
             return
         self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
+        if self.follower is not None:
+            self.state.stream = self.follower.state(self.state.step)
         path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
         self._saved_step = self.state.step
         keep = {path} | ({self.best_checkpoint} if self.best_checkpoint else set())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
+from megatune.data.tokenizer import load_tokenizer
 from megatune.engine import device, groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
@@ -18,8 +20,8 @@ from megatune.training.banner import banner
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.checkpoint import TrainState, load_checkpoint
 from megatune.training.course import Course
+from megatune.training.feed import RunData, opened_data
 from megatune.training.loop import Trainer
-from megatune.training.rows import check_vocabulary, load_tokenizer, prepare_on_node
 from megatune.training.schedule import LearningRateSchedule, warmup_steps_of
 from megatune.training.storage import (
     CheckpointStore,
@@ -69,19 +71,29 @@ def _train(context: RankContext, settings: Settings, run_yaml: str) -> int:
     assert settings.model.model_name_or_path is not None
     output_dir, source = Path(settings.run.output_dir), Path(settings.model.model_name_or_path)
     on_rank_0(lambda: _open_output(output_dir, run_yaml))
-    prepared, rows_digest = prepare_on_node(context, settings, source)
-    context.beat("load", 0, limit=settings.run.ddp_timeout)
     resumed, notes = on_rank_0(lambda: _choose_checkpoint(settings, output_dir))
+    with opened_data(context, settings, source, resumed) as data:
+        return _train_on(data, context, settings, resumed, notes)
+
+
+def _train_on(
+    data: RunData, context: RankContext, settings: Settings, resumed: Path | None, notes: Sequence[str]
+) -> int:
+    assert settings.run.output_dir is not None
+    assert settings.model.model_name_or_path is not None
+    output_dir, source = Path(settings.run.output_dir), Path(settings.model.model_name_or_path)
+    context.beat("load", 0, limit=settings.run.ddp_timeout)
     assembly = assemble(resumed or source, settings)
-    check_vocabulary(prepared, assembly.architecture.vocab_size)
-    course = Course.plan(settings, len(prepared.train), assembly.place.dp_size)
-    state = TrainState(0, rows_digest, course.global_batch_size, settings.run.seed)
+    course = Course.plan(settings, data.num_rows, assembly.place.dp_size)
+    state = TrainState(0, data.key, course.global_batch_size, settings.run.seed)
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
+    feed = data.feed(course, assembly.architecture.vocab_size)
     trainer = Trainer(
         settings=settings,
         assembly=assembly,
-        prepared=prepared,
+        rows=feed.rows,
+        evaluation=feed.evaluation,
         course=course,
         state=state,
         schedule=_schedule(settings, course.total_steps),
@@ -90,12 +102,15 @@ def _train(context: RankContext, settings: Settings, run_yaml: str) -> int:
         context=context,
         source=source,
         pad_token_id=_pad_token_id(source),
+        follower=feed.follower,
     )
     if context.rank == 0:
-        print("\n".join([*notes, *banner(settings, assembly, prepared, course, state, resumed)]), flush=True)
+        print("\n".join([*notes, *banner(settings, assembly, feed.lines, course, state, resumed)]), flush=True)
     on_rank_0(lambda: _clear_way(settings, output_dir, resumed, state.step))
     _settle_memory()
     outcome = trainer.run()
+    if context.rank == 0 and feed.follower is not None:
+        print("\n".join(feed.follower.summary()), flush=True)
     if outcome == "stopped":
         if context.rank == 0:
             print(f"stopped on request after step {state.step}; the same command goes on from there", flush=True)

@@ -13,12 +13,12 @@ class TrainInfo:
 
     Attributes:
         total_steps: optimizer steps of the whole run, those before a resume among them.
-        num_train_epochs: passes over the training rows.
+        num_train_epochs: passes over the training rows; None where nobody knows, as these are streamed.
         global_batch_size: rows per optimizer step.
     """
 
     total_steps: int
-    num_train_epochs: float
+    num_train_epochs: float | None
     global_batch_size: int
 
 
@@ -29,7 +29,7 @@ class StepReport:
     Attributes:
         step: optimizer steps done, this one among them.
         total_steps: optimizer steps of the whole run.
-        epoch: passes over the training rows done, with the fraction.
+        epoch: passes over the training rows done, with the fraction; None in the first pass over streamed ones.
         loss: mean over the step's trained tokens.
         learning_rate: what this step used.
         grad_norm: L2 norm of all gradients before clipping.
@@ -47,7 +47,7 @@ class StepReport:
 
     step: int
     total_steps: int
-    epoch: float
+    epoch: float | None
     loss: float
     learning_rate: float
     grad_norm: float
@@ -81,7 +81,7 @@ class LogReport:
 
     step: int
     total_steps: int
-    epoch: float
+    epoch: float | None
     num_steps: int
     loss: float
     learning_rate: float
@@ -114,7 +114,7 @@ class EvalReport:
     """
 
     step: int
-    epoch: float
+    epoch: float | None
     loss: float
     perplexity: float
     num_tokens: int

@@ -28,8 +28,9 @@ class Console(Callback):
 
     def on_train_begin(self, info: TrainInfo) -> None:
         resumed = f", resumed after step {self._resume_step}" if self._resume_step else ""
+        epochs = "" if info.num_train_epochs is None else f"{info.num_train_epochs:g} epochs, "
         self._print(
-            f"training {self._run_name}: {info.total_steps} steps, {info.num_train_epochs:g} epochs, "
+            f"training {self._run_name}: {info.total_steps} steps, {epochs}"
             f"{info.global_batch_size} rows per step{resumed}"
         )
         if self._console.is_terminal:
@@ -81,7 +82,7 @@ def log_line(report: LogReport) -> str:
     """step 10/120  epoch 0.25  loss 2.3456  ...  eta 0:01:23"""
     parts = [
         f"step {report.step}/{report.total_steps}",
-        f"epoch {report.epoch:.2f}",
+        *([f"epoch {report.epoch:.2f}"] if report.epoch is not None else []),
         f"loss {report.loss:.4f}",
         f"lr {report.learning_rate:.2e}",
         f"grad_norm {report.grad_norm:.2f}",

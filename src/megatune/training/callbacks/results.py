@@ -21,7 +21,7 @@ class Results(Callback):
         self._info: TrainInfo | None = None
         self._num_steps = 0
         self._loss_sum = 0.0
-        self._epoch = 0.0
+        self._epoch: float | None = 0.0
         self._evaluation: dict[str, Any] = {}
 
     def on_train_begin(self, info: TrainInfo) -> None:
@@ -65,7 +65,7 @@ class Results(Callback):
             "epoch": self._epoch,
             "global_step": summary.step,
             "max_steps": info.total_steps,
-            "num_train_epochs": math.ceil(info.num_train_epochs),
+            "num_train_epochs": None if info.num_train_epochs is None else math.ceil(info.num_train_epochs),
             "is_world_process_zero": True,
             "log_history": [_history_entry(record) for record in read_json_lines(self._output_dir / METRICS_NAME)],
         }

@@ -1,0 +1,175 @@
+"""Streamed rows in a run: one process of each machine produces them, all ranks follow it step by step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatune.config.settings import Settings
+from megatune.data.bad_rows import BAD_ROWS_FILE
+from megatune.data.cache.folder import cache_dir
+from megatune.data.encode import make_encoder
+from megatune.data.rows import TokenRows
+from megatune.data.sources import resolve_datasets
+from megatune.data.streaming.folder import StreamFolder
+from megatune.data.streaming.key import streamed_key
+from megatune.data.streaming.producer import Request
+from megatune.data.streaming.state import StreamState
+from megatune.data.streaming.stream import Stream, block_line
+from megatune.data.tokenizer import load_tokenizer
+from megatune.engine import groups
+from megatune.launch.context import RankContext
+from megatune.training.checkpoint import read_state
+from megatune.training.rows import check_token_ids
+from megatune.training.storage import writing
+
+_POLL_SECONDS = 0.05
+
+
+def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Stream:
+    """Begin to read ahead, from where a checkpoint left off.
+
+    Args:
+        resumed: the checkpoint, None to begin at the start of the data.
+
+    Raises:
+        MegatuneError: the data sets or the tokenizer are not there (exit codes 64 and 66), or the cache cannot be
+            written (73).
+    """
+    note = f"stream/{context.node_rank}"
+    limit = settings.run.ddp_timeout
+    context.beat("data", 0, limit=float("inf"))  # data sets of a hub are downloaded here
+    if context.local_rank == 0:
+        stream = Stream.start(_request(settings, tokenizer_dir, resumed))
+        groups.post(note, json.dumps([str(stream.folder.path), stream.key]))
+        return stream
+    while (posted := groups.posted(note)) is None:
+        context.beat("data", 0)
+        time.sleep(_POLL_SECONDS)
+    folder, key = json.loads(posted)
+    return Stream(StreamFolder(Path(folder)), key, limit)
+
+
+def _request(settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Request:
+    data, stage = settings.data, settings.run.stage
+    training = resolve_datasets(data.dataset, data.dataset_dir, stage)
+    evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    encoder = make_encoder(settings, tokenizer)
+    key = streamed_key(settings, tokenizer)
+    folder = StreamFolder.make(cache_dir() / "stream", key)
+    return Request(folder, settings, encoder, key, training, evaluation, _state(resumed, key))
+
+
+def _state(resumed: Path | None, key: str) -> StreamState | None:
+    """Where a checkpoint left off; one of other rows is refused when it is loaded."""
+    state = read_state(resumed) if resumed is not None else None
+    if state is None or state.stream is None or state.rows_digest != key:
+        return None
+    return StreamState.from_json(state.stream)
+
+
+class StreamFollower:
+    """What a rank does about its stream beside each step.
+
+    Args:
+        output_dir: gets bad_rows.jsonl; None in all ranks but the first.
+        vocab_size: of the model.
+        total_steps: of the run.
+        resumed: whether the run goes on from a checkpoint; what was quarantined before it stays.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        context: RankContext,
+        *,
+        global_batch_size: int,
+        total_steps: int,
+        vocab_size: int,
+        output_dir: Path | None,
+        resumed: bool,
+    ) -> None:
+        self._stream, self._context = stream, context
+        self._size, self._last = global_batch_size, global_batch_size * total_steps
+        self._vocab_size = vocab_size
+        self._quarantine = _Quarantine(output_dir / BAD_ROWS_FILE, keep=resumed) if output_dir else None
+
+    def evaluation(self) -> TokenRows | None:
+        """The evaluation rows, once they are ready."""
+        rows = self._stream.wait_ready(self._beat)
+        if self._stream.held_out is not None:
+            check_token_ids(self._stream.held_out.tokens.largest_id, self._vocab_size)
+            self._keep_bad_rows(self._stream.held_out.folder)
+        return rows
+
+    def before(self, step: int) -> None:
+        """Wait for the rows of a step, counted from 0, and look at the blocks that they are in."""
+        first = step * self._size
+        for meta in self._stream.before(first, first + self._size, self._last, self._beat):
+            check_token_ids(meta.tokens.largest_id, self._vocab_size)
+            line = block_line(meta)
+            if line is not None and self._quarantine is not None:
+                print(line, flush=True)
+                self._keep_bad_rows(self._stream.folder.block(meta.number))
+
+    def after(self, step: int) -> None:
+        """All ranks have trained this step, counted from 0."""
+        self._stream.after(step * self._size)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint needs after so many steps."""
+        return self._stream.state(step * self._size).to_json()
+
+    def epoch_after(self, step: int) -> float | None:
+        """Passes done after so many steps, None where that is not known yet."""
+        return self._stream.epoch_after(step * self._size)
+
+    def summary(self) -> Iterator[str]:
+        """What became of the rows that were read, in words."""
+        return self._stream.summary()
+
+    def _beat(self) -> None:
+        self._context.beat("data", self._context.step)
+
+    def _keep_bad_rows(self, folder: Path) -> None:
+        if self._quarantine is not None:
+            self._quarantine.add(folder / BAD_ROWS_FILE)
+
+
+class _Quarantine:
+    """The run's file of bad rows, each once, however often it is read.
+
+    Args:
+        keep: what an earlier process of the run has put there.
+    """
+
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        self._path = path
+        self._kept: set[tuple[str, str]] = set()
+        with writing(path.parent):
+            if not keep:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                whole, _, _ = path.read_bytes().rpartition(b"\n")
+                self._kept = {_identity(line) for line in whole.splitlines()}
+                path.write_bytes(whole + b"\n" if whole else b"")
+
+    def add(self, bad_rows: Path) -> None:
+        """Copy what is new; nothing where there is no such file."""
+        if not bad_rows.exists():
+            return
+        with writing(self._path.parent), open(bad_rows, "rb") as rows, open(self._path, "ab") as file:
+            for line in rows:
+                identity = _identity(line)
+                if identity not in self._kept:
+                    self._kept.add(identity)
+                    file.write(line)
+
+
+def _identity(line: bytes) -> tuple[str, str]:
+    row = json.loads(line)
+    return row["where"], row["code"]

@@ -1,0 +1,358 @@
+"""Streamed rows: cut to blocks, produced by a process of their own, the same in every layout and from any start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizer_kit import plain_tokenizer
+
+from megatune.config.groups.data import DataSettings
+from megatune.config.groups.run import RunSettings
+from megatune.config.settings import Settings
+from megatune.data.batches import Batch, Collator
+from megatune.data.encode import make_encoder
+from megatune.data.loader import StepLoader
+from megatune.data.mixing import mixed_order
+from megatune.data.rows import TokenRows
+from megatune.data.sources import resolve_datasets
+from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta
+from megatune.data.streaming.folder import StreamFolder
+from megatune.data.streaming.producer import Producer, Request
+from megatune.data.streaming.state import StreamState
+from megatune.data.streaming.steps import StreamedSteps
+from megatune.data.streaming.stream import Stream, block_line
+from megatune.errors import ExitCode, MegatuneError
+
+TOKENIZER = plain_tokenizer()
+SIZES = (11, 7, 4)  # usable rows of each data set
+NAMES = [f"{name}{number}" for name, size in zip("abc", SIZES, strict=True) for number in range(size)]
+STRATEGIES = {
+    "concat": {},
+    "under": {"mix_strategy": "interleave_under"},
+    "under, by probability": {"mix_strategy": "interleave_under", "interleave_probs": [0.5, 0.3, 0.2]},
+    "over": {"mix_strategy": "interleave_over"},
+    "over, by probability": {"mix_strategy": "interleave_over", "interleave_probs": [0.2, 0.3, 0.5]},
+    "once": {"mix_strategy": "interleave_once"},
+    "once, by probability": {"mix_strategy": "interleave_once", "interleave_probs": [0.1, 0.1, 0.8]},
+}
+Block = tuple[BlockMeta, list[list[str]]]  # a block, and the texts of each of its rows
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def datasets(tmp_path: Path) -> list[str]:
+    """Three data sets of texts, the first of two files; some rows are bad, the last one of a data set among them."""
+    made = []
+    for name, size in zip("abc", SIZES, strict=True):
+        lines = [line for number in range(size) for line in _lines(name, number)]
+        folder = tmp_path / name
+        folder.mkdir()
+        half = len(lines) // 2 if name == "a" else len(lines)
+        for part, content in enumerate([lines[:half], lines[half:]]):
+            if content:
+                (folder / f"{part}.jsonl").write_text("".join(content), encoding="utf-8")
+        made.append(str(folder))
+    return made
+
+
+def _lines(name: str, number: int) -> Iterator[str]:
+    yield json.dumps({"text": f"{name}{number}"}) + "\n"
+    if number % 3 == 0:
+        yield '{"text": 5}\n'
+    if number % 5 == 4:
+        yield "{broken\n"
+
+
+def request(
+    tmp_path: Path, datasets: Sequence[str], state: StreamState | None = None, *, seed: int = 3, **data: Any
+) -> Request:
+    values = {"packing": False, "buffer_size": 5, "streaming": True, "cutoff_len": 16, **data}
+    settings = Settings(
+        run=RunSettings(stage="pt", seed=seed, ddp_timeout=60), data=DataSettings(dataset=list(datasets), **values)
+    )
+    training = resolve_datasets(settings.data.dataset, "data", "pt")
+    evaluation = resolve_datasets(settings.data.eval_dataset, "data", "pt")
+    folder = StreamFolder.make(tmp_path / "stream", "test")
+    encoder = make_encoder(settings, TOKENIZER)
+    return Request(folder, settings, encoder, "key", training, evaluation, state)
+
+
+def blocks(asked: Request) -> Iterator[Block]:
+    """The blocks of a stream, without end."""
+    producer = Producer(asked, asked.folder.say)
+    held_out = producer.held_out()
+    cutter = producer.blocks(held_out.starts if held_out else None)
+    while True:
+        folder = asked.folder.block(producer.write(cutter).number)
+        meta = BlockMeta.load(folder)
+        rows, order = TokenRows(folder / PART), np.load(folder / ORDER_FILE)
+        assert sorted(order.tolist()) == list(range(len(rows))) == list(range(meta.rows))
+        yield meta, [[text(document.input_ids) for document in rows[row]] for row in order.tolist()]
+
+
+def text(tokens: Any) -> str:
+    return str(TOKENIZER.decode(tokens)).removesuffix("<|endoftext|>")
+
+
+def epoch_of(stream: Iterator[Block]) -> Iterator[list[str]]:
+    """The texts of each epoch, in order."""
+    epoch, texts = 0, []
+    for meta, rows in stream:
+        if meta.epoch > epoch:
+            yield texts
+            epoch, texts = meta.epoch, []
+        texts += [text for row in rows for text in row]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_epochs_are_the_data_sets_mixed(strategy: str, datasets: list[str], tmp_path: Path) -> None:
+    mixing = STRATEGIES[strategy]
+    name, probabilities = mixing.get("mix_strategy", "concat"), mixing.get("interleave_probs")
+    expected = [NAMES[number] for number in mixed_order(SIZES, name, probabilities, None, 3)]
+    in_order = list(islice(epoch_of(blocks(request(tmp_path, datasets, disable_shuffling=True, **mixing))), 3))
+    assert in_order == [expected] * 3
+    shuffled = list(islice(epoch_of(blocks(request(tmp_path, datasets, **mixing))), 2))
+    for start in range(0, len(expected), 5):
+        for epoch in shuffled:
+            assert sorted(epoch[start : start + 5]) == sorted(expected[start : start + 5])
+    assert shuffled[0] != shuffled[1] != expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "packing"),
+    [
+        ("concat", False),
+        ("concat", True),
+        ("under, by probability", True),
+        ("over", False),
+        ("once, by probability", True),
+    ],
+)
+def test_every_block_is_a_function_of_where_it_begins(
+    strategy: str, packing: bool, datasets: list[str], tmp_path: Path
+) -> None:
+    data = {"packing": packing, "val_size": 2, "on_bad_row": "quarantine", **STRATEGIES[strategy]}
+    whole = list(islice(blocks(request(tmp_path, datasets, **data)), 14))
+    assert whole[-1][0].epoch > 0
+    first_row = 0
+    for number, (meta, _) in enumerate(whole):
+        assert (meta.number, meta.first_row) == (number, first_row)
+        first_row += meta.rows
+        if number in (1, 2, 4):  # nothing that the others do not show
+            continue
+        state = StreamState.from_json(json.loads(json.dumps(meta.start.to_json())))
+        assert next(blocks(request(tmp_path, datasets, state, **data))) == whole[number]
+    bad = sum(report.dropped.total() for report in whole[-1][0].end.reports)
+    assert bad == sum(meta.dropped.total() for meta, _ in whole) > 5
+    assert block_line(whole[0][0]) is not None
+
+
+def test_packed_rows_hold_every_sample_once(datasets: list[str], tmp_path: Path) -> None:
+    asked = request(tmp_path, datasets, packing=True, cutoff_len=64)
+    meta, rows = next(blocks(asked))
+    assert meta.rows < meta.tokens.samples == 5
+    assert sorted(text for row in rows for text in row) == sorted(NAMES[:5])
+
+
+def test_a_resumed_stream_reads_on_where_it_was(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": str(number), "unused": "x" * 20_000}) for number in range(1000)]
+    (tmp_path / "long.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    names, data = [str(tmp_path / "long.jsonl")], {"buffer_size": 190}
+    state = list(islice(blocks(request(tmp_path, names, **data)), 5))[-1][0].start
+    resumed = request(tmp_path, names, state, **data)
+    cutter = Producer(resumed, resumed.folder.say).blocks(None)
+    before = _bytes_read()
+    cutter.write(resumed.folder.path)
+    assert _bytes_read() - before < (tmp_path / "long.jsonl").stat().st_size / 2, "the file was read from its start"
+
+
+def _bytes_read() -> int:
+    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar")]
+    return int(line.split()[1])
+
+
+@pytest.mark.parametrize("strategy", ["concat", "over", "under, by probability"])
+def test_rows_held_out_are_never_trained(strategy: str, datasets: list[str], tmp_path: Path) -> None:
+    mixing = STRATEGIES[strategy]
+    asked = request(tmp_path, datasets, val_size=3, disable_shuffling=True, **mixing)
+    expected = next(epoch_of(blocks(request(tmp_path, datasets, disable_shuffling=True, **mixing))))
+    held_out = Producer(asked, asked.folder.say).held_out()
+    assert held_out is not None
+    evaluated = [text(row[0].input_ids) for row in TokenRows(held_out.folder / "evaluation")]
+    assert evaluated == expected[:3]
+    for epoch in islice(epoch_of(blocks(asked)), 3):
+        assert not set(epoch) & set(evaluated)
+        if strategy == "concat":
+            assert epoch == expected[3:]
+
+
+def test_evaluation_data_is_taken_whole(datasets: list[str], tmp_path: Path) -> None:
+    asked = request(tmp_path, datasets[:1], eval_dataset=datasets[1:])
+    held_out = Producer(asked, asked.folder.say).held_out()
+    assert held_out is not None
+    assert [text(row[0].input_ids) for row in TokenRows(held_out.folder / "evaluation")] == NAMES[11:]
+    assert any("dropped" in line for line in held_out.lines())
+
+
+@pytest.mark.parametrize(
+    ("data", "exit_code", "message"),
+    [
+        ({"val_size": 22}, ExitCode.SETTINGS, "val_size leaves nothing of .* to train on"),
+        ({"val_size": 12, "mix_strategy": "interleave_over"}, ExitCode.SETTINGS, "val_size leaves nothing of .*c to"),
+        ({"on_bad_row": "error"}, ExitCode.DATA, r"of \d+ rows cannot be trained on"),
+        ({"max_samples": 1, "on_bad_row": "error", "buffer_size": 3}, None, ""),
+    ],
+)
+def test_what_the_settings_refuse(
+    data: dict[str, Any], exit_code: ExitCode | None, message: str, datasets: list[str], tmp_path: Path
+) -> None:
+    if exit_code is None:  # no bad row is among the first of each data set
+        assert [row for _, rows in islice(blocks(request(tmp_path, datasets, **data)), 1) for row in rows]
+        return
+    with pytest.raises(MegatuneError, match=message) as refusal:
+        list(islice(blocks(request(tmp_path, datasets, **data)), 3))
+    assert refusal.value.exit_code == exit_code
+
+
+def test_placeholders_without_a_value_are_refused_before_they_are_trained(tmp_path: Path) -> None:
+    (tmp_path / "named.txt").write_text("I am {{name}}\n" + "and more\n" * 100, encoding="utf-8")
+    with pytest.raises(MegatuneError, match=r"\{\{name\}\} is in the data and model_name is not set") as refusal:
+        next(blocks(request(tmp_path, [str(tmp_path / "named.txt")])))
+    assert refusal.value.exit_code == ExitCode.SETTINGS
+    assert next(blocks(request(tmp_path, [str(tmp_path / "named.txt")], model_name="Tuna")))
+
+
+def global_batches(steps: StreamedSteps, size: int, **loading: int) -> list[list[str]]:
+    """The texts of each step, over all ranks in the order of the global batch."""
+    collator = Collator(1, steps.is_packed, sequence_multiple=1, document_multiple=1, pad_token_id=0)
+    by_rank = [
+        StepLoader(
+            steps,
+            collator,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            num_micro_batches=steps.global_batch_size // size,
+            same_length=False,
+            **loading,
+        )
+        for rank in range(size)
+    ]
+    seen = []
+    for ranks in zip(*by_rank, strict=True):
+        in_order: list[Batch] = [
+            batch for micro in zip(*(batches for _, batches in ranks), strict=True) for batch in micro
+        ]
+        seen.append([text(batch.input_ids[0, : batch.lengths[0]].tolist()) for batch in in_order])
+    return seen
+
+
+@pytest.fixture
+def stream(datasets: list[str], tmp_path: Path) -> Iterator[Stream]:
+    """A producer at work."""
+    opened = Stream.start(request(tmp_path, datasets, mix_strategy="interleave_over"))
+    yield opened
+    opened.close()
+    assert not opened.folder.path.exists()
+
+
+def process_of(stream: Stream) -> int:
+    (word,) = (Path("/proc") / process for process in os.listdir("/proc") if _is_producer(process, stream))
+    return int(word.name)
+
+
+def _is_producer(process: str, stream: Stream) -> bool:
+    try:
+        return str(stream.folder.path).encode() in (Path("/proc") / process / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_steps_are_the_same_in_every_layout_and_the_producer_is_missed_when_it_dies(
+    stream: Stream, datasets: list[str], tmp_path: Path
+) -> None:
+    expected = [
+        texts
+        for _, rows in islice(blocks(request(tmp_path, datasets, mix_strategy="interleave_over")), 20)
+        for (texts,) in rows
+    ]
+    assert stream.wait_ready(lambda: None) is None
+    steps = stream.steps(4, is_packed=False)
+    whole = global_batches(steps, 1, stop_step=16)
+    assert [text for step in whole for text in step] == expected[:64]
+    for size in (2, 4):
+        assert global_batches(steps, size, stop_step=16) == whole
+    for start in (3, 7):
+        assert (
+            global_batches(stream.steps(4, is_packed=False), 2, start_step=start, stop_step=16, num_workers=2)
+            == (whole[start:])
+        )
+    assert [meta.number for meta in stream.before(0, 12, 10**9, lambda: None)] == [0, 1, 2]
+    assert stream.state(10).block == 2
+    assert [len(lengths) for lengths in steps.lengths(3)] == [1] * 4
+    stream.after(11)
+    assert stream.folder.blocks()[0].first_row == 10, "block 2 begins with row 10, which is needed"
+    os.kill(process_of(stream), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(MegatuneError, match="the process that reads the data was killed by signal 9") as death:
+        _step_until_it_fails(stream)
+    assert death.value.exit_code == ExitCode.PROCESS_DIED
+    with pytest.raises(MegatuneError, match="the process that reads the data died"):
+        steps.names(10**6)
+    assert time.monotonic() < began + 5
+    assert all(meta.number == 3 for meta in stream.before(12, 16, 16, lambda: None)), "the rest needs no more of it"
+
+
+def _step_until_it_fails(stream: Stream) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        list(stream.before(12, 16, 10**9, lambda: None))
+
+
+def test_data_without_a_usable_row_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": 5}\n' * 7, encoding="utf-8")
+    stream = Stream.start(request(tmp_path, [str(tmp_path / "bad.jsonl")]))
+    with pytest.raises(MegatuneError, match="0 usable of 7 rows") as refusal:
+        _step_until_it_fails(stream)
+    stream.close()
+    assert refusal.value.exit_code == ExitCode.DATA
+
+
+def test_the_producer_ends_with_the_process_that_started_it(datasets: list[str], tmp_path: Path) -> None:
+    asked = request(tmp_path, datasets)
+    child = os.fork()
+    if not child:
+        Stream.start(asked)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert asked.folder.is_alive()
+    deadline = time.monotonic() + 20
+    while asked.folder.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not asked.folder.path.exists()
+
+
+def test_a_producer_that_is_too_slow_is_named_with_what_it_does(datasets: list[str], tmp_path: Path) -> None:
+    folder = request(tmp_path, datasets).folder
+    lock = folder.lock()
+    folder.say("it was filling block 3")
+    with pytest.raises(MegatuneError, match="the next block of rows has not come") as slowness:
+        StreamedSteps(folder, 4, is_packed=False, limit=0.1).lengths(0)
+    os.close(lock)
+    assert "it was filling block 3" in str(slowness.value)
+    assert slowness.value.exit_code == ExitCode.PROCESS_DIED
+    assert folder.path.exists()
+    request(tmp_path, datasets)
+    assert not folder.path.exists(), "the next run removes what a killed one left"
