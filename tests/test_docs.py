@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.data.row_error import CODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-VERBS = {"train", "sft", "pt", "verify", "infer", "demo-model"}
+VERBS = {"train", "sft", "pt", "data", "verify", "infer", "demo-model"}
 
 
 def test_settings_page_is_current() -> None:
@@ -37,7 +38,12 @@ def test_commands(page: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"^make ([a-z]+)", blocks, re.MULTILINE)) <= targets
     for line in blocks.splitlines():
-        if re.search(r"megatune train", line):
-            assert not [key for key in re.findall(r" (\w+)=", line.split("train", 1)[1]) if not LLAMAFACTORY.knows(key)]
+        if command := re.search(r"megatune (?:train|data \w+)(.*)", line):
+            assert not [key for key in re.findall(r" (\w+)=", command[1]) if not LLAMAFACTORY.knows(key)]
     yaml = "\n".join(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
     assert not [key for key in re.findall(r"^(\w+):", yaml, re.MULTILINE) if not LLAMAFACTORY.knows(key)]
+
+
+def test_codes_of_bad_rows() -> None:
+    page = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    assert not [line for code, text in CODES.items() if (line := f"| `{code}` | {text} |\n") not in page]

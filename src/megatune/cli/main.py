@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatune import __version__
-from megatune.cli import demo_model, infer, train, verify
+from megatune.cli import data, demo_model, infer, train, verify
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
-_MODULES = (train, verify, infer, demo_model)
+_MODULES = (train, data, verify, infer, demo_model)
 
 _NOT_BUILT = {
     "dpo": "preference training is not built yet; train and sft fine-tune on conversations",
@@ -25,7 +25,6 @@ _NOT_BUILT = {
     "plan": "the layout planner is not built yet; train checks a layout before any process starts",
     "explain": "explain is not built yet; docs/settings.md explains every setting",
     "export": "export is not built yet, and seldom needed: every checkpoint is a Hugging Face model as it is",
-    "data": "data is not built yet; train reports the rows it read, trained and dropped",
     "doctor": "doctor is not built yet",
 }
 
@@ -83,6 +82,9 @@ def _run(words: list[str]) -> int:
         return int(ExitCode.SETTINGS)
     if not words[0].startswith("-") and words[0] not in verbs:
         raise _unknown_verb(words[0], list(verbs))
+    inner = _verbs_of(verbs[words[0]]) if words[0] in verbs else []
+    if inner and len(words) > 1 and not words[1].startswith("-") and words[1] not in inner:
+        raise _unknown_inner_verb(words[0], words[1], inner)
     arguments, unknown = parser.parse_known_args(words)
     if hasattr(arguments, "words"):
         # Settings, which the verb reads itself: argparse would take flags out of their order.
@@ -121,6 +123,24 @@ def _unknown_verb(word: str, verbs: list[str]) -> MegatuneError:
         f"unknown verb {word!r}",
         mend=f"did you mean `megatune {near[0]}`?" if near else f"one of: {', '.join(verbs)}",
     )
+
+
+def _unknown_inner_verb(verb: str, word: str, inner: list[str]) -> MegatuneError:
+    if word.endswith((".yaml", ".yml")):
+        return _refusal(f"{word!r} is a settings file, not a verb", mend=f"megatune {verb} {inner[0]} {word}")
+    near = difflib.get_close_matches(word, inner, n=1, cutoff=0.5)
+    return _refusal(
+        f"unknown verb {word!r}",
+        f"megatune {verb}",
+        mend=f"did you mean `megatune {verb} {near[0]}`?" if near else f"one of: {', '.join(inner)}",
+    )
+
+
+def _verbs_of(parser: argparse.ArgumentParser) -> list[str]:
+    """The verbs of a verb; most have none."""
+    return [
+        name for action in parser._actions if isinstance(action, argparse._SubParsersAction) for name in action.choices
+    ]
 
 
 def _unknown_words(unknown: list[str], parser: argparse.ArgumentParser) -> MegatuneError:

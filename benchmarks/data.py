@@ -1,0 +1,223 @@
+"""How fast data becomes token rows: samples a second with one and two processes, beside datasets.map over
+apply_chat_template; peak memory; the start of a second run; and packing a million lengths.
+
+Each figure is measured in a process of its own, the ways in turn, several rounds; the best round counts, since what
+else runs on a machine only ever adds time. `--source` takes an alpaca file; without one, rows are made of demo text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from reporting import add_output_flag, finish
+
+LIMIT = 1800.0  # seconds that one measurement may take
+PACKED_LENGTHS, CAPACITY = 1_000_000, 4096
+
+
+def make_rows(source: Path | None, count: int) -> Iterator[dict[str, str]]:
+    """Alpaca rows: those of the source again and again, each with a number of its own, so that none is the same."""
+    if source is not None:
+        rows = json.loads(source.read_text(encoding="utf-8"))
+    else:
+        from megatune.demo.tokenizer import demo_texts
+
+        draw = random.Random(0)
+        words = " ".join(demo_texts()).split()
+
+        def prose(low: int, high: int) -> str:
+            start = draw.randrange(len(words) - high)
+            return " ".join(words[start : start + draw.randint(low, high)])
+
+        rows = [{"instruction": prose(5, 25), "input": "", "output": prose(20, 150)} for _ in range(1000)]
+    for number in range(count):
+        row = rows[number % len(rows)]
+        yield {**row, "instruction": f"{row['instruction']} ({number})"}
+
+
+def write_inputs(folder: Path, source: Path | None, count: int, vocab_size: int) -> None:
+    """The data, and a Qwen-like tokenizer trained on it."""
+    from megatune.demo.family import demo_family
+    from megatune.demo.tokenizer import make_tokenizer
+
+    with open(folder / "rows.jsonl", "w", encoding="utf-8") as file:
+        for row in make_rows(source, count):
+            file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+    texts = (text for row in make_rows(source, min(count, 2000)) for text in row.values())
+    shaped = make_tokenizer(demo_family("qwen2"))
+    tokenizer = shaped.train_new_from_iterator(texts, vocab_size)
+    tokenizer.chat_template = shaped.chat_template
+    tokenizer.save_pretrained(folder / "model")
+
+
+def load_inputs(folder: Path) -> tuple[Any, Callable[..., Any]]:
+    """The tokenizer, and what makes settings."""
+    from transformers import AutoTokenizer
+
+    from megatune.config.load import load
+
+    def settings(**changes: object) -> Any:
+        values = {
+            "model_name_or_path": folder / "model", "dataset": folder / "rows.jsonl", "cutoff_len": 2048,
+            "packing": True, "template": "qwen", **changes,
+        }  # fmt: skip
+        return load(overrides=[f"{key}={value}" for key, value in values.items()]).require_valid_data()
+
+    return AutoTokenizer.from_pretrained(folder / "model"), settings
+
+
+def ours(folder: Path, template: str, processes: int) -> dict[str, float]:
+    """Prepare the data: read, render, tokenise, label, pack, write."""
+    from megatune.data.prepare import prepare
+
+    tokenizer, settings = load_inputs(folder)
+    began = time.perf_counter()
+    prepared = prepare(
+        settings(template=template, preprocessing_num_workers=processes, overwrite_cache=True), tokenizer
+    )
+    return {"seconds": time.perf_counter() - began, "tokens": prepared.report.train.tokens}
+
+
+def second_start(folder: Path) -> dict[str, float]:
+    """Open what another process prepared, and read a row."""
+    from megatune.data.prepare import prepare
+
+    tokenizer, settings = load_inputs(folder)
+    began = time.perf_counter()
+    prepared = prepare(settings(), tokenizer)
+    assert len(prepared.train[0])
+    return {"seconds": time.perf_counter() - began}
+
+
+def datasets_map(folder: Path, processes: int) -> dict[str, float]:
+    """What a script over the datasets library does: tokens of one conversation at a time, without labels or packing."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    tokenizer, _ = load_inputs(folder)
+
+    def encode(row: dict[str, str]) -> dict[str, list[int]]:
+        question = "\n".join(part for part in (row["instruction"], row["input"]) if part)
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+        return {"input_ids": tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)}
+
+    began = time.perf_counter()
+    rows = datasets.load_dataset(
+        "json",
+        data_files=str(folder / "rows.jsonl"),
+        split="train",
+        cache_dir=str(folder / f"hub-{time.monotonic_ns()}"),
+    )
+    rows = rows.map(encode, remove_columns=rows.column_names, num_proc=processes if processes > 1 else None)
+    return {"seconds": time.perf_counter() - began, "tokens": sum(map(len, rows["input_ids"]))}
+
+
+def packing() -> dict[str, float]:
+    """Pack a million lengths, log-normal around 300 tokens."""
+    import numpy as np
+
+    from megatune.data.packing import pack
+
+    lengths = np.random.default_rng(0).lognormal(np.log(300), 0.8, PACKED_LENGTHS).astype(np.int64).clip(1, CAPACITY)
+    began = time.perf_counter()
+    _, rows = pack(lengths, CAPACITY, seed=0)
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "filled": lengths.sum() / (len(rows) - 1) / CAPACITY}
+
+
+WAYS: dict[str, tuple[str, Callable[[Path], dict[str, float]]]] = {
+    "map-1": ("datasets.map, one process", lambda folder: datasets_map(folder, 1)),
+    "named-1": ("megatune, template qwen, one process", lambda folder: ours(folder, "qwen", 1)),
+    "default-1": ("megatune, template default, one process", lambda folder: ours(folder, "default", 1)),
+    "map-2": ("datasets.map, two processes", lambda folder: datasets_map(folder, 2)),
+    "named-2": ("megatune, template qwen, two processes", lambda folder: ours(folder, "qwen", 2)),
+}
+
+
+def measure(way: str, folder: Path) -> dict[str, float]:
+    """Run one way in a process of its own; adds its peak memory in GiB, of the process and the largest of its own."""
+    environment = {**os.environ, "MEGATUNE_CACHE": str(folder / "cache")}
+    environment.pop("TOKENIZERS_PARALLELISM", None)  # as users have it
+    words = [sys.executable, __file__, "--measure", way, "--folder", str(folder)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def measured(way: str, folder: Path) -> None:
+    """In that process."""
+    run = {"start": second_start, "packing": lambda _: packing(), **{name: run for name, (_, run) in WAYS.items()}}[way]
+    result = run(folder)
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(json.dumps({**result, "peak": peak / 2**20}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, help="an alpaca file in JSON, to take rows from")
+    parser.add_argument("--samples", type=int, default=100_000, metavar="N", help="rows (100000)")
+    parser.add_argument("--vocab-size", type=int, default=32_000, metavar="N", help="of the tokenizer (32000)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times that each is measured (3)")
+    parser.add_argument("--measure", choices=[*WAYS, "start", "packing"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    add_output_flag(parser)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        measured(arguments.measure, arguments.folder)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder, arguments.source, arguments.samples, arguments.vocab_size)
+        results: dict[str, list[dict[str, float]]] = {way: [] for way in (*WAYS, "start", "packing")}
+        for _ in range(arguments.rounds):
+            for way in WAYS:
+                results[way].append(measure(way, folder))
+            # The cache holds what was prepared last; this makes sure that it is what the second start asks for.
+            measure("start", folder)
+            results["start"].append(measure("start", folder))
+            results["packing"].append(measure("packing", folder))
+    best = {way: min(rounds, key=lambda result: result["seconds"]) for way, rounds in results.items()}
+    report(best, arguments)
+
+
+def report(best: dict[str, dict[str, float]], arguments: argparse.Namespace) -> None:
+    """The table, and what stands below it."""
+    rows = []
+    for way, (title, _) in WAYS.items():
+        result, peer = best[way], best[f"map-{way[-1]}"]
+        rows.append(
+            [
+                title,
+                f"{arguments.samples / result['seconds']:,.0f}",
+                f"{result['tokens'] / result['seconds']:,.0f}",
+                f"{peer['seconds'] / result['seconds']:.2f}",
+                f"{result['peak']:.2f}",
+            ]
+        )
+    start, packed = best["start"], best["packing"]
+    note = (
+        f"{arguments.samples:,} alpaca-like rows; best of {arguments.rounds} rounds, in turn. Ours reads, renders, "
+        "tokenises, labels, packs and writes; datasets.map reads, renders, tokenises and writes. Memory: the largest "
+        "process, in GiB.\n\n"
+        f"- start of a second run, from the cache: {start['seconds']:.2f} s (key, opening, a row; without imports)\n"
+        f"- packing {PACKED_LENGTHS:,} lengths into rows of {CAPACITY}: {packed['seconds']:.2f} s, "
+        f"{packed['filled']:.2%} full"
+    )
+    header = ["way", "samples/s", "tokens/s", "times datasets.map", "peak GiB"]
+    finish("data", "From files to token rows", header, rows, note, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

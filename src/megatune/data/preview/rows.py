@@ -1,0 +1,262 @@
+"""The first rows of a run, encoded one by one: what a user looks at before the whole of the data is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatune.data.conversation import PLACEHOLDERS, texts
+from megatune.data.encode import Encoded, Encoder, make_encoder
+from megatune.data.order import epoch_order
+from megatune.data.packing import concatenate, pack
+from megatune.data.prepare import prepare
+from megatune.data.row_error import RowError
+from megatune.data.rows import Arrangement, Document, TokenRows
+from megatune.data.samples import read_samples
+from megatune.data.sources import DatasetSource, resolve_datasets
+from megatune.data.templates import stop_note
+from megatune.data.workers import encode_all
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatune.config.settings import Settings
+
+# Samples that are read at most: so many make packed rows as full as they will be, and so many bad ones say enough.
+MOST_PACKED = 1000
+MOST_READ = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One document of a row.
+
+    Attributes:
+        where: file and line of its sample; "" where only prepared rows are left of it.
+        start: tokens of its text before it, where a long text is cut to pieces.
+        length: tokens of the sample before cutting; 0 where nothing is cut away, or it is not known.
+    """
+
+    where: str
+    document: Document
+    start: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewRow:
+    """One row.
+
+    Attributes:
+        name: its data set, "" where a row has samples of several.
+        number: counted from 1, of the usable rows of its data set, or of all packed ones.
+        parts: one; two of a pair, chosen and rejected; or all documents of a packed row.
+    """
+
+    name: str
+    number: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(slots=True)
+class Preview:
+    """What is shown.
+
+    Attributes:
+        read: rows of files that were read for it.
+        total: rows that were made of them; those of the longest data set, where each has rows of its own.
+        bad: those of them that cannot be trained on, with their places.
+        unfilled: placeholders in the rows that no setting fills.
+        notes: what makes the rows, and how those shown were chosen.
+    """
+
+    arrangement: Arrangement
+    rows: list[PreviewRow] = field(default_factory=list)
+    read: int = 0
+    total: int = 0
+    bad: list[tuple[str, RowError]] = field(default_factory=list)
+    unfilled: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_preview(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, *, wanted: range, evaluation: bool = False
+) -> Preview:
+    """Encode as few samples as the wanted rows need, and pack them where the run will.
+
+    Args:
+        wanted: numbers of rows, from 1, of each data set; of packed rows, which mix the data sets, of all together.
+        evaluation: show the rows that the run evaluates on.
+
+    Raises:
+        MegatuneError: settings that do not fit the data (exit code 64), no row to show (65), a missing file (66).
+    """
+    data, stage = settings.data, settings.run.stage
+    if evaluation and data.val_size and data.streaming:
+        why = f"a stream holds out the first {data.val_size:g} samples that mix_strategy draws"
+        mend = "leave out --eval: without it, the first rows of each data set are shown"
+        raise MegatuneError(Finding("--eval with streaming: true", why=why, mend=mend), ExitCode.SETTINGS)
+    if evaluation and data.val_size:
+        return _held_out(settings, tokenizer, wanted)
+    if evaluation and not data.eval_dataset:
+        raise MegatuneError(
+            Finding("--eval: nothing is evaluated on", mend="set val_size or eval_dataset"), ExitCode.SETTINGS
+        )
+    encoder = make_encoder(settings, tokenizer)
+    sources = resolve_datasets(data.eval_dataset if evaluation else data.dataset, data.dataset_dir, stage)
+    if settings.packing:
+        preview = _packed(settings, sources, encoder, wanted)
+    else:
+        preview = _single(settings, sources, encoder, wanted)
+    preview.notes[:0] = _makers(settings, encoder)
+    if data.val_size and not evaluation:
+        preview.notes.append(
+            f"val_size {data.val_size:g}: some of these rows are held out of training; --eval shows them"
+        )
+    if not preview.rows:
+        raise _no_rows(preview, wanted)
+    return preview
+
+
+def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
+    """The wanted rows of every data set."""
+    preview = Preview("pairs" if settings.run.stage == "dpo" else "single")
+    for source in sources:
+        number = 0
+        for where, encoded in islice(_usable(settings, source, encoder, preview), MOST_READ):
+            for parts in _rows_of(where, encoded, settings):
+                number += 1
+                if number in wanted:
+                    preview.rows.append(PreviewRow(source.name, number, parts))
+            preview.total = max(preview.total, number)
+            if number >= wanted.stop - 1:
+                break
+    return preview
+
+
+def _rows_of(where: str, encoded: Encoded, settings: Settings) -> Iterator[tuple[Part, ...]]:
+    """The rows of one sample: one, or as many as its text is long."""
+    if settings.run.stage != "pt":
+        yield tuple(Part(where, document, length=encoded.length) for document in encoded.documents)
+        return
+    for text in encoded.documents:
+        spans, _ = concatenate(np.asarray([[0, len(text.input_ids)]]), settings.data.cutoff_len, joined=False)
+        for start, stop in spans.tolist():
+            yield (Part(where, _cut(text, start, stop), start),)
+
+
+def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
+    """Rows of the first samples of every data set, packed as all will be."""
+    preview = Preview("packed")
+    parts: list[Part] = []
+    most = max(1, MOST_PACKED // len(sources))
+    is_cut_off = False
+    for source in sources:
+        usable = _usable(settings, source, encoder, preview)
+        for where, encoded in islice(usable, most):
+            parts += [Part(where, document, length=encoded.length) for document in encoded.documents]
+        is_cut_off = is_cut_off or next(usable, None) is not None
+    rows = _concatenated(parts, settings) if settings.run.stage == "pt" else _filled(parts, settings)
+    preview.total = len(rows)
+    # In an order of training: in that of packing, the first rows are those that the longest samples fill alone.
+    order = epoch_order(len(rows), settings.run.seed, 0, not settings.data.disable_shuffling)
+    preview.rows = [PreviewRow("", number, rows[i]) for number, i in enumerate(order, 1) if number in wanted]
+    first = "the first " if is_cut_off else ""
+    preview.notes.append(f"packed from {first}{len(parts):,} samples into {len(rows):,} rows")
+    if is_cut_off:
+        preview.notes.append("a run packs all samples together, and so fills other rows")
+    return preview
+
+
+def _filled(parts: Sequence[Part], settings: Settings) -> list[tuple[Part, ...]]:
+    lengths = [len(part.document.input_ids) for part in parts]
+    order, rows = pack(lengths, settings.data.cutoff_len, settings.run.seed)
+    return [tuple(parts[i] for i in order[start:stop]) for start, stop in pairwise(rows)]
+
+
+def _concatenated(texts: Sequence[Part], settings: Settings) -> list[tuple[Part, ...]]:
+    ends = np.cumsum([0, *(len(text.document.input_ids) for text in texts)])
+    spans, rows = concatenate(np.stack([ends[:-1], ends[1:]], axis=1), settings.data.cutoff_len, joined=True)
+    pieces = []
+    for start, stop in spans.tolist():
+        number = int(np.searchsorted(ends, start, side="right")) - 1
+        text, first = texts[number], int(ends[number])
+        document = _cut(text.document, start - first, stop - first)
+        pieces.append(Part(text.where, document, start - first))
+    return [tuple(pieces[start:stop]) for start, stop in pairwise(rows)]
+
+
+def _cut(document: Document, start: int, stop: int) -> Document:
+    return Document(document.input_ids[start:stop], document.labels[start:stop])
+
+
+def _usable(
+    settings: Settings, source: DatasetSource, encoder: Encoder, preview: Preview
+) -> Iterator[tuple[str, Encoded]]:
+    """Samples that can be trained on, with their places; the others are noted in the preview."""
+    data = settings.data
+    samples = read_samples(
+        source,
+        stage=settings.run.stage,
+        seed=settings.run.seed,
+        max_samples=data.max_samples,
+        # What has no value is shown as it is written; a run would end with it.
+        placeholders={placeholder: getattr(data, name) or placeholder for placeholder, name in PLACEHOLDERS.items()},
+    )
+    for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1):
+        preview.read += 1
+        if not isinstance(sample.example, RowError):
+            preview.unfilled.update(p for p in PLACEHOLDERS if any(p in text for text in texts(sample.example)))
+        if isinstance(encoded, RowError):
+            preview.bad.append((sample.where, encoded))
+        else:
+            yield sample.where, encoded
+
+
+def _held_out(settings: Settings, tokenizer: PreTrainedTokenizerBase, wanted: range) -> Preview:
+    """Which rows val_size holds out is known when all are read, so all are prepared, once and for the run, too."""
+    prepared = prepare(settings, tokenizer)
+    assert prepared.evaluation is not None
+    rows: TokenRows = prepared.evaluation
+    note = f"held out: {len(rows):,} of the rows; prepared rows do not know their lines"
+    preview = Preview(
+        rows.arrangement, total=len(rows), notes=[*_makers(settings, make_encoder(settings, tokenizer)), note]
+    )
+    for number in range(wanted.start, min(wanted.stop, len(rows) + 1)):
+        preview.rows.append(PreviewRow("", number, tuple(Part("", document) for document in rows[number - 1])))
+    if not preview.rows:
+        raise _no_rows(preview, wanted)
+    return preview
+
+
+def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
+    """What a reader of the rows wants to know about how they are made."""
+    data, stage = settings.data, settings.run.stage
+    template = "" if stage == "pt" else f", template {data.template or 'default'}"
+    yield f"stage {stage}{template}, cutoff_len {data.cutoff_len:,}" + (", packing" if settings.packing else "")
+    filled = [(p, getattr(data, name)) for p, name in PLACEHOLDERS.items() if getattr(data, name) is not None]
+    if filled:
+        yield ", ".join(f"{placeholder} is {value}" for placeholder, value in filled)
+    if encoder.template is not None and (note := stop_note(encoder.template, encoder.tokenizer)):
+        yield f"note: {note}"
+
+
+def _no_rows(preview: Preview, wanted: range) -> MegatuneError:
+    if preview.total:
+        rows = "1 row" if preview.total == 1 else f"{preview.total:,} rows"
+        finding = Finding(f"--row {wanted.start} of {rows}", mend=f"--row {preview.total} or less")
+        return MegatuneError(finding, ExitCode.SETTINGS)
+    if not preview.bad:
+        return MegatuneError(Finding("the data sets have no rows"), ExitCode.DATA)
+    where, first = preview.bad[0]
+    return MegatuneError(
+        Finding(
+            f"0 usable of the first {preview.read:,} rows", where, str(first), "mend the rows, or columns and tags"
+        ),
+        ExitCode.DATA,
+    )

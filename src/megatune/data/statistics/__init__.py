@@ -1,0 +1,1 @@
+"""What `megatune data stats` counts, says and draws."""
