@@ -395,6 +395,13 @@ def test_a_note_says_what_ends_an_answer(folder: Path) -> None:
     assert prepared(folder, "good", template="qwen").report.notes == []
 
 
+def test_a_note_says_that_pretraining_leaves_answers_out(folder: Path) -> None:
+    notes = prepared(folder, "good", stage="pt").report.notes
+    assert notes == ["good: stage pt trains the column 'instruction' alone; 'output' is not read"]
+    (folder / "books.txt").write_text("A book.")
+    assert prepared(folder, "books.txt", stage="pt").report.notes == []
+
+
 def test_pairs_are_prepared(folder: Path) -> None:
     pairs = [
         {"instruction": "Which?", "chosen": f"{i} it is.", "rejected": "No." if i else "0 it is."} for i in range(4)

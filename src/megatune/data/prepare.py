@@ -5,7 +5,7 @@ One process a node prepares; all others open what it made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
 from megatune.data.report import DataReport
 from megatune.data.rows import TokenRows
-from megatune.data.sources import resolve_datasets
+from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates import stop_note
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -112,7 +112,7 @@ def _build(settings: Settings, tokenizer: PreTrainedTokenizerBase, folder: Path)
             [one.report for one in (*trained, *evaluated)],
             train=builder.write_part(TRAIN_FOLDER, order),
             lengths=LengthReport.of(collector.lengths, data.cutoff_len),
-            notes=_notes(encoder, split),
+            notes=[*_notes(encoder, split), *_unread_answers(training, run.stage)],
         )
         if data.val_size or evaluated:
             for one in evaluated:
@@ -171,3 +171,12 @@ def _notes(encoder: Encoder, split: Split) -> list[str]:
     if split.on_both_sides:
         notes.append(f"all rows have the same texts: {split.on_both_sides} are trained, the others held out")
     return notes
+
+
+def _unread_answers(sources: Sequence[DatasetSource], stage: str) -> Iterator[str]:
+    """Stage pt reads one column, and a user may expect the answers to be trained, too."""
+    for source in sources if stage == "pt" else ():
+        row = next((row.fields for row in source.rows() if row.error is None), {})
+        if source.formatting == "alpaca" and row.get(source.columns.response or ""):
+            prompt, response = source.columns.prompt, source.columns.response
+            yield f"{source.name}: stage pt trains the column {prompt!r} alone; {response!r} is not read"
