@@ -48,7 +48,9 @@ def finish_text(name: str, title: str, text: str, output: bool, packages: Sequen
         return
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{datetime.date.today().isoformat()}-{name}.md"
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    # Files elsewhere on this machine by their names only: their places say nothing to a reader.
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
     path.write_text(
         f"# {title}\n\n{text}\n\n- command: `{command}`\n- commit: {commit()}\n- machine: {machine()}\n"
         f"- versions: Python {platform.python_version()}, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from megatune.data.conversation import Conversation, Example, Pair
 from megatune.data.row_error import RowError
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
+from megatune.data.templates.borders import TurnTokens, needs_whole_text, tokens_of_whole_texts
 from megatune.data.truncation import LengthError, Strategy, Stretch, cut_pair, cut_turns
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -52,6 +53,7 @@ class Encoder:
         train_on_prompt: label everything.
         mask_history: label the last answer only; with "budget", earlier turns are the first to go.
         preserve_thinking: keep the reasoning of earlier answers that are context only.
+        whole_text: tokenise conversations as a whole, not a prompt and an answer by itself: see `needs_whole_text`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -62,13 +64,16 @@ class Encoder:
     mask_history: bool = False
     enable_thinking: bool | None = True
     preserve_thinking: bool = False
+    whole_text: bool = False
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Documents of each example, or why it has none: a `LengthError` where cutoff_len is the reason."""
         rendered = [self._rendered(example) for example in examples]
-        ids = self._tokenise(text for turns in rendered if not isinstance(turns, RowError) for text in _texts(turns))
+        tokens = iter(
+            self._tokenise([turns for whole in rendered if not isinstance(whole, RowError) for turns in whole])
+        )
         plans = [
-            turns if isinstance(turns, RowError) else self._planned(example, turns, ids)
+            turns if isinstance(turns, RowError) else self._planned(example, turns, [next(tokens) for _ in turns])
             for example, turns in zip(examples, rendered, strict=True)
         ]
         documents = iter(
@@ -95,9 +100,16 @@ class Encoder:
         except RowError as error:
             return error
 
-    def _tokenise(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Ids of each text; all of them in one call, which a fast tokenizer spreads over cores."""
-        wanted = list(dict.fromkeys(texts))
+    def _tokenise(self, conversations: list[list[Turn]]) -> list[TurnTokens]:
+        """Tokens of each turn of each conversation; all in one call, which a fast tokenizer spreads over cores."""
+        if self.whole_text:
+            assert self._backend is not None
+            return tokens_of_whole_texts(self._backend, conversations)
+        pieces = (piece for turns in conversations for turn in turns for piece in (*turn.prompt, *turn.answer))
+        ids = self._ids(list(dict.fromkeys(pieces)))
+        return [[(_joined(turn.prompt, ids), _joined(turn.answer, ids)) for turn in turns] for turns in conversations]
+
+    def _ids(self, wanted: list[str]) -> dict[str, list[int]]:
         if not wanted:
             return {}
         backend = self._backend
@@ -134,13 +146,14 @@ class Encoder:
         known = {"_bos": self._bos, **({"_text_ends": self._text_ends} if self.template is None else {})}
         return {**self.__dict__, **known, "tokenizer": None}
 
-    def _planned(self, example: Example, rendered: list[list[Turn]], ids: dict[str, list[int]]) -> _Plan | RowError:
+    def _planned(self, example: Example, rendered: list[list[Turn]], tokens: list[TurnTokens]) -> _Plan | RowError:
         try:
             if isinstance(example, str):
-                return self._text(ids[example])
+                ((_, text),) = tokens[0]
+                return self._text(text)
             if isinstance(example, Conversation):
-                return self._conversation(rendered[0], ids)
-            return self._pair(rendered, ids)
+                return self._conversation(rendered[0], tokens[0])
+            return self._pair(tokens)
         except RowError as error:
             return error
 
@@ -150,12 +163,11 @@ class Encoder:
         _check_trained([(tokens, True)], len(tokens), truncated=False)
         return [[(tokens, True)]], False, len(tokens)
 
-    def _conversation(self, rendered: list[Turn], ids: dict[str, list[int]]) -> _Plan:
+    def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Plan:
         turns = []
-        for number, turn in enumerate(rendered, start=1):
+        for number, (turn, (prompt, answer)) in enumerate(zip(rendered, tokens, strict=True), start=1):
             trained = turn.trained and (number == len(rendered) or not self.mask_history)
-            prompt = (_joined(turn.prompt, ids), self.train_on_prompt)
-            turns.append((prompt, (_joined(turn.answer, ids), trained or self.train_on_prompt)))
+            turns.append(((prompt, self.train_on_prompt), (answer, trained or self.train_on_prompt)))
         stretches = [stretch for turn in turns for stretch in turn]
         length = sum(len(tokens) for tokens, _ in stretches)
         truncated = length > self.cutoff_len
@@ -167,13 +179,11 @@ class Encoder:
         _check_trained(stretches, length, truncated=truncated)
         return [stretches], truncated, length
 
-    def _pair(self, rendered: list[list[Turn]], ids: dict[str, list[int]]) -> _Plan:
+    def _pair(self, tokens: list[TurnTokens]) -> _Plan:
         """Where thoughts make the two prompts differ, the difference belongs to the answers."""
-        prompts = [_context(turns, ids) for turns in rendered]
+        prompts = [_context(turns) for turns in tokens]
         shared = _num_shared(*prompts)
-        answers = [
-            prompt[shared:] + _joined(turns[-1].answer, ids) for prompt, turns in zip(prompts, rendered, strict=True)
-        ]
+        answers = [prompt[shared:] + turns[-1][1] for prompt, turns in zip(prompts, tokens, strict=True)]
         prompt = prompts[0][:shared]
         length = len(prompt) + max(map(len, answers))
         truncated = length > self.cutoff_len
@@ -214,6 +224,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Enco
         data.mask_history,
         data.enable_thinking,
         data.preserve_thinking,
+        whole_text=template is not None and needs_whole_text(template, tokenizer),
     )
 
 
@@ -230,20 +241,16 @@ def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _texts(rendered: list[list[Turn]]) -> Iterable[str]:
-    return (text for turns in rendered for turn in turns for text in (*turn.prompt, *turn.answer))
-
-
 def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
     if len(pieces) == 1:
         return ids[pieces[0]]
     return [token for piece in pieces for token in ids[piece]]
 
 
-def _context(turns: list[Turn], ids: dict[str, list[int]]) -> list[int]:
+def _context(turns: TurnTokens) -> list[int]:
     """All tokens before the last answer."""
-    pieces = [piece for turn in turns[:-1] for piece in (*turn.prompt, *turn.answer)]
-    return _joined([*pieces, *turns[-1].prompt], ids)
+    *earlier, (last, _) = turns
+    return [token for prompt, answer in earlier for token in (*prompt, *answer)] + last
 
 
 def _num_shared(first: list[int], second: list[int]) -> int:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.data.row_error import RowError
+from megatune.data.templates.borders import PROBE
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.custom import is_template_file, read_template
 from megatune.data.templates.named import NamedTemplate
-from megatune.data.templates.stop import PROBE, check_tokens, stop_note
+from megatune.data.templates.stop import check_tokens, stop_note
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.data.templates.turns import Template, Thinking, Turn
 from megatune.errors import ExitCode, Finding, MegatuneError

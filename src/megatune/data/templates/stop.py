@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatune.data.conversation import Conversation, Message
+from megatune.data.templates.borders import PROBE, needs_whole_text, prompt_and_whole, prompts_stay, shown
 from megatune.data.templates.turns import Template, Thinking
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROBE = Conversation((Message("user", "Hello"), Message("assistant", "Hi")))
-# A prompt that opens a thought and an answer that has none meet in the middle of an empty line, which is one token.
-_THINKING_PROBE = Conversation((PROBE.messages[0], Message("assistant", "<think>\nGreet.\n</think>\n\nHi")))
-
 
 def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, mend: str) -> None:
-    """Refuse a template whose answers do not end with one special token, or whose pieces are other tokens as a whole.
+    """Refuse a template whose answers do not end with one special token, or whose prompts and answers share tokens.
 
     Args:
         mend: what to change where nothing ends an answer.
@@ -28,29 +23,19 @@ def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, mend: s
     """
     end = _end(template, tokenizer)
     if not end or not _is_special(end[-1], tokenizer):
-        shown = _shown(end[-4:], tokenizer) if end else "nothing"
+        last = shown(end[-4:], tokenizer) if end else "nothing"
         what = f"template: {template.name} does not teach the model to stop"
-        why = f"the last tokens of an answer are {shown}; none is a special token that ends it"
+        why = f"the last tokens of an answer are {last}; none is a special token that ends it"
         raise MegatuneError(Finding(what, tokenizer.name_or_path, why, mend), ExitCode.INPUT)
-    probes = [_apart_and_whole(probe, template, tokenizer) for probe in (PROBE, _THINKING_PROBE)]
-    if not any(apart == whole for apart, whole in probes):
-        apart, whole = probes[0]
+    if needs_whole_text(template, tokenizer) and not prompts_stay(template, tokenizer):
         what = f"template: {template.name} cannot be used with this model's tokenizer"
+        prompt, whole = prompt_and_whole(PROBE, template, tokenizer)
         why = (
-            "a prompt and its answer become other tokens than their text as a whole: "
-            f"{_shown(apart[-6:], tokenizer)}, not {_shown(whole[-6:], tokenizer)}"
+            "a prompt becomes other tokens when an answer follows: "
+            f"{shown(prompt[-4:], tokenizer)}, not {shown(whole[: len(prompt)][-4:], tokenizer)}"
         )
         mend = "use a template whose prompts end with a special token, such as a YAML file of your own"
         raise MegatuneError(Finding(what, tokenizer.name_or_path, why, mend), ExitCode.INPUT)
-
-
-def _apart_and_whole(
-    probe: Conversation, template: Template, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], list[int]]:
-    """Tokens of a conversation's pieces one by one, and of its text."""
-    pieces = [piece for turn in template.render(probe, Thinking()) for piece in (*turn.prompt, *turn.answer) if piece]
-    apart = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
-    return apart, tokenizer.encode("".join(pieces), add_special_tokens=False)
 
 
 def stop_note(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -78,7 +63,3 @@ def _end(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _is_special(token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
     return token == tokenizer.eos_token_id or token in tokenizer.added_tokens_decoder
-
-
-def _shown(tokens: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return " ".join(f"{token} {tokenizer.decode([token])!r}" for token in tokens)
