@@ -143,7 +143,7 @@ LATIN_MEND = "    why: the file looks like latin-1\n    mend: save the file as U
     ("name", "content", "message"),
     [
         ("a.json", "", "a.json: the file is empty"),
-        ("a.jsonl.gz", gzip.compress(b""), "a.jsonl.gz: the file is empty"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "a.jsonl.gz: the file is empty"),
         ("a.json", '[{"a": 1},\n {"a": 2]', "a.json:2: invalid JSON in row 2: expected ',' delimiter at column 9"),
         ("a.json", '[{"a": 1},\n]', "a.json:2: invalid JSON in row 1: a comma before the closing bracket at column 1"),
         (
@@ -192,7 +192,7 @@ LATIN_MEND = "    why: the file looks like latin-1\n    mend: save the file as U
         ),
         (
             "a.jsonl",
-            gzip.compress(b"{}"),
+            gzip.compress(b"{}", mtime=0),
             "a.jsonl: the name says .jsonl, the content is gzip\n    mend: name it a.jsonl.gz",
         ),
         (
@@ -210,7 +210,7 @@ LATIN_MEND = "    why: the file looks like latin-1\n    mend: save the file as U
         ("a.parquet", '{"a": 1}', "a.parquet: the name says .parquet, the content is something else"),
         (
             "a.parquet",
-            gzip.compress(b"PAR1"),
+            gzip.compress(b"PAR1", mtime=0),
             "a.parquet: the name says .parquet, the content is gzip\n    mend: decompress it first",
         ),
         (
