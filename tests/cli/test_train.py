@@ -19,7 +19,7 @@ from safetensors import safe_open
 from megatune.demo.checkpoint import make_checkpoint
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
-LIMIT = 90.0  # seconds for one run
+LIMIT = 240.0  # seconds for one run; the machine may be busy with other tests
 
 # LLaMA-Factory's Megatron example for 8 GPUs (contract, section 1), its sizes and names as published.
 MCA_8_GPUS = """
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_everything(run_file: Path, tmp_path: Path) -> None:
     code, output = finish(process)
     assert code == 130, output
     assert "Traceback" not in output
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
 
 

@@ -41,7 +41,7 @@ def settings_of(model: Path, output_dir: Path, **changes: Any) -> Settings:
         "lr_scheduler_type": "cosine",
         "report_to": "none",
         "plot_loss": False,
-        "ddp_timeout": 30,
+        "ddp_timeout": 240,
         **changes,
     }
     return load(None, [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]).require_valid()
