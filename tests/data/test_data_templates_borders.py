@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from itertools import groupby
 
@@ -10,8 +11,9 @@ from tokenizer_kit import CORPUS, qwen_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatune.config.settings import DataSettings, Settings
 from megatune.data.conversation import Conversation, Message, Pair
-from megatune.data.encode import Encoded, Encoder
+from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.rows import IGNORE_INDEX
 from megatune.data.templates import load_template
 from megatune.data.templates.borders import needs_whole_text
@@ -89,7 +91,9 @@ def test_tokens_and_labels_are_those_of_transformers(backend: Callable[[], Token
     template = load_template(None, tokenizer)
     whole = needs_whole_text(template, tokenizer)
     assert whole == (backend is prepending or source == ZEPHYR)  # a space before an answer that has one changes nothing
-    (encoded,) = Encoder(tokenizer, template, cutoff_len=400, whole_text=whole).encode([CHAT])
+    encoder = make_encoder(Settings(data=DataSettings(template=None)), tokenizer)
+    assert encoder.whole_text == whole
+    (encoded,) = pickle.loads(pickle.dumps(encoder)).encode([CHAT])  # as worker processes have it
     assert isinstance(encoded, Encoded)
     tokenizer.chat_template = source
     chat = [{"role": message.role, "content": message.content} for message in CHAT.messages]

@@ -11,6 +11,8 @@ import torch
 from pool import RankPool
 from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors, train
 
+from megatune.data.rows import TokenRows
+from megatune.data.steps import PreparedSteps
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.training.storage import list_checkpoints
 
@@ -122,6 +124,19 @@ def test_every_row_of_an_epoch_is_trained(pool: RankPool, model: Path, tmp_path:
     assert len(logged) == 4
     assert sum(record["num_input_tokens"] for record in logged.values()) == report["train"]["tokens"]
     assert sum(record["num_tokens"] for record in logged.values()) == report["train"]["trained"]
+
+
+@pytest.mark.parametrize("setting", ["disable_shuffling", "group_by_length"])
+def test_a_run_trains_rows_in_the_order_that_is_asked_for(
+    setting: str, pool: RankPool, model: Path, straight: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(model, tmp_path / "out", max_steps=3, **{setting: True})
+    assert pool.run(1, train, settings, tmp_path) == [0]
+    rows = TokenRows(next(tmp_path.glob("cache/rows/*/train")))
+    steps = PreparedSteps.from_settings(rows, settings, global_batch_size=8)
+    seen = [record["num_input_tokens"] for record in metrics(tmp_path / "out").values()]
+    assert seen == [sum(int(row.sum()) for row in steps.lengths(step)) for step in range(3)]
+    assert seen != [record["num_input_tokens"] for record in metrics(straight).values()][:3]
 
 
 EVALUATED = {"val_size": 0.2, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}

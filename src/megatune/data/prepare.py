@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from megatune.config.settings import Settings
 
-__all__ = ["Prepared", "hold_out", "open_prepared", "prepare", "prepared_key"]
-
 TRAIN_FOLDER = "train"
 EVALUATION_FOLDER = "evaluation"
 REPORT_FILE = "report.json"
