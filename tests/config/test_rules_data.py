@@ -30,6 +30,7 @@ VALID = [
     [*STREAMED, "eval_dataset=e", "eval_strategy=steps", TWO, "mix_strategy=interleave_over", "interleave_probs=.5,.5"],
     ["tokenized_path=rows", "overwrite_cache=true", "on_bad_row=quarantine", "template=null"],
     ["mask_history=true", "preserve_thinking=true", "truncation_strategy=left"],
+    [*STREAMED, "buffer_size=128"],
 ]
 
 
@@ -44,6 +45,17 @@ _PAIR_WHY = "    why: only the two answers of a pair are trained\n"
 _DPO = "stage dpo cannot be trained\n    why: DPO is not built yet\n    mend: write stage: sft or stage: pt"
 
 WRONG = [
+    (
+        ["buffer_size=128"],
+        "buffer_size 128 without streaming\n    why: prepared rows are shuffled all together\n"
+        "    mend: remove buffer_size, or write streaming: true",
+    ),
+    (
+        ["preserve_thinking=true"],
+        "preserve_thinking: true without mask_history\n"
+        "    why: the reasoning of answers that are trained is always kept\n"
+        "    mend: remove preserve_thinking, or write mask_history: true",
+    ),
     (
         [TWO, "mix_strategy=interleave_over", "interleave_probs=1"],
         "1 of interleave_probs for 2 data sets\n    mend: write as many numbers as data sets, in their order",

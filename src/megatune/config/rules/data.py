@@ -142,4 +142,19 @@ def pairs(context: Context) -> Iterator[Problem]:
             yield Problem((f"data.{key}", "run.stage"), f"{key} with stage dpo", why, f"remove {key}")
 
 
-RULES: tuple[Rule, ...] = (required, trained_turns, held_out, mixing, order, streaming, pairs)
+def without_effect(context: Context) -> Iterator[Problem]:
+    """What only says something beside another setting."""
+    settings = context.settings
+    data = settings.data
+    if data.buffer_size != DataSettings().buffer_size and not data.streaming:
+        what = f"buffer_size {data.buffer_size} without streaming"
+        why = "prepared rows are shuffled all together"
+        yield Problem(("data.buffer_size", "data.streaming"), what, why, "remove buffer_size, or write streaming: true")
+    if data.preserve_thinking and not data.mask_history and settings.run.stage != "dpo":
+        what = "preserve_thinking: true without mask_history"
+        why = "the reasoning of answers that are trained is always kept"
+        paths = ("data.preserve_thinking", "data.mask_history")
+        yield Problem(paths, what, why, "remove preserve_thinking, or write mask_history: true")
+
+
+RULES: tuple[Rule, ...] = (required, trained_turns, held_out, mixing, order, streaming, pairs, without_effect)
