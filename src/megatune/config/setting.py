@@ -1,7 +1,8 @@
-"""How one setting is declared: once, with its type, unit, default, range and the advice that `explain` prints."""
+"""How one setting is declared: once, with its type, unit, default, range and the texts that `explain` prints."""
 
 from __future__ import annotations
 
+import hashlib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ def setting(
     default: Any,
     *,
     advice: str,
+    how: str,
+    when: str,
+    values: Mapping[str, str] | None = None,
     unit: str = "",
     ge: float | None = None,
     gt: float | None = None,
@@ -31,11 +35,15 @@ def setting(
 
     Args:
         default: the value when the user says nothing.
-        advice: one to three plain sentences: what it does, when to change it, what it costs.
+        advice: one to three plain sentences: what it is.
+        how: one to three more: how it works.
+        when: one to three more: when to change it, and to what. What it costs is planned, not written.
+        values: what each choice of a Literal does, without a full stop.
         unit: what a number counts ("tokens", "seconds", "steps"), "" where it has no unit.
         ge, gt, le, lt: the range of a number.
     """
-    return Field(default, description=advice, json_schema_extra={"unit": unit}, ge=ge, gt=gt, le=le, lt=lt)
+    texts: Any = {"unit": unit, "how": how, "when": when, "values": dict(values or {})}
+    return Field(default, description=advice, json_schema_extra=texts, ge=ge, gt=gt, le=le, lt=lt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class SettingInfo:
         choices: the values of a Literal, () for an open type.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
         expected: type and range in words: "a whole number, at least 1".
+        advice, how, when: what it is, how it works, when to change it.
+        values: what each choice does, by the choice as YAML writes it.
     """
 
     path: str
@@ -61,6 +71,9 @@ class SettingInfo:
     unit: str
     expected: str
     advice: str
+    how: str
+    when: str
+    values: Mapping[str, str]
 
     @property
     def group(self) -> str:
@@ -70,14 +83,19 @@ class SettingInfo:
     def name(self) -> str:
         return self.path.partition(".")[2]
 
+    @property
+    def digest(self) -> str:
+        """Of all texts, 8 hex digits: a translation names it, and shows so that it is of these very texts."""
+        texts = (self.advice, self.how, self.when, *(part for value in self.values.items() for part in value))
+        return hashlib.blake2b("\0".join(texts).encode(), digest_size=4).hexdigest()
+
 
 def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
     """Every setting of one group, in the order of declaration."""
     for name, field in model.model_fields.items():
         kinds, items, choices, optional = _kinds(field.annotation)
         bounds = _bounds(field)
-        extra = field.json_schema_extra
-        unit = str(extra["unit"]) if isinstance(extra, dict) else ""
+        extra: Any = field.json_schema_extra
         yield SettingInfo(
             path=f"{group}.{name}",
             kinds=kinds,
@@ -86,9 +104,12 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
             choices=choices,
             bounds=bounds,
             default=field.get_default(call_default_factory=False),
-            unit=unit,
+            unit=extra["unit"],
             expected=_expected(kinds, items, choices, bounds, optional),
             advice=field.description or "",
+            how=extra["how"],
+            when=extra["when"],
+            values=extra["values"],
         )
 
 

@@ -6,7 +6,8 @@ from functools import cache
 
 from pydantic import Field
 
-from megatune.config.groups.data import BatchSettings, DataSettings
+from megatune.config.groups.batch import BatchSettings
+from megatune.config.groups.data import DataSettings
 from megatune.config.groups.experts import ExpertSettings
 from megatune.config.groups.optimizer import OptimizerSettings, PrecisionSettings
 from megatune.config.groups.output import CheckpointSettings, EvaluationSettings, LoggingSettings

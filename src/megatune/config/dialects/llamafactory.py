@@ -15,6 +15,7 @@ KEYS: dict[str, str] = {
     "num_processes": "run.num_processes",
     "ddp_timeout": "run.ddp_timeout",
     "check_agreement_interval": "run.check_agreement_interval",
+    "memory_check": "run.memory_check",
     "run_name": "run.run_name",
     # model
     "model_name_or_path": "model.model_name_or_path",

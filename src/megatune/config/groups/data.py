@@ -1,4 +1,4 @@
-"""The data sets, how they become tokens, and how tokens become batches."""
+"""The data sets, and how they become tokens."""
 
 from __future__ import annotations
 
@@ -11,152 +11,245 @@ class DataSettings(Group):
     dataset: list[str] = setting(
         [],
         advice="Data sets to train on: names in dataset_info.json, paths, or hub ids such as hf::OWNER/NAME:SUBSET, "
-        "one after the other or separated by commas. NAME#500 takes 500 rows.",
+        "one after the other or separated by commas.",
+        how="Each is read, turned into tokens once and kept in a cache, so that later runs start at once. NAME#500 "
+        "takes 500 rows, drawn at random.",
+        when="Required. Several data sets are mixed as mix_strategy and dataset_weights say.",
     )
     dataset_dir: str = setting(
         "data",
-        advice="Folder that holds dataset_info.json and the files it names. ONLINE takes names for hub ids; "
-        "REMOTE:OWNER/NAME takes dataset_info.json from a data set on the hub.",
+        advice="Folder that holds dataset_info.json and the files it names.",
+        how="ONLINE takes every name for a hub id; REMOTE:OWNER/NAME takes dataset_info.json from a data set on the "
+        "hub.",
+        when="Set it when the data lies elsewhere than in ./data. Paths in `dataset` work without it.",
     )
     eval_dataset: list[str] = setting(
-        [], advice="Data sets to evaluate on, beside those trained on. Use this or val_size, not both."
+        [],
+        advice="Data sets to evaluate on, beside those trained on; named as in `dataset`.",
+        how="They are prepared like the training data and evaluated whole, in their order, when eval_strategy says.",
+        when="Use it where there is a fixed test set; use val_size to split one off. Not both.",
     )
     template: str | None = setting(
         "default",
-        advice="How a conversation is written as tokens. default and null use the chat template of the model's "
-        "tokenizer; a name chooses one of ours, a path ending in .yaml your own. Train with the template that the "
-        "model will be asked with.",
+        advice="How a conversation is written as tokens: default and null use the chat template of the model's "
+        "tokenizer; a name chooses one of ours, a path ending in .yaml your own.",
+        how="It decides the text around each turn, the stop token, and which tokens are the assistant's. A base "
+        "model learns it from the data.",
+        when="Train with the template that the model will be asked with. `megatune data preview` shows what it makes "
+        "of your rows.",
     )
     cutoff_len: int = setting(
         2048,
         unit="tokens",
         ge=2,
-        advice="The longest sample; truncation_strategy says what becomes of longer ones. Memory of activations grows "
-        "in proportion to it; set it to the longest example worth keeping.",
+        advice="The longest sample, and the length of packed rows; truncation_strategy says what becomes of longer "
+        "samples.",
+        how="Without packing a micro-batch is as long as its longest row, so this is only its bound; with packing, "
+        "and in stage pt, rows are filled to it. Memory of activations grows in proportion, time of attention with "
+        "the square of a document's length.",
+        when="Set it to the longest sample worth keeping: `megatune data stats` shows the lengths. For rows that do "
+        "not fit raise context_parallel_size, or recompute.",
     )
     truncation_strategy: Literal["budget", "drop", "left", "right", "error"] = setting(
         "budget",
-        advice="What becomes of a sample longer than cutoff_len: budget cuts turn by turn, prompts and answers in "
-        "proportion; right and left cut off its end or its start; drop leaves it out; error ends the run. The report "
-        "before the first step counts them. Texts of stage pt are cut into pieces whatever this says.",
+        advice="What becomes of a sample longer than cutoff_len.",
+        how="The report before the first step counts what was cut and dropped. Texts of stage pt are cut into pieces "
+        "without loss, whatever this says.",
+        when="Use drop where half an answer would teach the wrong thing, error where nothing should be lost unseen.",
+        values={
+            "budget": "cuts turn by turn, prompts and answers in proportion",
+            "drop": "leaves the sample out",
+            "left": "keeps the end of the sample",
+            "right": "keeps the start of the sample",
+            "error": "ends the run and names the rows",
+        },
     )
     packing: bool | None = setting(
         None,
-        advice="Put several samples into one row of up to cutoff_len tokens, so that little is padding. Each attends "
-        "to itself only and counts positions from 0: the gradients are those of unpacked rows. As rows then hold "
-        "many samples, lower the batch size; null packs the texts of stage pt, and nothing else.",
+        advice="Put several samples into one row of up to cutoff_len tokens, so that little is padding. null packs "
+        "the texts of stage pt, and nothing else.",
+        how="Samples are dealt to rows by best fit over the whole data set. Each attends to itself only and counts "
+        "positions from 0, so losses and gradients are those of unpacked rows.",
+        when="Turn it on whenever samples are much shorter than cutoff_len. A row then holds many samples, so lower "
+        "the batch size to keep the steps as they were.",
     )
     group_by_length: bool = setting(
         False,
-        advice="Put rows of similar length into a batch, so that less is padding; the longest come first. Packing does "
-        "better; with packing it has no use.",
+        advice="Put rows of similar length into a batch, so that less is padding.",
+        how="Rows are shuffled, and sorted by length within groups of up to 50 batches; the longest row of all comes "
+        "first, so that memory that does not suffice shows at once.",
+        when="For runs that cannot pack. Packing leaves less padding, and with it this has no use.",
     )
     disable_shuffling: bool = setting(
-        False, advice="Train rows in the order of the data, the same in every epoch. For curricula made by hand."
+        False,
+        advice="Train rows in the order of the data, the same in every epoch.",
+        how="Batches are cut from the rows as they stand, data set after data set.",
+        when="For curricula made by hand. Anything else trains better on shuffled rows.",
     )
     mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = setting(
         "concat",
-        advice="How several data sets become one. concat takes each whole. The others draw from them in turn, or with "
-        "interleave_probs: under stops when the first is used up, over repeats the small ones until the last is, once "
-        "goes on with the rest and repeats nothing.",
+        advice="How several data sets become one.",
+        how="The mixture is made once, before rows are packed and shuffled. Interleaving draws from the data sets in "
+        "turn, or as often as interleave_probs says.",
+        when="concat with dataset_weights is the simplest way to weigh data sets. Interleave where the shares matter "
+        "more than seeing every row once.",
+        values={
+            "concat": "takes each data set whole",
+            "interleave_under": "draws until the first data set is used up",
+            "interleave_over": "draws until the last data set is used up, and repeats the small ones",
+            "interleave_once": "draws until all are used up, and repeats nothing",
+        },
     )
     interleave_probs: list[float] | None = setting(
-        None, advice="How often mix_strategy draws from each data set, in the order of `dataset`; they sum to 1."
+        None,
+        advice="How often mix_strategy draws from each data set, in the order of `dataset`; the numbers sum to 1.",
+        how="Each draw picks a data set with these probabilities, seeded by `seed`. null draws from one after the "
+        "other.",
+        when="Set it with one of the interleave strategies, to give a small data set a larger share than its size.",
     )
     dataset_weights: list[float] | None = setting(
         None,
         advice="How often each data set is trained in an epoch, in the order of `dataset`: 2 is twice, 0.5 a random "
-        "half, the same in every epoch.",
+        "half.",
+        how="Whole numbers repeat a data set; a fraction takes a random part, the same in every epoch.",
+        when="Set it with mix_strategy: concat, to repeat small, good data or to thin out large data.",
     )
     streaming: bool = setting(
         False,
-        advice="Read and tokenise while training, for data too large to prepare first. Needs max_steps; rows are "
-        "shuffled among buffer_size at a time.",
+        advice="Read and tokenise while training, instead of preparing all rows first.",
+        how="A process beside the run fills blocks of buffer_size samples, shuffles and packs each, and hands them "
+        "to all ranks. A resume goes on at the place in the files.",
+        when="For data too large to prepare first. Needs max_steps, since nobody knows how long an epoch is, and "
+        "mixes only within a block.",
     )
     buffer_size: int = setting(
         16384,
         unit="samples",
         ge=1,
-        advice="With streaming: samples that are shuffled, and packed, together. Larger mixes better and takes longer "
-        "to begin.",
+        advice="With streaming: samples that are shuffled, and packed, together.",
+        how="The run begins when the first block is read and tokenised; the next one is made while this one is "
+        "trained.",
+        when="Raise it for better mixing and fuller rows, lower it for an earlier first step.",
     )
     on_bad_row: Literal["skip", "quarantine", "error"] = setting(
         "skip",
-        advice="What becomes of rows that cannot be trained on. skip counts and reports them; quarantine also writes "
-        "them with their reasons to bad_rows.jsonl in output_dir; error ends the run and names them.",
+        advice="What becomes of rows that cannot be trained on.",
+        how="A row is bad when it cannot be read, has not the form that its data set should have, or has nothing to "
+        "train. Each has a code, and the report counts them by code.",
+        when="error is right where the data should be clean; quarantine helps to mend it.",
+        values={
+            "skip": "counts and reports them",
+            "quarantine": "also writes them with their reasons to bad_rows.jsonl in output_dir",
+            "error": "ends the run and names them",
+        },
     )
     tokenized_path: str | None = setting(
         None,
-        advice="Folder for the prepared rows, to be taken elsewhere or kept: made if it is not there, opened if it is. "
-        "null keeps them in the cache, $MEGATUNE_CACHE or ~/.cache/megatune.",
+        advice="Folder for the prepared rows, made if it is not there and opened if it is. null keeps them in the "
+        "cache, $MEGATUNE_CACHE or ~/.cache/megatune.",
+        how="The folder holds tokens and a key of all that determined them; a run whose data or settings differ is "
+        "refused instead of training on the wrong rows.",
+        when="Set it to prepare rows on one machine and train on another, or to keep them. The cache does the rest "
+        "by itself.",
     )
-    overwrite_cache: bool = setting(False, advice="Prepare the rows anew even where they are in the cache.")
+    overwrite_cache: bool = setting(
+        False,
+        advice="Prepare the rows anew even where they are in the cache.",
+        how="The cache is keyed by the content of files, tokenizer, template and settings, so a change of any of "
+        "them prepares anew without this.",
+        when="Seldom: where something outside the key has changed.",
+    )
     max_samples: int | None = setting(
-        None, unit="rows", ge=1, advice="Use at most this many rows of each data set. Set it small to try a run out."
+        None,
+        unit="rows",
+        ge=1,
+        advice="Use at most this many rows of each data set, the first ones.",
+        how="The rest is not read.",
+        when="Set it small to try a run out. To thin data out, dataset_weights draws at random.",
     )
     val_size: float = setting(
         0.0,
         unit="rows, or a share below 1",
         ge=0,
-        advice="Hold out rows of the training data for evaluation: a share below 1, or a number of rows. The same "
-        "seed holds out the same rows.",
+        advice="Hold out rows of the training data for evaluation: a share below 1, or a number of rows.",
+        how="A row's own text and the seed decide whether it is held out, so the split stays as rows are added or "
+        "other settings change. Copies of a held-out row are not trained.",
+        when="0.01 to 0.1 of the rows shows whether a run overfits. Needs eval_strategy.",
     )
     train_on_prompt: bool = setting(
         False,
-        advice="Train on the user's turns as well as the assistant's. Rarely useful outside of very small data sets.",
+        advice="Train on the user's turns as well as the assistant's.",
+        how="The loss then counts every token of the conversation; otherwise prompts are context only.",
+        when="Rarely useful outside of very small data sets: the model learns to write questions, too.",
     )
     mask_history: bool = setting(
-        False, advice="Train on the last assistant turn of each conversation only; earlier turns are context."
+        False,
+        advice="Train on the last assistant turn of each conversation only; earlier turns are context.",
+        how="With truncation_strategy: budget a long conversation then keeps its last turns instead of its first.",
+        when="For data whose earlier answers are not worth learning. Fewer tokens are trained for the same time.",
     )
     enable_thinking: bool | None = setting(
         True,
-        advice="For models that think before they answer: true and false say which way answers without reasoning are "
-        "written, null leaves each answer as it is in the data.",
+        advice="For models that think before they answer: how answers without reasoning are written.",
+        how="true trains them to begin with an empty thought. false takes all reasoning out and puts the empty "
+        "thought into the prompt. null keeps reasoning where there is some, and puts an empty thought into the "
+        "prompt where there is none.",
+        when="Set false for data without reasoning if the model will be asked with thinking off. Set null for mixed "
+        "data.",
     )
     preserve_thinking: bool = setting(
-        False, advice="With mask_history, keep the reasoning of earlier answers, which is left out otherwise."
+        False,
+        advice="With mask_history, keep the reasoning of earlier answers, which is left out otherwise.",
+        how="Templates of thinking models drop the reasoning of earlier turns when they are asked; this keeps it as "
+        "context.",
+        when="Only if the model will be asked with its earlier reasoning in the prompt.",
     )
     default_system: str | None = setting(
-        None, advice="System message for conversations that have none. null keeps the template's own."
+        None,
+        advice="System message for conversations that have none. null keeps the template's own.",
+        how="It is written as the template writes system messages. Conversations with a system message keep theirs.",
+        when="Set it to what the model will be asked with.",
     )
-    model_name: str | None = setting(None, advice="Replaces {{name}} in the data, for teaching a model who it is.")
+    model_name: str | None = setting(
+        None,
+        advice="Replaces {{name}} in the data, for teaching a model who it is.",
+        how="The text is replaced before rows are tokenised. Data with {{name}} and no value here is refused.",
+        when="Set it with identity data sets.",
+    )
     model_author: str | None = setting(
-        None, advice="Replaces {{author}} in the data, for teaching a model who made it."
+        None,
+        advice="Replaces {{author}} in the data, for teaching a model who made it.",
+        how="The text is replaced before rows are tokenised. Data with {{author}} and no value here is refused.",
+        when="Set it with identity data sets.",
     )
     preprocessing_num_workers: int | None = setting(
         None,
         unit="processes",
         ge=1,
-        advice="Processes that turn text into tokens. null takes one. More take seconds to start, so they pay for "
-        "large data only.",
+        advice="Processes that turn text into tokens. null takes one.",
+        how="Rows are dealt to them in chunks of 256 and come back in order: their number changes no result. Each "
+        "takes seconds to start.",
+        when="Raise it towards the machine's cores for data that takes minutes to prepare.",
     )
     dataloader_num_workers: int = setting(
         0,
         unit="processes",
         ge=0,
-        advice="Processes that prepare batches ahead of the step. 0 prepares them in the step's process.",
+        advice="Processes, for each rank, that prepare batches ahead of the step. 0 prepares them in the rank's own "
+        "process.",
+        how="A batch is only copied from prepared rows: tokenising is long done. The number of processes changes no "
+        "result.",
+        when="0 is nearly always right. Raise it to 1 or 2 where steps are very short.",
     )
     dataloader_pin_memory: bool = setting(
-        True, advice="Keep batches in page-locked memory, from where copies to a GPU overlap with computing."
+        True,
+        advice="Keep batches in page-locked memory, from where copies to a GPU overlap with computing.",
+        how="It takes as much host memory as a few batches; without a GPU it does nothing.",
+        when="Turn it off only where the host allows no page-locked memory.",
     )
     remove_unused_columns: bool = setting(
-        True, advice="Either value does the same: only the columns that dataset_info.json names are ever read."
+        True,
+        advice="Either value does the same: only the columns that dataset_info.json names are ever read.",
+        how="It is accepted so that files written for other tools run unchanged.",
+        when="Never: leave it out.",
     )
-
-
-class BatchSettings(Group):
-    per_device_train_batch_size: int = setting(
-        8,
-        unit="rows",
-        ge=1,
-        advice="Rows of one micro-batch. Raise it while memory lasts: larger ones use a GPU better. The global batch "
-        "is this times gradient_accumulation_steps times the data-parallel size.",
-    )
-    gradient_accumulation_steps: int = setting(
-        1,
-        unit="micro-batches",
-        ge=1,
-        advice="Micro-batches of one step. Raise it for a larger global batch at the same memory; with a pipeline, "
-        "several times pipeline_model_parallel_size keeps the stages busy.",
-    )
-    per_device_eval_batch_size: int = setting(8, unit="rows", ge=1, advice="Rows of one micro-batch in evaluation.")

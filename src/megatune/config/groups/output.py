@@ -12,48 +12,98 @@ class LoggingSettings(Group):
         10,
         unit="steps",
         ge=1,
-        advice="A log line every so many steps. The loss of a line is the mean over those steps.",
+        advice="A log line every so many steps; its loss is the mean over those steps.",
+        how="The console, metrics.jsonl, trainer_log.jsonl and TensorBoard all have these lines. eval_steps: null "
+        "takes it, too.",
+        when="1 for short runs, 10 to 100 for long ones.",
     )
     report_to: list[Literal["tensorboard", "none"]] = setting(
-        ["tensorboard"], advice="tensorboard writes event files to output_dir/runs; none writes only the log files."
+        ["tensorboard"],
+        advice="Where the numbers go beside the log files.",
+        how="trainer_log.jsonl and metrics.jsonl are always written to output_dir.",
+        when="none where nobody looks at TensorBoard.",
+        values={
+            "tensorboard": "event files in output_dir/runs",
+            "none": "the log files only",
+        },
     )
     plot_loss: bool = setting(
-        True, advice="Draw the loss to output_dir/training_loss.png, while training and at its end."
+        True,
+        advice="Draw the loss to output_dir/training_loss.png, while training and at its end.",
+        how="It is drawn at most every 30 seconds, and never for more than a hundredth of the time.",
+        when="Turn it off where matplotlib is slow to start or not wanted.",
     )
 
 
 class CheckpointSettings(Group):
     save_strategy: Literal["steps", "epoch", "no"] = setting(
         "steps",
-        advice="When checkpoints are saved: every save_steps, after every epoch, or only at the end, which always "
-        "saves.",
+        advice="When checkpoints are saved. The end of the run always saves.",
+        how="A checkpoint is written beside its final name, digested and renamed: it is whole or not there. All "
+        "processes write at the same time, and training waits.",
+        when="steps, for runs that may be interrupted.",
+        values={
+            "steps": "every save_steps",
+            "epoch": "after every epoch",
+            "no": "only at the end",
+        },
     )
     save_steps: int = setting(
         500,
         unit="steps",
         ge=1,
-        advice="A checkpoint every so many steps. At most this many steps are lost when a machine fails; each save "
-        "costs the time to write the model and its training state.",
+        advice="A checkpoint every so many steps.",
+        how="At most this many steps are lost when a machine fails. Each save takes the time to write the model and "
+        "its training state, about 14 bytes a parameter in bf16.",
+        when="Such that a save comes every 15 to 60 minutes.",
     )
     save_total_limit: int | None = setting(
-        None, unit="checkpoints", ge=1, advice="Keep only the newest so many checkpoints. null keeps all of them."
+        None,
+        unit="checkpoints",
+        ge=1,
+        advice="Keep only the newest so many checkpoints. null keeps all of them.",
+        how="Older ones are deleted after a new one is whole. The best one is kept with load_best_model_at_end.",
+        when="2 or 3 where the disk is small: a checkpoint of an 8B model takes about 115 GB.",
     )
     save_only_model: bool = setting(
         False,
         advice="Leave out the training state: checkpoints are a quarter of the size or less, and cannot be resumed "
         "from.",
+        how="Only the Hugging Face model is written.",
+        when="Where every checkpoint is to be evaluated and none will be resumed.",
     )
-    save_hf_model: bool = setting(True, advice="Always true: every checkpoint is a Hugging Face model as it is.")
+    save_hf_model: bool = setting(
+        True,
+        advice="Always true: every checkpoint is a Hugging Face model as it is.",
+        how="Weights are written as safetensors with the checkpoint's own keys.",
+        when="Never: leave it out.",
+    )
 
 
 class EvaluationSettings(Group):
     eval_strategy: Literal["no", "steps", "epoch"] = setting(
-        "no", advice="When to evaluate: never, every eval_steps, or after every epoch. Needs val_size or eval_dataset."
+        "no",
+        advice="When to evaluate. Needs val_size or eval_dataset.",
+        how="The loss over all held-out rows is computed without updates, and logged with its perplexity.",
+        when="steps to watch a run, epoch for a few passes over small data.",
+        values={
+            "no": "never",
+            "steps": "every eval_steps, and at the end",
+            "epoch": "after every epoch",
+        },
     )
     eval_steps: int | None = setting(
-        None, unit="steps", ge=1, advice="Evaluate every so many steps. null takes logging_steps, as Transformers does."
+        None,
+        unit="steps",
+        ge=1,
+        advice="Evaluate every so many steps. null takes logging_steps, as Transformers does.",
+        how="The last step is always evaluated.",
+        when="Set it: logging_steps is often too frequent. With load_best_model_at_end save_steps is a multiple of it.",
     )
     load_best_model_at_end: bool = setting(
         False,
-        advice="Finish with the checkpoint of the lowest evaluation loss instead of the last. It is never deleted.",
+        advice="Finish with the checkpoint of the lowest evaluation loss instead of the last.",
+        how="The final model in output_dir is copied from that checkpoint, which is never deleted.",
+        when="Where more epochs than needed are run and the evaluation loss turns up again. save_strategy must be "
+        "eval_strategy.",
     )

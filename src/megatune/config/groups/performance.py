@@ -10,13 +10,26 @@ from megatune.config.setting import Group, setting
 class RecomputeSettings(Group):
     recompute_granularity: Literal["full", "selective"] | None = setting(
         None,
-        advice="Compute activations again in the backward pass instead of keeping them. full keeps only the inputs of "
-        "layers: the least memory, about a third more time. selective does it for recompute_modules only: cheap.",
+        advice="Compute activations again in the backward pass instead of keeping them. null keeps all.",
+        how="What is recomputed keeps only its inputs, and its forward pass runs once more. The numbers stay the "
+        "same, bit for bit.",
+        when="selective first, where a run does not fit; full where that is not enough. A run that fits without is "
+        "faster without.",
+        values={
+            "full": "keeps only the inputs of layers: the least memory, about a third more time",
+            "selective": "recomputes recompute_modules only: cheap",
+        },
     )
     recompute_method: Literal["uniform", "block"] | None = setting(
         None,
-        advice="With full: uniform recomputes all layers, in groups of recompute_num_layers; block only the first "
-        "recompute_num_layers of each stage. null takes uniform.",
+        advice="With full: which layers are recomputed. null takes uniform.",
+        how="uniform keeps one input for each group of recompute_num_layers layers; block recomputes the first "
+        "recompute_num_layers of each stage and keeps the rest whole.",
+        when="block where memory is left: lower recompute_num_layers until it is used.",
+        values={
+            "uniform": "recomputes all layers, in groups",
+            "block": "recomputes the first layers of each stage only",
+        },
     )
     recompute_num_layers: int | None = setting(
         None,
@@ -24,49 +37,95 @@ class RecomputeSettings(Group):
         ge=1,
         advice="With full: layers of one recomputed group (uniform) or recomputed layers of each stage (block). null "
         "takes 1 with uniform, and all with block.",
+        how="A larger group keeps fewer inputs, and needs the activations of the whole group at once in its backward "
+        "pass.",
+        when="With uniform leave it at 1; with block set as many as the memory needs.",
     )
     recompute_modules: list[
         Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"]
     ] = setting(
         ["core_attn"],
-        advice="With selective: what is recomputed. core_attn costs least; mlp and moe save most; layernorm and "
-        "moe_act recompute what is cheap; mla_up_proj and shared_experts are of the models that have them.",
+        advice="With selective: what is recomputed.",
+        how="Each module keeps its inputs and runs its forward pass once more. mla_up_proj, moe, moe_act and "
+        "shared_experts are of the models that have them.",
+        when="Add modules until the run fits, the cheap ones first: layernorm and moe_act, then core_attn, then mlp "
+        "and moe.",
+        values={
+            "core_attn": "attention between its inputs and its output",
+            "layernorm": "the two norms of a layer",
+            "mlp": "the dense feed-forward",
+            "moe": "the sparse feed-forward, tokens' travel included",
+            "moe_act": "the experts' activation; needs moe_grouped_gemm",
+            "mla_up_proj": "the up-projections of multi-latent attention",
+            "shared_experts": "the shared experts",
+        },
     )
     moe_layer_recompute: bool = setting(
-        False, advice="Recompute whole expert layers in the backward pass: selective with the module moe."
+        False,
+        advice="Recompute whole expert layers in the backward pass: selective with the module moe.",
+        how="Tokens travel to their experts a second time.",
+        when="Where the activations of experts do not fit, above all when experts are unevenly busy.",
     )
 
 
 class PerformanceSettings(Group):
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = setting(
         "auto",
-        advice="Which kernel attends: flash, fused (cuDNN), or unfused and local, which are plain matrix products with "
-        "all scores in memory. auto takes the fastest that the device and the shapes allow; the banner says which.",
+        advice="Which kernel attends.",
+        how="The banner says which one runs. Kernels that never hold all scores take memory in proportion to the "
+        "length of a row, the others to its square.",
+        when="Leave it at auto; name one to compare kernels, or to have the run refused where it is missing.",
+        values={
+            "auto": "the fastest that device and shapes allow",
+            "flash": "flash attention; needs bf16 or fp16 on a GPU",
+            "fused": "cuDNN's kernel, for rows of one document",
+            "unfused": "plain matrix products, with all scores in memory",
+            "local": "the same as unfused",
+        },
     )
     bias_activation_fusion: bool = setting(
-        False, advice="Compute the feed-forward's activation in one pass over memory where that is possible."
+        False,
+        advice="Compute the feed-forward's activation (SwiGLU) in one pass over memory.",
+        how="It keeps only its input for the backward pass, instead of input and silu(gate).",
+        when="Turn it on on GPUs: less memory and time. Results differ in the last bits.",
     )
     apply_rope_fusion: bool = setting(
-        False, advice="Compute rotary embeddings in one pass over memory where that is possible."
+        False,
+        advice="Compute rotary embeddings in one pass over memory where that is possible.",
+        how="It replaces several small operators on queries and keys, and keeps nothing more for the backward pass.",
+        when="Turn it on on GPUs.",
     )
     cross_entropy_loss_fusion: bool = setting(
         True,
-        advice="Compute the output layer and the loss together, a chunk of tokens at a time, so that the logits of all "
-        "tokens are never in memory. false computes all logits first.",
+        advice="Compute the output layer and the loss together, a chunk of tokens at a time.",
+        how="The logits of all tokens are never in memory; the backward pass computes each chunk's again. false "
+        "computes all logits first: several times tokens × vocabulary × 4 bytes.",
+        when="Leave it on: with vocabularies of 150,000 it saves gigabytes at hardly any time.",
     )
     rms_norm_fusion: bool = setting(
         True,
-        advice="Normalize in one pass over memory each way, keeping one number a token for the backward pass. false "
-        "computes it operator by operator.",
+        advice="Normalize in one pass over memory each way, keeping one number a token for the backward pass.",
+        how="false computes it operator by operator and keeps an fp32 copy of the input.",
+        when="Leave it on.",
     )
     gradient_accumulation_fusion: bool = setting(
         False,
-        advice="Add weight gradients straight into the fp32 gradients, without a copy in between. Saves a pass over "
-        "memory for each weight on GPUs.",
+        advice="Add weight gradients straight into the gradient buffer, without a copy in between.",
+        how="The matrix product that makes a weight's gradient adds to the buffer, in its dtype. It saves a pass "
+        "over memory for each weight.",
+        when="Turn it on on GPUs, above all with many micro-batches.",
     )
     manual_gc: bool = setting(
         False,
-        advice="Collect Python's garbage at the same steps on all processes, instead of whenever each one likes, so "
-        "that they do not wait for each other.",
+        advice="Collect Python's garbage at the same steps on all processes, instead of whenever each one likes.",
+        how="A collection takes tens of milliseconds, and all wait for the process that does it.",
+        when="Turn it on for runs of many processes.",
     )
-    manual_gc_interval: int = setting(50, unit="steps", ge=1, advice="With manual_gc: collect every so many steps.")
+    manual_gc_interval: int = setting(
+        50,
+        unit="steps",
+        ge=1,
+        advice="With manual_gc: collect every so many steps.",
+        how="Between collections only what is in reference circles stays in the host's memory.",
+        when="Raise it where steps are short.",
+    )

@@ -10,69 +10,136 @@ from megatune.config.setting import Group, setting
 class RunSettings(Group):
     stage: Literal["pt", "sft", "dpo"] = setting(
         "sft",
-        advice="pt trains on every token of plain text; sft trains on the assistant's turns of conversations; dpo on "
-        "pairs of answers, of which one is preferred: its data can be looked at, training on it is not built yet. "
-        "Use pt to teach a language or a domain, sft to teach behaviour.",
+        advice="What kind of training this is, and so which form of data it takes and which tokens are trained.",
+        how="The stage decides how a row becomes tokens and labels; model, optimizer and layout are the same in all "
+        "stages. The loss is always the sum over trained tokens divided by their global number.",
+        when="pt teaches a language or a domain from plain text; sft teaches behaviour from conversations. Rows of "
+        "pt are packed unless packing says otherwise.",
+        values={
+            "pt": "trains on every token of plain text",
+            "sft": "trains on the assistant's turns of conversations",
+            "dpo": "pairs of answers, of which one is preferred; they can be looked at, training is not built yet",
+        },
     )
-    do_train: bool = setting(True, advice="Always true: training is what this command does.")
+    do_train: bool = setting(
+        True,
+        advice="Always true: training is what this command does.",
+        how="It is accepted so that files written for LLaMA-Factory run unchanged; false is refused.",
+        when="Never: leave it out.",
+    )
     output_dir: str | None = setting(
         None,
-        advice="Folder for checkpoints, logs and the final model. A run started again on the same folder goes on "
-        "from its newest checkpoint. Every checkpoint kept costs the model's size, and with its training state about "
-        "12 bytes per parameter more.",
+        advice="Folder for checkpoints, logs and the final model.",
+        how="A run started again on the same folder goes on from its newest whole checkpoint. Every checkpoint kept "
+        "takes the model's size on disk, and with its training state about 12 bytes per parameter more.",
+        when="Name a new folder for every new run, on a disk that every machine of the run sees. Name the old one to "
+        "go on with a run.",
     )
     overwrite_output_dir: bool = setting(
         False,
-        advice="Start from the first step even where output_dir holds checkpoints to resume from; they are deleted. "
-        "With resume_from_checkpoint naming one of them, delete those of later steps.",
+        advice="Start from the first step even where output_dir holds checkpoints to resume from; they are deleted.",
+        how="With resume_from_checkpoint naming a checkpoint, only those of later steps are deleted, when the run is "
+        "about to begin.",
+        when="Turn it on to repeat a run in the same folder. Leave it off in files that a scheduler starts again: "
+        "each restart would begin at step 0.",
     )
     resume_from_checkpoint: bool | str | None = setting(
         None,
-        advice="null resumes from the newest whole checkpoint of output_dir if there is one, true insists on one, "
-        "false never resumes, and a path names the checkpoint. The layout may differ from the one that saved it.",
+        advice="Where the run goes on from: null is the newest whole checkpoint of output_dir if there is one, true "
+        "insists on one, false never resumes, a path names the checkpoint.",
+        how="Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked "
+        "first. The layout may differ from the one that saved it; in the same layout the run continues bit for bit.",
+        when="null is right for nearly every run. Use true where a start from step 0 would be a mistake, and a path "
+        "to go back to an earlier step.",
     )
     seed: int = setting(
         42,
         ge=0,
         lt=2**32,
-        advice="Seeds the order of rows, the held-out split and the random numbers of training. The same seed in the "
+        advice="Seeds the order of rows, the held-out split, packing and the random numbers of training.",
+        how="The order of rows is a pure function of the seed and the epoch, in every layout. The same seed in the "
         "same layout gives the same run, bit for bit.",
+        when="Change it to see how much of a result is chance. Changing it also changes which rows val_size holds out.",
     )
     num_processes: int | None = setting(
         None,
         unit="processes",
         ge=1,
-        advice="Processes to start on this machine. null takes one for each GPU, and on a CPU as few as the layout "
-        "allows. On a CPU more data-parallel processes help only while there are cores for them.",
+        advice="Processes of the whole run; one drives one GPU. null takes one for each GPU, and on a CPU as few as "
+        "the layout allows.",
+        how="What the layout does not take (tensor, pipeline and context parallelism) becomes data parallelism. "
+        "Started by torchrun, the run has torchrun's processes instead.",
+        when="Set it on a CPU, to try the layout of a larger machine there, or to use only some of a machine's GPUs. "
+        "More data-parallel processes help a CPU only while there are cores for them.",
     )
     ddp_timeout: int = setting(
         1800,
         unit="seconds",
         gt=0,
-        advice="How long a collective operation may wait for the other processes before the run is ended. Raise it "
-        "for slow storage; a larger value also means that a hang is noticed later.",
+        advice="How long a collective operation may wait for the other processes before the run is ended.",
+        how="It bounds start-up, loading, saving and every exchange. A process that shows no progress for this long, "
+        "or for half an hour if that is less, is named and ends the run.",
+        when="Raise it for slow storage or very large models, whose loading or saving takes longer. A larger value "
+        "also means that a hang is noticed later.",
     )
     check_agreement_interval: int | None = setting(
         None,
         unit="steps",
         ge=1,
-        advice="Every so many steps check that processes which hold the same weights and gradients hold the same "
-        "numbers, and end the run naming those that do not. For new machines and for hunting faults; null is off.",
+        advice="Every so many steps, check that processes which hold the same weights and gradients hold the same "
+        "numbers; null is off.",
+        how="At those steps gradients are compared before the update and weights after it, across all copies. The "
+        "first difference ends the run and names the ranks.",
+        when="Use it on new machines and when hunting faults: 100 finds a broken device for little time. Leave it "
+        "off once the machines are trusted.",
+    )
+    memory_check: Literal["error", "warn", "off"] = setting(
+        "error",
+        advice="Whether the memory of every pipeline stage is planned before anything starts, and what becomes of a "
+        "run that does not fit.",
+        how="Weights, gradients and optimizer state are counted exactly, activations and buffers are estimated, and "
+        "the fullest stage is held against the device's memory.",
+        when="Leave it at error. Use warn where the estimate refuses what you know to fit, off to start without "
+        "planning.",
+        values={
+            "error": "refuses a run that cannot fit",
+            "warn": "only says so",
+            "off": "does not plan",
+        },
     )
     run_name: str | None = setting(
-        None, advice="Name of the run in logs and in TensorBoard. null uses output_dir's name."
+        None,
+        advice="Name of the run in its log lines and in TensorBoard. null takes output_dir's name.",
+        how="TensorBoard's event files lie in output_dir/runs under this name.",
+        when="Set it where several output folders end in the same name.",
     )
 
 
 class ModelSettings(Group):
     model_name_or_path: str | None = setting(
-        None, advice="Folder of the Hugging Face checkpoint to train: config.json, safetensors and tokenizer."
+        None,
+        advice="Folder of the Hugging Face checkpoint to train: config.json, safetensors and tokenizer.",
+        how="Each process reads only the slices of the safetensors that it holds, without a conversion step. The "
+        "final model has the same form and the same keys.",
+        when="Required. Start from an instruction-tuned model for behaviour, from a base model for continued "
+        "pretraining.",
     )
     trust_remote_code: Literal[False] = setting(
         False,
         advice="Always false: the supported families need no code from a checkpoint's repository, so none is run.",
+        how="The model is built from this project's own description of its family; config.json only gives the numbers.",
+        when="Never: true is refused.",
+        values={
+            "false": "no code of the checkpoint is run",
+        },
     )
     finetuning_type: Literal["full"] = setting(
         "full",
-        advice="full trains every parameter: 16 bytes of weights, gradients and optimizer state per parameter or more.",
+        advice="Which parameters are trained.",
+        how="full keeps weights, gradients and optimizer state of every parameter: 18 bytes each in bf16, 16 in "
+        "fp32, shared out by the layout and the distributed optimizer.",
+        when="full is all that is built; LoRA and freezing are refused by name.",
+        values={
+            "full": "trains every parameter",
+        },
     )

@@ -1,0 +1,1 @@
+"""What `explain` says in Chinese. Imported only where Chinese is asked for."""

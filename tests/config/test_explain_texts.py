@@ -1,0 +1,87 @@
+"""What `explain` says of settings: complete in both languages, and each translation of the very text it stands for."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatune.config.chinese.refusals import MENDS, REFUSALS
+from megatune.config.chinese.texts import translations
+from megatune.config.chinese.types import UNITS, expected
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.setting import Group, describe, setting
+from megatune.config.settings import all_settings
+
+INFOS = list(all_settings().values())
+
+
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.path)
+def test_english_is_complete(info):
+    for text in (info.advice, info.how, info.when):
+        assert text.endswith(".")
+        assert text[0].isupper() or text[0].isdigit() or re.match(r"[a-z0-9_]+\b", text), text
+        assert 1 <= text.count(". ") + 1 <= 3, text
+    if info.choices and bool not in info.kinds:
+        assert list(info.values) == [str(choice) for choice in info.choices]
+    assert not any(text.endswith(".") for text in info.values.values())
+
+
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.path)
+def test_chinese_is_of_this_english(info):
+    """Where this fails, the English changed: look at the Chinese, and write the new digest beside it."""
+    text = translations()[info.path]
+    assert text.english == info.digest
+    assert list(text.values) == list(info.values)
+    for each in (text.what, text.how, text.when, *text.values.values()):
+        assert re.search(r"[\u4e00-\u9fff]", each) or each.isascii()
+    for each in (text.what, text.how, text.when):
+        assert each.endswith("。"), each
+        assert not re.search(r"[\u4e00-\u9fff][,;:]|[,;:][\u4e00-\u9fff]", each), each
+    assert info.unit == "" or info.unit in UNITS
+    assert re.search(r"[\u4e00-\u9fff]", expected(info))
+
+
+def test_nothing_else_is_translated():
+    assert list(translations().keys() - all_settings().keys()) == []
+
+
+def test_keys_and_numbers_survive_translation():
+    """A key that the English names is named in Chinese, too, and the other way round no key is made up."""
+    keys = {info.name for info in INFOS if "_" in info.name}
+    for info in INFOS:
+        text = translations()[info.path]
+        named = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", f"{text.what} {text.how} {text.when}")) & keys
+        english = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", f"{info.advice} {info.how} {info.when}")) & keys
+        assert named - english == set(), info.path
+        assert english - named == set(), info.path
+
+
+def test_digest_sees_every_text():
+    def digest(**changes):
+        texts = {"advice": "A.", "how": "B.", "when": "C.", "values": {"x": "d"}, **changes}
+        model = type("Some", (Group,), {"__annotations__": {"a": str}, "a": setting("x", **texts)})
+        return next(describe("some", model)).digest
+
+    changed = ({"advice": "Z."}, {"how": "Z."}, {"when": "Z."}, {"values": {"x": "z"}}, {"values": {"z": "d"}})
+    assert len({digest(), *(digest(**each) for each in changed)}) == 6
+
+
+def test_refusals_are_translated():
+    for key, refused in LLAMAFACTORY.not_built.items():
+        assert refused.why in REFUSALS, key
+        assert not refused.mend or refused.mend in MENDS, key
+    assert set(REFUSALS) == {refused.why for refused in LLAMAFACTORY.not_built.values()}
+
+
+def test_chinese_is_imported_only_when_asked_for():
+    script = (
+        "import sys\n"
+        "from megatune.plan.explain import default_grounds, explain_key\n"
+        "explain_key('cutoff_len', default_grounds())\n"
+        "print([name for name in sys.modules if 'chinese' in name or name in ('torch', 'numpy', 'matplotlib')])\n"
+        "explain_key('cutoff_len', default_grounds(), 'zh')\n"
+        "print('megatune.config.chinese.texts' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "True"]
