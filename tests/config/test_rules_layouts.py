@@ -122,13 +122,15 @@ WRONG = [
         ["pipeline_model_parallel_size=2", "decoder_first_pipeline_num_layers=5", "decoder_last_pipeline_num_layers=5"],
         "decoder_first_pipeline_num_layers 5 and decoder_last_pipeline_num_layers 5: 10 layers are "
         "asked for, the model has 12\n"
-        "    mend: the parts together hold the model's 12 layers",
+        "    why: the parts together hold the model's 12 layers\n"
+        "    mend: write decoder_last_pipeline_num_layers: 7",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*5L"],
         "pipeline_model_parallel_layout Et*6|t*5L: it has 11 layers, the model 12\n"
-        "    mend: the parts together hold the model's 12 layers",
+        "    why: the parts together hold the model's 12 layers\n"
+        "    mend: write pipeline_model_parallel_layout: Et*6|t*6L",
     ),
     (
         QWEN,

@@ -6,7 +6,9 @@ A model is cut into pp · vpp chunks, one after the other; chunk c is virtual st
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,40 +24,62 @@ class PipelineChunk:
     loss: bool = False
 
 
-def pipeline_chunks(parallel: ParallelSettings, num_layers: int) -> list[PipelineChunk]:
+def pipeline_chunks(parallel: ParallelSettings, num_layers: int) -> tuple[PipelineChunk, ...]:
     """The chunks in the order of the model.
 
     Raises:
         ValueError: the settings cannot be met with this many layers; its text says why, for `config.rules`.
     """
-    if parallel.pipeline_model_parallel_layout is not None:
-        chunks = parse_layout(parallel.pipeline_model_parallel_layout)
+    return _chunks(
+        parallel.pipeline_model_parallel_layout,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_stages or 1,
+        (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers),
+        (parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split),
+        num_layers,
+    )
+
+
+@lru_cache(maxsize=1024)  # a plan asks for the same ones many times
+def _chunks(
+    layout: str | None,
+    pp: int,
+    vpp: int,
+    ends: tuple[int | None, int | None],
+    counted: tuple[bool, bool],
+    num_layers: int,
+) -> tuple[PipelineChunk, ...]:
+    if layout is not None:
+        chunks = parse_layout(layout)
         found = sum(chunk.num_layers for chunk in chunks)
         if found != num_layers:
             raise ValueError(f"it has {found} layers, the model {num_layers}")
-        return chunks
-    counts = _share_of_stages(parallel, num_layers)
+        return tuple(chunks)
+    counts = _share_of_stages(pp, vpp, ends, counted, num_layers)
     last = len(counts) - 1
-    return [PipelineChunk(count, index == 0, index == last) for index, count in enumerate(counts)]
+    return tuple(PipelineChunk(count, index == 0, index == last) for index, count in enumerate(counts))
 
 
-def _share_of_stages(parallel: ParallelSettings, num_layers: int) -> list[int]:
+def _share_of_stages(
+    pp: int, vpp: int, ends: tuple[int | None, int | None], counted: tuple[bool, bool], num_layers: int
+) -> list[int]:
     """Layers of each chunk, where no layout is written out.
 
     Shares that are not whole go up in the chunks before the last and down from it: the last one computes the loss.
+
+    Args:
+        ends: layers asked for in the first and in the last stage.
+        counted: whether the embedding and the loss take the place of a layer each.
     """
-    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_stages or 1
     counts: list[int | None] = [None] * (pp * vpp)
-    first, final = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    for stage, asked in ((0, first), (-1, final)):
+    for stage, asked in zip((0, -1), ends, strict=True):
         if asked is None:
             continue
         if asked % vpp:
             raise ValueError(f"{asked} layers are not cut into {vpp} virtual stages")
         for virtual in range(vpp):
             counts[virtual * pp + stage % pp] = asked // vpp
-    # The embedding and the loss take the place of a layer each, where asked to.
-    embedding, loss = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+    embedding, loss = counted
     weights = num_layers + embedding + loss
     free = [index for index, count in enumerate(counts) if count is None]
     left = weights - sum(count or 0 for count in counts)
@@ -92,3 +116,9 @@ def parse_layout(text: str) -> list[PipelineChunk]:
     if not re.fullmatch(r"Et+L", joined):
         raise ValueError("E comes first, once, then layers, and L last, once")
     return [PipelineChunk(part.count("t"), "E" in part, "L" in part) for part in plain.split("|")]
+
+
+def write_layout(counts: Sequence[int]) -> str:
+    """The pipeline_model_parallel_layout of chunks with so many layers, embedding first and loss last."""
+    parts = [f"t*{count}" if count > 1 else "t" * count for count in counts]
+    return f"E{'|'.join(parts)}L"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatune.config.pipeline import pipeline_chunks
@@ -43,7 +44,7 @@ def groups_of_layers(context: Context) -> Iterator[Problem]:
         return
     uneven = next((chunk.num_layers for chunk in chunks if chunk.num_layers % count), None)
     if uneven is not None:
-        sizes = [size for size in divisors(chunks[0].num_layers) if all(c.num_layers % size == 0 for c in chunks)]
+        sizes = divisors(math.gcd(*(chunk.num_layers for chunk in chunks)))
         yield Problem(
             (_COUNT, _METHOD),
             f"recompute_num_layers {count} does not divide the {uneven} layers of a stage",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatune.config.pipeline import parse_layout, pipeline_chunks
+from megatune.config.pipeline import parse_layout, pipeline_chunks, write_layout
 from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
 from megatune.config.settings import ParallelSettings
 
@@ -65,8 +65,21 @@ def written_layout(context: Context) -> Iterator[Problem]:
             (_LAYOUT, _PP, *([_VPP] if vpp else [])),
             f"pipeline_model_parallel_layout {text!r} has {parts} parts for {stages}",
             "every stage holds one part, or one for each of its virtual stages",
-            f"write {expected}, or pipeline_model_parallel_size: {parts}",
+            f"write {expected}{_stages_for(parts, pp, vpp)}",
         )
+
+
+def _stages_for(parts: int, pp: int, vpp: int | None) -> str:
+    """The sizes that a layout of so many parts is right for, if there are any."""
+    if parts == 1:
+        return ", or remove pipeline_model_parallel_layout"
+    if vpp is None:
+        return f", or pipeline_model_parallel_size: {parts}"
+    if parts == pp:
+        return ", or remove virtual_pipeline_model_parallel_size"
+    if parts % pp == 0:
+        return f", or virtual_pipeline_model_parallel_size: {parts // pp}"
+    return f", or pipeline_model_parallel_size: {parts // vpp}" if parts % vpp == 0 and parts > vpp else ""
 
 
 def layers(context: Context) -> Iterator[Problem]:
@@ -74,39 +87,69 @@ def layers(context: Context) -> Iterator[Problem]:
     architecture, parallel = context.architecture, context.settings.parallel
     if architecture is None or any(written_layout(context)) or any(shapes(context)):
         return
-    count, pp, vpp = architecture.num_layers, parallel.pipeline_model_parallel_size, parallel.virtual_stages
     try:
-        pipeline_chunks(parallel, count)
+        pipeline_chunks(parallel, architecture.num_layers)
     except ValueError as error:
-        given = _given_shapes(parallel)
-        if given:
-            named = " and ".join(f"{name} {getattr(parallel, name)}" for name in given)
-            paths = (*(f"parallel.{name}" for name in given), _PP)
-            yield Problem(paths, f"{named}: {error}", "", f"the parts together hold the model's {count} layers")
-        elif vpp and pp <= count:
-            most = count // pp
-            mend = (
-                f"write virtual_pipeline_model_parallel_size: {most}, the most that there are layers for"
-                if most > 1
-                else "remove virtual_pipeline_model_parallel_size: each stage holds one layer"
-            )
-            what = f"{pp} stages of {vpp} virtual stages: {error}"
-            yield Problem((_VPP, _PP), what, "every virtual stage holds a layer at least", mend)
+        asked = [name for name in _given_shapes(parallel) if not name.startswith("account")]
+        if asked:
+            yield _numbers(parallel, architecture.num_layers, asked, str(error))
         else:
-            yield Problem(
-                (_PP,),
-                f"pipeline_model_parallel_size {pp}: {error}",
-                "every stage holds a layer at least",
-                f"write pipeline_model_parallel_size: {count}, the most that there are layers for",
-            )
+            yield _too_many_parts(parallel, architecture.num_layers, str(error))
+
+
+def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> Problem:
+    """More stages, or virtual stages, than there is something for."""
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_stages
+    counted = [f"parallel.{name}" for name in _given_shapes(parallel)]
+    most = num_layers + len(counted)
+    if vpp and pp <= most:
+        mend = (
+            f"write virtual_pipeline_model_parallel_size: {most // pp}, the most that there are layers for"
+            if most // pp > 1
+            else "remove virtual_pipeline_model_parallel_size: each stage holds one layer"
+        )
+        what = f"{pp} stages of {vpp} virtual stages: {error}"
+        return Problem((_VPP, _PP, *counted), what, "every virtual stage holds a layer at least", mend)
+    mend = f"write pipeline_model_parallel_size: {most}, the most that there are layers for"
+    if vpp:
+        mend += ", and remove virtual_pipeline_model_parallel_size"
+    what = f"pipeline_model_parallel_size {pp}: {error}"
+    return Problem((_PP, *counted), what, "every stage holds a layer at least", mend)
+
+
+def _numbers(parallel: ParallelSettings, num_layers: int, asked: list[str], error: str) -> Problem:
+    """Numbers of layers that do not make up the model."""
+    named = " and ".join(f"{name} {getattr(parallel, name)}" for name in asked)
+    paths = (*(f"parallel.{name}" for name in asked), _PP)
+    why = f"the parts together hold the model's {num_layers} layers"
+    return Problem(paths, f"{named}: {error}", why, _nearest_numbers(parallel, num_layers, asked))
+
+
+def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[str]) -> str:
+    """The mend: one number changed, the last one given by preference."""
+    if parallel.pipeline_model_parallel_layout:
+        counts = [chunk.num_layers for chunk in parse_layout(parallel.pipeline_model_parallel_layout)]
+        while (left := num_layers - sum(counts)) != 0:
+            index = counts.index(min(counts)) if left > 0 else counts.index(max(counts))
+            counts[index] += 1 if left > 0 else -1
+        return f"write pipeline_model_parallel_layout: {write_layout(counts)}"
+    for name in reversed(asked):
+        given = getattr(parallel, name)
+        for number in sorted(range(1, num_layers), key=lambda number: (abs(number - given), number)):
+            try:
+                pipeline_chunks(parallel.model_copy(update={name: number}), num_layers)
+            except ValueError:
+                continue
+            return f"write {name}: {number}"
+    return f"remove {' and '.join(asked)}"
 
 
 def virtual_stages(context: Context) -> Iterator[Problem]:
     """Virtual stages interleave over at least two pipeline stages, in rounds of one micro-batch a stage."""
     parallel, batch = context.settings.parallel, context.settings.batch
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_stages
-    if vpp is None:
-        return
+    if vpp is None or (pp < 2 and parallel.virtual_pipeline_model_parallel_size is None):
+        return  # a written layout of one stage is another rule's
     key = _VPP if parallel.virtual_pipeline_model_parallel_size else _LAYOUT
     if pp < 2:
         what = f"virtual_pipeline_model_parallel_size {vpp} with pipeline_model_parallel_size {pp}"
