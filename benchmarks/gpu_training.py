@@ -129,11 +129,13 @@ def main() -> None:
 def report(visits: Visits, name: str, title: str, note: str, output: bool) -> None:
     """Print and write what was found, and what was not measured."""
     from megatune.engine import device
+    from megatune.plan.catalogue import device_by_driver_name
 
+    known = device_by_driver_name(device.name())
     for outcome in visits.outcomes:
         if outcome.closing is not None and outcome.closing.profile:
             print(f"\n{outcome.case.name}: {outcome.engine.name}\n{outcome.closing.profile}")
-    text = "\n\n".join(sections(gather(visits.outcomes), device.peak_flops()))
+    text = "\n\n".join(sections(gather(visits.outcomes), known.flops["bfloat16"] if known else None))
     dropped = f"\n\nNot measured for want of time: {'; '.join(visits.dropped)}." if visits.dropped else ""
     finish_text(name, title, f"{text}\n\n{note}{dropped}", output, ("triton", "liger_kernel", "flash_attn"))
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -26,23 +26,6 @@ BACKEND = "nccl" if HAS_GPU else "gloo"
 # NCCL keeps the memory of a tensor until its send is done; gloo reads it when its thread gets to it, so that a stage
 # must not free an activation that is still being sent.
 SENDS_HOLD_MEMORY = HAS_GPU
-
-# Dense 16-bit peak of one device in FLOP/s, from the vendors' data sheets; matched against the device's name.
-_PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "V100": 125e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
 
 
 def current() -> torch.device:
@@ -110,12 +93,13 @@ def sdpa_kernels(backend: str) -> list[SDPBackend]:
     return [*fast, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def peak_flops() -> float | None:
-    """Dense 16-bit peak of the device in FLOP/s; None where it is not known, as on a CPU."""
-    if not HAS_GPU:
-        return None
-    device_name = torch.cuda.get_device_name()
-    return next((peak for key, peak in _PEAK_FLOPS.items() if key in device_name), None)
+# What `memory_bytes` and `peak_memory_bytes` count: tensors of the allocator, or all that the process holds.
+COUNTED: Literal["allocated", "resident"] = "allocated" if HAS_GPU else "resident"
+
+
+def memory_bytes() -> int:
+    """Bytes in use now."""
+    return torch.cuda.memory_allocated() if HAS_GPU else int(psutil.Process().memory_info().rss)
 
 
 def peak_memory_bytes() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import deepseek_v3, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
-from megatune.families.family import Family
+from megatune.families.family import Config, Family
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
@@ -55,8 +55,15 @@ def load_architecture(model_dir: str | Path) -> Architecture:
     Raises:
         MegatuneError: INPUT, with every reason why this engine cannot compute the model.
     """
-    config = read_config(model_dir)
-    where = str(Path(model_dir) / "config.json")
+    return read_architecture(read_config(model_dir), str(Path(model_dir) / "config.json"))
+
+
+def read_architecture(config: Config, where: str) -> Architecture:
+    """Read what config.json holds as an Architecture.
+
+    Raises:
+        MegatuneError: INPUT, with every reason why this engine cannot compute the model.
+    """
     model_type = str(config.get("model_type", ""))
     family = FAMILIES.get(model_type)
     if family is None:
@@ -77,4 +84,4 @@ def load_architecture(model_dir: str | Path) -> Architecture:
     return family.architecture(config)
 
 
-__all__ = ["FAMILIES", "Family", "load_architecture", "read_config"]
+__all__ = ["FAMILIES", "Family", "load_architecture", "read_architecture", "read_config"]

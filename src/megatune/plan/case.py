@@ -1,0 +1,127 @@
+"""What is planned: a model, the settings of a run, and the machines under it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatune.architecture import Architecture
+from megatune.config.settings import Settings
+from megatune.plan.machine import Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionTower:
+    """The image encoder of a vision-language model and the projector behind it.
+
+    Attributes:
+        spatial_merge_size: this many patches squared become one token of the language model.
+        num_mergers: projectors of this kind: one, and one for each layer whose features join the language model's.
+        gated: its feed-forward has a gate (SwiGLU); it is one matrix up and one down otherwise.
+        num_parameters: of the encoder, without projectors.
+        num_projector_parameters: of all projectors.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    patch_size: int
+    spatial_merge_size: int
+    num_mergers: int
+    gated: bool
+    num_parameters: int
+    num_projector_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model as far as a plan needs it.
+
+    Attributes:
+        name: what the user called it.
+        architecture: of the language model. Of a vision-language model its model_type is that of the family whose
+            decoder it has, so that the family's weight map counts its weights.
+        vision: None for a language model.
+    """
+
+    name: str
+    architecture: Architecture
+    vision: VisionTower | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainable:
+    """Which parameters are trained.
+
+    Attributes:
+        kind: "full" trains every parameter that is not frozen; "lora" adapters beside the language model's matrices.
+        lora_rank: of the adapters.
+        lora_target: names of the linear layers with adapters, of "linear_qkv", "linear_proj", "linear_fc1" and
+            "linear_fc2"; experts' matrices are among the last two.
+        freeze_vision_tower, freeze_multi_modal_projector, freeze_language_model: as LLaMA-Factory's keys, and with its
+            defaults.
+    """
+
+    kind: Literal["full", "lora"] = "full"
+    lora_rank: int = 8
+    lora_target: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    freeze_vision_tower: bool = True
+    freeze_multi_modal_projector: bool = True
+    freeze_language_model: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One plan's question.
+
+    Attributes:
+        settings: of the run; layout, batch, precision, optimizer, recomputation and kernels are read from them.
+        world_size: processes of the whole run; a multiple of settings.parallel.smallest_world.
+        document_length: tokens of the mean document of a packed row; None where a row is one document.
+        image_tokens: tokens of a row that stand for images.
+    """
+
+    model: PlannedModel
+    settings: Settings
+    world_size: int
+    machine: Machine
+    trainable: Trainable = field(default_factory=Trainable)
+    document_length: float | None = None
+    image_tokens: int = 0
+
+    @property
+    def dp_size(self) -> int:
+        """Processes that train rows of their own."""
+        return self.world_size // self.settings.parallel.model_parallel_size
+
+    @property
+    def shard_size(self) -> int:
+        """Processes that hold the same weights outside of experts, and share out their optimizer: dp · cp."""
+        return self.dp_size * self.settings.parallel.context_parallel_size
+
+    @property
+    def expert_shard_size(self) -> int:
+        """Processes that hold the same experts, and share out their optimizer."""
+        return self.world_size // self.settings.parallel.expert_parallel_size
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of one forward pass."""
+        return self.settings.batch.per_device_train_batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes of one process in a step."""
+        return self.settings.batch.gradient_accumulation_steps
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one step."""
+        return self.micro_batch_size * self.num_micro_batches * self.dp_size
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of the longest row, cutoff_len made up to what the layout cuts evenly."""
+        multiple = self.settings.parallel.sequence_multiple
+        return -(-self.settings.data.cutoff_len // multiple) * multiple

@@ -1,0 +1,192 @@
+"""Devices, links and machines by the names that people type and drivers report."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, DTYPES, CatalogueDevice, Peaks
+from megatune.plan.catalogue.links import CATALOGUE_LINKS, LINKS, CatalogueLink, split_ports
+from megatune.plan.catalogue.own import own_catalogue
+from megatune.plan.machine import Calibration, Device, Link, Machine
+
+T = TypeVar("T")
+
+# What vendors and users write around a device's name.
+_NOISE = re.compile(r"\b(?:nvidia|tesla|geforce|quadro)\b")
+# Two multiply-adds of 256 bits a cycle at 3 GHz, of one core with AVX2.
+_CORE_FLOPS = 96e9
+# Of one channel of memory, which is about what one core can read.
+_CORE_BANDWIDTH = 12e9
+
+
+def plain_name(name: str) -> str:
+    """A device's name as it is compared: "NVIDIA A100-SXM4-80GB" -> "a100sxm480g"."""
+    words = re.sub(r"[^a-z0-9]+", " ", _NOISE.sub(" ", name.lower()))
+    return re.sub(r"\b(\d+)gb\b", r"\1g", words).replace(" ", "")
+
+
+def find_device(name: str, devices_file: str | Path | None = None) -> Device:
+    """The device of this name: of the catalogue, an alias ("a100", "4090"), or what its driver calls it.
+
+    Args:
+        devices_file: YAML with devices of one's own (`own_catalogue`).
+
+    Raises:
+        MegatuneError: INPUT, with the nearest names; or what is wrong with the file.
+    """
+    return _entry(name, own_catalogue(devices_file).devices).device
+
+
+def device_by_driver_name(name: str) -> Device | None:
+    """The catalogue's device that the driver calls so, "NVIDIA H100 80GB HBM3"; None where it is not known."""
+    return _by_driver_name().get(plain_name(name))
+
+
+def find_machine(
+    gpu: str,
+    *,
+    gpus_per_node: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+    devices_file: str | Path | None = None,
+    calibration: Calibration | None = None,
+) -> Machine:
+    """Machines with this device; what is None is as most machines of the kind have it (`machine_assumptions`).
+
+    Args:
+        link: what joins the devices of one machine, by its name in the catalogue.
+        network: what joins machines: "ib-400" is one port a device, "ib-400x4" four ports a machine, shared by its
+            devices, "ethernet-25g" one port a machine.
+
+    Raises:
+        MegatuneError: INPUT, with everything that is not known and the nearest names.
+    """
+    own = own_catalogue(devices_file)
+    findings: list[Finding] = []
+    links = {**CATALOGUE_LINKS, **own.links}
+    entry = _collect(findings, lambda: _entry(gpu, own.devices))
+    if gpus_per_node is not None and gpus_per_node < 1:
+        findings.append(Finding(f"gpus_per_node: {gpus_per_node} is no number of GPUs", mend="gpus_per_node: 8"))
+    size = gpus_per_node or (entry.gpus_per_node if entry else 1)
+    # A device that is not known leaves nothing to assume: only what was given is looked up.
+    inside = link or (entry.device.link if entry else "pcie4")
+    between = network or (entry.network if entry else "ib-400")
+    found_link = _collect(findings, lambda: _link(inside, links, size, network=False))
+    found_network = _collect(findings, lambda: _link(between, links, size, network=True))
+    if entry is None or found_link is None or found_network is None or findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    return Machine(
+        device=entry.device,
+        gpus_per_node=size,
+        link=found_link,
+        network=found_network,
+        calibration=calibration or Calibration(),
+    )
+
+
+def machine_assumptions(
+    machine: Machine, *, gpus_per_node: int | None = None, link: str | None = None, network: str | None = None
+) -> tuple[str, ...]:
+    """What `find_machine` assumed where it was given None, one line each, with the flag that says otherwise."""
+    inside, between = machine.link, machine.network
+    lines = (
+        (gpus_per_node, f"{machine.gpus_per_node} GPUs a machine (--gpus_per_node)"),
+        (link, f"GPUs of a machine joined by {inside.name}, {_gigabytes(inside)} each way (--link)"),
+        (network, f"machines joined by {between.name}, {_gigabytes(between)} a GPU each way (--network)"),
+    )
+    return tuple(text for given, text in lines if given is None)
+
+
+def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
+    """This host, its memory and cores shared evenly by the processes of a run.
+
+    Speeds are rough: one core of 3 GHz with AVX2 and one memory channel's traffic for every core of a process.
+    """
+    share = cores / processes
+    device = Device(
+        name="cpu",
+        generation="cpu",
+        memory=memory_bytes // processes,
+        flops=Peaks(dict.fromkeys(DTYPES, _CORE_FLOPS * share)),
+        bandwidth=_CORE_BANDWIDTH * share,
+        link="loopback",
+    )
+    network = replace(LINKS["ethernet-10g"], bandwidth=LINKS["ethernet-10g"].bandwidth / processes)
+    return Machine(device=device, gpus_per_node=processes, link=LINKS["loopback"], network=network)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _gigabytes(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:.3g} GB/s"
+
+
+def _collect(findings: list[Finding], find: Callable[[], T]) -> T | None:
+    try:
+        return find()
+    except MegatuneError as error:
+        findings.extend(error.findings)
+        return None
+
+
+def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
+    entries = {**CATALOGUE_DEVICES, **own}
+    # A user's names come last, and win.
+    by_name = {plain_name(each): entry for entry in entries.values() for each in (*entry.driver_names, *entry.aliases)}
+    by_name |= {plain_name(each): entry for each, entry in entries.items()}
+    by_name |= {plain_name(each): entry for entry in own.values() for each in entry.aliases}
+    wanted = plain_name(name)
+    if entry := by_name.get(wanted):
+        return entry
+    near = list(dict.fromkeys(by_name[each].device.name for each in _nearest(wanted, by_name)))
+    raise MegatuneError(
+        Finding(
+            f"gpu: there is no device {name!r} in the catalogue",
+            why=f"nearest: {', '.join(near)}" if near else f"it has {', '.join(entries)}",
+            mend="give one of these, or its numbers in a file: --devices FILE (docs/devices.md)",
+        ),
+        ExitCode.INPUT,
+    )
+
+
+def _nearest(wanted: str, names: Mapping[str, object]) -> list[str]:
+    """The names most like it, those of its chip first."""
+    chip = re.match(r"[a-z]+\d{1,3}", wanted)
+    same = [name for name in names if chip and name.startswith(chip[0])]
+    return [*same[:4], *difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)]
+
+
+@functools.cache
+def _by_driver_name() -> dict[str, Device]:
+    entries = CATALOGUE_DEVICES.values()
+    return {plain_name(name): entry.device for entry in entries for name in entry.driver_names}
+
+
+def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, network: bool) -> Link:
+    """The link as each of a machine's devices has it."""
+    kind = "network" if network else "link"
+    of_kind = [each for each, entry in links.items() if entry.between_machines == network]
+    base, ports = split_ports(name, links)
+    if base not in of_kind or (ports and not network):
+        near = difflib.get_close_matches(base, of_kind, n=3, cutoff=0.4) or of_kind
+        raise MegatuneError(
+            Finding(
+                f"{kind}: there is no {kind} {name!r} in the catalogue",
+                why=f"nearest: {', '.join(near)}",
+                mend="give one of these, or its numbers in a file: --devices FILE (docs/devices.md)",
+            ),
+            ExitCode.INPUT,
+        )
+    entry = links[base]
+    ports = ports or entry.ports
+    if ports is None:
+        return entry.link
+    return replace(entry.link, name=name, bandwidth=entry.link.bandwidth * ports / gpus_per_node)

@@ -1,0 +1,105 @@
+"""Models by name: the config.json of well-known ones, and folders of one's own."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture, read_architecture, read_config
+from megatune.plan.case import PlannedModel
+from megatune.plan.catalogue.vision import is_vision_language, read_vision_language
+
+# Members of a family that were trained further have the same numbers.
+_FURTHER = re.compile(r"-(instruct|thinking|chat|base|hf)(?=-|$)")
+_VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{4})$")
+
+
+@functools.cache
+def _published() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
+    """Aliases and config.json of each model, by its repository."""
+    models = {}
+    for file in sorted(files(__package__).joinpath("configs").iterdir(), key=lambda file: file.name):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        for repository, model in content["models"].items():
+            models[repository] = (tuple(model.get("aliases", ())), {**content["common"], **model["config"]})
+    return models
+
+
+@functools.cache
+def _by_name() -> dict[str, str]:
+    """Repositories by every name that `find_model` knows."""
+    return {
+        _plain(name): repository for repository, (aliases, _) in _published().items() for name in (repository, *aliases)
+    }
+
+
+def _plain(name: str) -> str:
+    """A model's name as it is compared: "meta-llama/Meta-Llama-3-8B-Instruct" -> "llama38b"."""
+    short = name.lower().replace("_", "-").rstrip("/").split("/")[-1].removeprefix("meta-")
+    return re.sub(r"[- ]", "", _VERSION.sub("", _FURTHER.sub("", short)))
+
+
+def find_model(name_or_path: str | Path) -> PlannedModel:
+    """A model by its folder, its config.json, or its published name, with or without the organisation, "-Instruct"
+    and the like.
+
+    Raises:
+        MegatuneError: INPUT, with the nearest names; or with everything that keeps this engine from computing it.
+    """
+    name = str(name_or_path)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        config = read_config(path)
+        if is_vision_language(config):
+            return read_vision_language(name, config, str(path / "config.json"))
+        return PlannedModel(name=name, architecture=load_architecture(path))
+    if path.is_file():
+        return _read(name, _read_file(path), str(path))
+    repository = _by_name().get(_plain(name))
+    if repository is None:
+        raise _unknown(name)
+    return _read(name, _published()[repository][1], repository)
+
+
+def _read(name: str, config: dict[str, Any], where: str) -> PlannedModel:
+    if is_vision_language(config):
+        return read_vision_language(name, config, where)
+    return PlannedModel(name=name, architecture=read_architecture(config, where))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
+    if not isinstance(config, dict):
+        raise MegatuneError(Finding("is not a JSON object", str(path)), ExitCode.INPUT)
+    return config
+
+
+def _unknown(name: str) -> MegatuneError:
+    names = {_plain(model): model for model in MODELS}
+    near = [names[each] for each in difflib.get_close_matches(_plain(name), names, n=3, cutoff=0.5)]
+    return MegatuneError(
+        Finding(
+            f"model {name!r} is neither a folder, nor a config.json, nor a name that ships with megatune",
+            why=f"nearest: {', '.join(near)}" if near else f"names that ship: {', '.join(MODELS)}",
+            mend="give one of these names, or the folder of the checkpoint; its config.json is enough",
+        ),
+        ExitCode.INPUT,
+    )
+
+
+def published_names() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The repository of each well-known model and its other names."""
+    return tuple((repository, aliases) for repository, (aliases, _) in _published().items())
+
+
+# Names of the well-known models, without their organisation.
+MODELS: tuple[str, ...] = tuple(repository.split("/")[-1] for repository in _published())

@@ -1,0 +1,252 @@
+"""A user's own devices and links: a YAML file with the catalogue's own words (docs/devices.md)."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatune.config.values import compose, value_of
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, DTYPES, GENERATIONS, CatalogueDevice, Peaks
+from megatune.plan.catalogue.links import CATALOGUE_LINKS, CatalogueLink, split_ports
+from megatune.plan.machine import Device, Link
+
+VARIABLE = "MEGATUNE_DEVICES"
+_DEVICE_KEYS = (
+    "like", "generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "link", "network", "gpus_per_node", "aliases",
+)  # fmt: skip
+_LINK_KEYS = ("bandwidth_gb_per_s", "latency_us", "ports", "network")
+_EXAMPLE = "docs/devices.md has an example"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCatalogue:
+    """What a file adds to the catalogue; a name that the catalogue has is replaced."""
+
+    devices: Mapping[str, CatalogueDevice] = field(default_factory=dict)
+    links: Mapping[str, CatalogueLink] = field(default_factory=dict)
+
+
+def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.environ) -> OwnCatalogue:
+    """The devices and links of one file: this one, or that of MEGATUNE_DEVICES, or ~/.config/megatune/devices.yaml
+    where there is one.
+
+    Raises:
+        MegatuneError: INPUT, where the file named cannot be read; SETTINGS, with everything that is wrong in it.
+    """
+    named = path or env.get(VARIABLE)
+    file = Path(named) if named else Path.home() / ".config" / "megatune" / "devices.yaml"
+    if not named and not file.is_file():
+        return OwnCatalogue()
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        where = "" if path or not named else f"environment, {VARIABLE}"
+        raise MegatuneError(Finding(f"cannot read {file}", where, reason), ExitCode.INPUT) from None
+    reader = _Reader(str(file))
+    own = reader.catalogue(text)
+    if reader.findings:
+        raise MegatuneError(reader.findings, ExitCode.SETTINGS)
+    return own
+
+
+@dataclass(slots=True)
+class _Fields:
+    """The keys of one device or link, each with its node, and where it stands."""
+
+    name: str
+    where: str
+    nodes: dict[str, yaml.Node]
+
+
+class _Reader:
+    """Reads a file and keeps what is wrong with it."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.findings: list[Finding] = []
+
+    def catalogue(self, text: str) -> OwnCatalogue:
+        try:
+            node = compose(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"{self.file}:{mark.line + 1}" if mark else self.file
+            self.findings.append(Finding("not readable as YAML", where, getattr(error, "problem", None) or str(error)))
+            return OwnCatalogue()
+        if node is None:
+            return OwnCatalogue()
+        parts = self._mapping(node, "the file", ("devices", "links"))
+        links = {each.name: self._link(each) for each in self._entries(parts, "links", _LINK_KEYS)}
+        known_links = {**CATALOGUE_LINKS, **{name: link for name, link in links.items() if link}}
+        devices: dict[str, CatalogueDevice] = {}
+        for each in self._entries(parts, "devices", _DEVICE_KEYS):
+            if device := self._device(each, {**CATALOGUE_DEVICES, **devices}, known_links):
+                devices[device.device.name] = device
+        return OwnCatalogue(devices, {name: link for name, link in links.items() if link})
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Nodes
+
+    def _where(self, node: yaml.Node) -> str:
+        return f"{self.file}:{node.start_mark.line + 1}"
+
+    def _refuse(self, node: yaml.Node, what: str, why: str = "", mend: str = "") -> None:
+        self.findings.append(Finding(what, self._where(node), why, mend))
+
+    def _mapping(self, node: yaml.Node, what: str, known: tuple[str, ...] | None = None) -> dict[str, yaml.Node]:
+        """The nodes of a mapping by key; with `known`, other keys are refused."""
+        if not isinstance(node, yaml.MappingNode):
+            self._refuse(node, f"{what} holds no `key: value` lines", mend=_EXAMPLE)
+            return {}
+        found: dict[str, yaml.Node] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None:
+                self._refuse(key_node, "a key must be text", mend="write `key: value`")
+            elif key in found:
+                self._refuse(key_node, f"{key} stands twice", mend="keep one of the two")
+            elif known is not None and key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                mend = f"{near[0]}" if near else f"one of {', '.join(known)}"
+                self._refuse(key_node, f"unknown key {key!r} in {what}", mend=mend)
+            else:
+                found[key] = value_node
+        return found
+
+    def _entries(self, parts: dict[str, yaml.Node], part: str, keys: tuple[str, ...]) -> list[_Fields]:
+        if part not in parts:
+            return []
+        return [
+            _Fields(name, self._where(node), self._mapping(node, f"{part}: {name}", keys))
+            for name, node in self._mapping(parts[part], part).items()
+        ]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Values
+
+    def _number(self, fields: _Fields, key: str) -> float | None:
+        """A number above 0; None where it is absent or refused."""
+        if (node := fields.nodes.get(key)) is None:
+            return None
+        return self._positive(node, f"{fields.name}: {key}")
+
+    def _positive(self, node: yaml.Node, what: str) -> float | None:
+        data = self._data(node)
+        if isinstance(data, bool) or not isinstance(data, int | float) or not (0 < data < math.inf):
+            self._refuse(node, f"{what}: {data!r} is no number above 0")
+            return None
+        return float(data)
+
+    def _count(self, fields: _Fields, key: str) -> int | None:
+        value = self._number(fields, key)
+        if value is not None and not value.is_integer():
+            self._refuse(fields.nodes[key], f"{fields.name}: {key}: {value} is no whole number")
+            return None
+        return None if value is None else int(value)
+
+    def _choice(self, fields: _Fields, key: str, known: Mapping[str, object] | tuple[str, ...]) -> str | None:
+        if (node := fields.nodes.get(key)) is None:
+            return None
+        text = node.value if isinstance(node, yaml.ScalarNode) else ""
+        if (split_ports(text, known)[0] if key == "network" else text) not in known:
+            near = difflib.get_close_matches(text, list(known), n=3, cutoff=0.4) or list(known)
+            self._refuse(node, f"{fields.name}: there is no {key} {text!r}", mend=f"one of {', '.join(near)}")
+            return None
+        return text
+
+    def _data(self, node: yaml.Node) -> object:
+        try:
+            return value_of(node).data
+        except yaml.YAMLError as error:
+            return getattr(error, "problem", None) or str(error)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Links and devices
+
+    def _link(self, fields: _Fields) -> CatalogueLink | None:
+        before = len(self.findings)
+        bandwidth = self._number(fields, "bandwidth_gb_per_s")
+        latency = self._number(fields, "latency_us")
+        ports = self._count(fields, "ports")
+        network = self._data(fields.nodes["network"]) if "network" in fields.nodes else False
+        if not isinstance(network, bool):
+            self._refuse(fields.nodes["network"], f"{fields.name}: network: {network!r} is neither true nor false")
+        self._require(fields, ("bandwidth_gb_per_s", "latency_us"))
+        if bandwidth is None or latency is None or len(self.findings) > before:
+            return None
+        link = Link(name=fields.name, bandwidth=bandwidth * 1e9, latency=latency * 1e-6)
+        return CatalogueLink(link, self.file, ports, between_machines=bool(network))
+
+    def _device(
+        self, fields: _Fields, devices: Mapping[str, CatalogueDevice], links: Mapping[str, CatalogueLink]
+    ) -> CatalogueDevice | None:
+        before = len(self.findings)
+        like = self._choice(fields, "like", devices)
+        base = devices[like] if like else None
+        inside = {name: each for name, each in links.items() if not each.between_machines}
+        between = {name: each for name, each in links.items() if each.between_machines}
+        memory, bandwidth = self._number(fields, "memory_gib"), self._number(fields, "bandwidth_gb_per_s")
+        numbers = {
+            "generation": self._choice(fields, "generation", GENERATIONS),
+            "memory": None if memory is None else int(memory * 2**30),
+            "flops": self._peaks(fields, base),
+            "bandwidth": None if bandwidth is None else bandwidth * 1e9,
+            "link": self._choice(fields, "link", inside),
+        }
+        machine = {
+            "network": self._choice(fields, "network", between),
+            "gpus_per_node": self._count(fields, "gpus_per_node"),
+        }
+        aliases = self._texts(fields, "aliases")
+        if "like" not in fields.nodes:
+            self._require(fields, ("generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "link"))
+        if len(self.findings) > before:
+            return None
+        return _entry(fields.name, base, numbers, machine, aliases)
+
+    def _peaks(self, fields: _Fields, base: CatalogueDevice | None) -> Peaks | None:
+        if (node := fields.nodes.get("tflops")) is None:
+            return None
+        nodes = self._mapping(node, f"{fields.name}: tflops", DTYPES)
+        read = {dtype: self._positive(each, f"{fields.name}: tflops: {dtype}") for dtype, each in nodes.items()}
+        peaks = {**(base.device.flops if base else {}), **{key: value * 1e12 for key, value in read.items() if value}}
+        if missing := [dtype for dtype in DTYPES if dtype not in peaks and dtype not in read]:
+            self._refuse(node, f"{fields.name}: tflops has no {', '.join(missing)}", mend=f"give {', '.join(DTYPES)}")
+        return Peaks(peaks)
+
+    def _texts(self, fields: _Fields, key: str) -> tuple[str, ...]:
+        if (node := fields.nodes.get(key)) is None:
+            return ()
+        if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+            return tuple(item.value for item in node.value)
+        self._refuse(node, f"{fields.name}: {key} is no list of names", mend=f"{key}: [name, another]")
+        return ()
+
+    def _require(self, fields: _Fields, keys: tuple[str, ...]) -> None:
+        if missing := [key for key in keys if key not in fields.nodes]:
+            self.findings.append(Finding(f"{fields.name} has no {', '.join(missing)}", fields.where, mend=_EXAMPLE))
+
+
+def _entry(
+    name: str,
+    base: CatalogueDevice | None,
+    numbers: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    aliases: tuple[str, ...],
+) -> CatalogueDevice:
+    """A device of what was given, the rest as `base` has it."""
+    given = {key: value for key, value in numbers.items() if value is not None}
+    usual = {key: value for key, value in machine.items() if value is not None}
+    if base is not None:
+        device = replace(base.device, name=name, **given)
+        return replace(base, device=device, aliases=aliases, driver_names=(), **usual)
+    return CatalogueDevice(device=Device(name=name, **given), aliases=aliases, **{"network": "ethernet-25g", **usual})

@@ -1,0 +1,77 @@
+"""The machines that a plan is for: devices, and what joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """An accelerator, by the numbers of its data sheet.
+
+    Attributes:
+        name: as in the catalogue: "a100-80g".
+        generation: devices of one generation share their efficiencies: "ampere", "hopper", "cpu".
+        memory: bytes that a process can allocate at most.
+        flops: peak of dense matrix products, FLOP/s, by torch name of the dtype; "float32" as the engine computes it.
+        bandwidth: of the device's memory, bytes/s.
+        link: name of what joins the devices of one machine.
+    """
+
+    name: str
+    generation: str
+    memory: int
+    flops: Mapping[str, float]
+    bandwidth: float
+    link: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What devices talk over.
+
+    Attributes:
+        bandwidth: bytes/s that one device sends while it receives as many; of a network, each device's share of it.
+        latency: seconds of the shortest message.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Factors fitted to measured runs; these defaults leave predictions as they are.
+
+    Attributes:
+        compute: measured over predicted seconds of what one device computes.
+        communication: the same of what devices exchange.
+        activations: measured over predicted bytes of activations and loss.
+        framework: bytes measured beyond what was predicted, of whatever is no tensor.
+        num_runs: how many runs they were fitted to.
+    """
+
+    compute: float = 1.0
+    communication: float = 1.0
+    activations: float = 1.0
+    framework: int = 0
+    num_runs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Machines of one kind, as many as a run needs.
+
+    Attributes:
+        gpus_per_node: devices of one machine; ranks fill one machine after the other.
+        link: joins the devices of one machine.
+        network: joins machines.
+    """
+
+    device: Device
+    gpus_per_node: int
+    link: Link
+    network: Link
+    calibration: Calibration = field(default_factory=Calibration)

@@ -1,0 +1,121 @@
+"""The lines that start a planned run, run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatune.config.groups.parallel import ParallelSettings
+from megatune.config.groups.run import RunSettings
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, MegatuneError
+from megatune.launch.ports import find_free_port
+from megatune.plan.catalogue import cpu_machine, find_machine
+from megatune.plan.launch_lines import Launch, environment_lines, sbatch_file, torchrun_lines
+
+LIMIT = 120.0  # seconds; the machine may be busy with other tests
+TP2 = Settings(parallel=ParallelSettings(tensor_model_parallel_size=2))
+
+
+def launch(world_size: int, gpu: str = "h100", settings: Settings = TP2, **more: object) -> Launch:
+    made = Launch(file="run.yaml", settings=settings, machine=find_machine(gpu), world_size=world_size)
+    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+
+
+def test_one_machine_starts_itself() -> None:
+    assert torchrun_lines(launch(8)) == ("megatune train run.yaml",)
+    assert torchrun_lines(launch(4)) == ("megatune train run.yaml num_processes=4",)
+    four = Settings(run=RunSettings(num_processes=4))
+    assert torchrun_lines(launch(4, settings=four)) == ("megatune train run.yaml",)
+
+
+def test_every_machine_has_its_line() -> None:
+    blocks = torchrun_lines(launch(24, master_addr="10.0.0.1", master_port=1234))
+    assert [block.splitlines()[-1] for block in blocks] == [
+        f"torchrun --nnodes 3 --node_rank {rank} --nproc_per_node 8 --master_addr 10.0.0.1 --master_port 1234"
+        " -m megatune train run.yaml"
+        for rank in range(3)
+    ]
+    assert not any("stands for" in block for block in blocks)
+    assert "node-0 stands for" in torchrun_lines(launch(24))[0]
+    assert all("# export NCCL_IB_DISABLE=0" in block for block in blocks)
+    assert "NCCL_IB" not in torchrun_lines(launch(16, "4090"))[0]
+
+
+def test_machines_are_filled() -> None:
+    with pytest.raises(MegatuneError) as caught:
+        torchrun_lines(launch(12))
+    assert caught.value.exit_code is ExitCode.SETTINGS
+    assert caught.value.findings[0].mend.startswith("8 or 16 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "parallel", "needed"),
+    [
+        ("h100", {"tensor_model_parallel_size": 2}, True),
+        ("h100", {"context_parallel_size": 2}, True),
+        ("a100", {"overlap_grad_reduce": True}, True),
+        ("a100", {"pipeline_model_parallel_size": 2}, False),
+        ("b200", {"tensor_model_parallel_size": 2}, False),
+    ],
+)
+def test_launch_order_of_kernels(gpu: str, parallel: dict[str, object], needed: bool) -> None:
+    settings = Settings(parallel=ParallelSettings(**{"overlap_grad_reduce": False, **parallel}))  # type: ignore[arg-type]
+    lines = environment_lines(launch(16, gpu, settings))
+    assert [line.startswith("export CUDA_DEVICE_MAX_CONNECTIONS=1") for line in lines] == [True] * needed
+
+
+def environment(*more: str) -> dict[str, str]:
+    """With this environment's commands, and what is in the folders, first."""
+    path = os.pathsep.join([*more, str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_lines_of_two_machines_run(tmp_path: Path) -> None:
+    """Each of two machines' ranks joins torchrun's processes and reports its own error: the file is not there."""
+    machine = dataclasses.replace(cpu_machine(2**30, 2), gpus_per_node=1)
+    run = Launch(
+        file="no such file.yaml", settings=Settings(), machine=machine, world_size=2,
+        master_addr="127.0.0.1", master_port=find_free_port(),
+    )  # fmt: skip
+    started = [
+        subprocess.Popen(
+            ["bash", "-c", block],
+            cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for block in torchrun_lines(run)
+    ]  # fmt: skip
+    for process in started:
+        output, _ = process.communicate(timeout=LIMIT)
+        assert "there is no settings file no such file.yaml" in output
+        assert process.returncode == 1  # torchrun's own, of a process that failed
+
+
+def test_sbatch_file_runs(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's two commands: what srun would run on the second machine is that machine's line."""
+    (tmp_path / "scontrol").write_text("#!/bin/bash\nprintf 'host-a\\nhost-b\\n'\n")
+    (tmp_path / "srun").write_text('#!/bin/bash\nSLURM_NODEID=1 "${@:3}"\n')
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    for command in ("scontrol", "srun", "torchrun"):
+        (tmp_path / command).chmod(0o755)
+    run = launch(16, file="it's mine.yaml")
+    (tmp_path / "run.sbatch").write_text(sbatch_file(run, job_name="my job"))
+    slurm = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_ID": "12345", "SLURM_CPUS_ON_NODE": "64"}
+    done = subprocess.run(
+        ["bash", "run.sbatch"],
+        cwd=tmp_path, env={**environment(str(tmp_path)), **slurm}, capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8", "--master_addr", "host-a", "--master_port",
+        "22345", "-m", "megatune", "train", "it's mine.yaml",
+    ]  # fmt: skip
+    text = sbatch_file(run)
+    assert "#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --gpus-per-node=8\n" in text
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in text
