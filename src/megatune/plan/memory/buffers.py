@@ -1,0 +1,101 @@
+"""Megatron-Core's buffers of parameters and gradients: which elements lie where, and who updates them.
+
+The formulas are those of megatron.core.distributed.param_and_grad_buffer: parameters lie in reverse order; under the
+distributed optimizer each begins at a multiple of 64 elements, and each bucket ends at a multiple of 128 and of the
+number of ranks that share it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatune.plan.memory.tensors import HeldParameter
+
+_PARAMETER_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+# Buckets have at least so many elements, and so many for each data-parallel rank.
+_SMALLEST_BUCKET = 40_000_000
+_BUCKET_OF_A_RANK = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Elements start..stop of a buffer, padding included, and the parameters in it: each with its first element."""
+
+    start: int
+    stop: int
+    parameters: tuple[tuple[int, HeldParameter], ...]
+
+
+def pad(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
+
+
+def bucket_size(overlap_grad_reduce: bool, stage: int, virtual_stage: int, dp_size: int) -> int | None:
+    """Elements after which a bucket is full; None for one bucket."""
+    # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
+    if not overlap_grad_reduce or stage or virtual_stage:
+        return None
+    return max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * dp_size)
+
+
+def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int | None) -> list[Bucket]:
+    """Buckets of a buffer under the distributed optimizer.
+
+    Args:
+        parameters: trained ones, in the engine's order.
+        shards: ranks that share the buffer out.
+        size: of a full bucket; None for one bucket.
+    """
+    multiple = math.lcm(shards, _BUCKET_ALIGNMENT)
+    buckets: list[Bucket] = []
+    held: list[tuple[int, HeldParameter]] = []
+    start = end = 0
+    for parameter in reversed(parameters):
+        begin = pad(end, _PARAMETER_ALIGNMENT)
+        if parameter.is_shared_embedding and held:
+            # Both stages share it out in the same way, so it has a bucket of its own.
+            buckets.append(Bucket(start, pad(begin, multiple), tuple(held)))
+            start = begin = buckets[-1].stop
+            held = []
+        end = begin + parameter.numel
+        held.append((begin, parameter))
+        if parameter.is_shared_embedding or (size is not None and end - start >= size):
+            buckets.append(Bucket(start, pad(end, multiple), tuple(held)))
+            start = end = buckets[-1].stop
+            held = []
+    if held:
+        buckets.append(Bucket(start, pad(end, multiple), tuple(held)))
+    return buckets
+
+
+def shard(bucket: Bucket, shards: int, rank: int) -> Iterator[tuple[int, HeldParameter]]:
+    """Elements of each parameter that one of the ranks updates."""
+    length = (bucket.stop - bucket.start) // shards
+    first = bucket.start + rank * length
+    for begin, parameter in bucket.parameters:
+        size = min(begin + parameter.numel, first + length) - max(begin, first)
+        if size > 0:
+            yield size, parameter
+
+
+def padded_size(parts: Iterable[tuple[Sequence[HeldParameter], int]], shards: int) -> int:
+    """Elements of a buffer of one bucket, padding included.
+
+    Args:
+        parts: trained parameters in the engine's order, and how often they come.
+        shards: ranks that share the buffer out.
+    """
+    multiple = math.lcm(shards, _BUCKET_ALIGNMENT)
+    # A shared embedding has a bucket of its own, and parts what is before it from what comes after it.
+    buckets = [0]
+    for parameters, count in parts:
+        for parameter in parameters if count else ():
+            if parameter.is_shared_embedding:
+                buckets += [parameter.numel, 0]
+            else:
+                buckets[-1] += count * pad(parameter.numel, _PARAMETER_ALIGNMENT)
+    return sum(pad(size, multiple) for size in buckets)

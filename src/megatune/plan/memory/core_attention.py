@@ -1,0 +1,154 @@
+"""Attention proper: what each kernel keeps, on one rank and across context-parallel ranks.
+
+Every kernel keeps queries, keys, values, its output, and for each query and head the logarithm of the sum of its
+scores' exponentials in fp32 (FlashAttention-2, arXiv:2307.08691); none keeps scores, but torch's own matrix products.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatune.plan.memory.operators import Operator
+from megatune.plan.memory.shapes import Shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What attention is given, of one rank.
+
+    Attributes:
+        queries, groups: heads of queries, and of keys and values.
+        channels, value_channels: of a query's and key's head, and of a value's.
+        source: bytes that stay because the values are a part of them; 0 where values lie alone.
+    """
+
+    shapes: Shapes
+    queries: int
+    groups: int
+    channels: int
+    value_channels: int
+    source: int
+
+    @property
+    def query(self) -> int:
+        """Bytes of queries."""
+        return self.shapes.tokens * self.queries * self.channels * self.shapes.size
+
+    @property
+    def key(self) -> int:
+        """Bytes of keys."""
+        return self.shapes.tokens * self.groups * self.channels * self.shapes.size
+
+    @property
+    def value(self) -> int:
+        """Bytes of values alone."""
+        return self.shapes.tokens * self.groups * self.value_channels * self.shapes.size
+
+    @property
+    def kept_value(self) -> int:
+        """Bytes of the tensor that values are in."""
+        return self.source or self.value
+
+    @property
+    def context(self) -> int:
+        """Bytes of the output."""
+        return self.shapes.tokens * self.queries * self.value_channels * self.shapes.size
+
+    @property
+    def padded(self) -> int:
+        """Bytes of the output, where a flash kernel fills values up to as many channels as queries have."""
+        flash = self.shapes.kernel in ("padded", "runs")
+        return self.query if flash and self.channels != self.value_channels else self.context
+
+    @property
+    def context_copy(self) -> int:
+        """Bytes of the context that the output projection saves beside the output that attention keeps."""
+        return self.context if self.padded != self.context else 0
+
+    @property
+    def sums(self) -> int:
+        """Bytes of the log-sum-exps."""
+        return 4 * self.shapes.tokens * self.queries
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients of output, queries, keys and values."""
+        return self.context + self.query + self.key + self.value
+
+
+def core_attention(heads: Heads) -> tuple[Operator, int]:
+    """Attention, and the bytes of the context that its consumer saves in memory of its own."""
+    if heads.shapes.cp == 1:
+        return _whole_rows(heads)
+    across = {"all_gather": _all_gather, "a2a": _all_to_all, "p2p": _ring}
+    return across[heads.shapes.cp_comm_type](heads)
+
+
+def _whole_rows(heads: Heads) -> tuple[Operator, int]:
+    kept = heads.query + heads.key + heads.kept_value + heads.padded + heads.sums
+    match heads.shapes.kernel:
+        case "plain":
+            return _plain(heads, kept), 0
+        case "math":
+            return _math(heads), 0
+        case "padded":
+            # It keeps the values that were filled up, not those it was given.
+            kept = heads.query + heads.key * 2 + heads.padded + heads.sums
+            return Operator(kept, heads.value, heads.gradients + heads.query), heads.context_copy
+        case "runs":
+            # Runs are computed apart and joined.
+            return Operator(kept, heads.padded, heads.gradients + heads.query + 2 * heads.key), heads.context_copy
+    return Operator(kept, 0, heads.gradients), 0
+
+
+def _plain(heads: Heads, kept: int) -> Operator:
+    """Matrix products with the scores of a document in fp32: three of their size forward, five backward."""
+    shapes = heads.shapes
+    rows = shapes.rows if shapes.document == shapes.length else 1
+    scores = 4 * rows * heads.queries * shapes.document**2
+    copies = (heads.gradients * 4 // shapes.size) if shapes.wide else 0
+    return Operator(kept, 3 * scores + copies, heads.gradients + heads.context + copies + 5 * scores)
+
+
+def _math(heads: Heads) -> Operator:
+    """torch's fallback keeps all scores, and queries, keys and values of each query head, in fp32."""
+    shapes = heads.shapes
+    scores = 4 * shapes.rows * heads.queries * shapes.length**2
+    repeated = 4 * shapes.tokens * heads.queries * (2 * heads.channels + heads.value_channels)
+    kept = heads.kept_value + repeated + scores + heads.context
+    return Operator(kept, 2 * scores, heads.gradients + repeated + 2 * scores)
+
+
+def _all_gather(heads: Heads) -> tuple[Operator, int]:
+    """Keys and values of all ranks are kept in the order of the row, the early ones twice: (2 · cp + 1) / 2 times this
+    rank's. A CPU's flash kernel is told by numbers which of them a query sees."""
+    shapes = heads.shapes
+    mine = heads.key + heads.value
+    whole = mine * (2 * shapes.cp + 1) // 2
+    mask = shapes.size * shapes.document**2 // (2 * shapes.cp) if shapes.on_cpu and shapes.kernel == "runs" else 0
+    kept = heads.query + whole + heads.padded + heads.sums
+    backward = heads.context + heads.query + 2 * whole + mine * shapes.cp + mask
+    return Operator(kept, mine * shapes.cp + mask, backward), heads.context_copy
+
+
+def _ring(heads: Heads) -> tuple[Operator, int]:
+    """Two pairs of keys and values on their way, and on the way back their gradients in fp32, too."""
+    moving = heads.key + heads.value
+    wide = moving * 4 // heads.shapes.size
+    # 16-bit outputs are merged in fp32, and rounded into memory of their own.
+    output, copy = (heads.context, 0) if heads.shapes.wide else (heads.padded, heads.context_copy)
+    kept = heads.query + heads.key + heads.kept_value + output + heads.sums
+    return Operator(kept, 2 * (moving + heads.context), heads.gradients + 2 * moving + 3 * wide), copy
+
+
+def _all_to_all(heads: Heads) -> tuple[Operator, int]:
+    """Whole rows of n / cp heads; key/value heads that cannot be shared out are copied first. The context comes back
+    in memory of its own."""
+    shapes = heads.shapes
+    copies = math.lcm(heads.groups, shapes.cp) // heads.groups
+    rows = heads.query + copies * (heads.key + heads.value)
+    # Values that a kernel fills up are no longer a part of the rows.
+    filled = copies * heads.key if shapes.kernel == "padded" else 0
+    kept = rows + filled + heads.padded + heads.sums
+    return Operator(kept, 2 * rows + heads.source, 3 * rows + heads.context), heads.context

@@ -1,0 +1,70 @@
+"""What the optimizer keeps of each element that a rank updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatune.config.settings import Settings
+from megatune.plan.memory.tensors import HeldParameter
+
+_BYTES = {"fp32": 4, "bf16": 2}
+# Tensors of one fp32 or int32 each: the loss scale and its limits and factors, what overflow is noted in.
+_SCALARS_FP16, _SCALARS_BF16, _SCALARS_FP32_SHARED, _SCALARS_FP32 = 6, 1, 2, 1
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRules:
+    """An optimizer's state.
+
+    Attributes:
+        element_bytes: state of one element, without its master weight.
+        host_fraction: share of the elements whose state is on the host.
+        dtype: that the model computes in.
+    """
+
+    element_bytes: int
+    host_fraction: float
+    dtype: str
+
+    def scalar_bytes(self, is_sharded: bool) -> int:
+        """Of the numbers that one optimizer keeps on the device."""
+        if self.dtype == "float16":
+            return 4 * _SCALARS_FP16
+        if self.dtype == "bfloat16":
+            return 4 * _SCALARS_BF16
+        return 4 * (_SCALARS_FP32_SHARED if is_sharded else _SCALARS_FP32)
+
+    def on_host(self, updated: Sequence[tuple[int, HeldParameter]]) -> int:
+        """Elements with their state on the host, as the engine's Adam.init_state chooses them: whole shards in the
+        order of its groups, matrices before vectors, until the fraction is reached.
+
+        Args:
+            updated: elements of each parameter that this rank updates, in the order of the buffers.
+        """
+        if not self.host_fraction:
+            return 0
+        left = self.host_fraction * sum(size for size, _ in updated)
+        on_host = 0
+        for size, _ in sorted(updated, key=lambda one: one[1].is_vector):
+            if left <= 0:
+                break
+            left -= size
+            on_host += size
+        return on_host
+
+    def least_on_host(self, updated: int) -> int:
+        """The fewest elements with their state on the host, whatever the parameters' sizes."""
+        return int(self.host_fraction * updated)
+
+
+def optimizer_rules(settings: Settings) -> OptimizerRules:
+    """Of a run."""
+    optimizer = settings.optimizer
+    if optimizer.optimizer == "sgd":
+        size = 4 if optimizer.sgd_momentum else 0
+    else:
+        size = _BYTES[optimizer.exp_avg_dtype] + _BYTES[optimizer.exp_avg_sq_dtype]
+    offloads = optimizer.optimizer == "adam" and optimizer.optimizer_cpu_offload
+    fraction = optimizer.optimizer_offload_fraction if offloads else 0.0
+    return OptimizerRules(size, fraction, settings.precision.params_dtype)

@@ -1,0 +1,249 @@
+"""Models and settings whose activations are measured, and the machine that they are measured on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layouts import Layout
+from measured_memory import DOCUMENTS
+
+from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.config.settings import BatchSettings, DataSettings, Settings
+from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.machine import Device, Link, Machine
+
+
+def machine(generation: str = "cpu") -> Machine:
+    """One of which only the generation matters."""
+    peaks = {"float32": 1e12, "bfloat16": 1e12, "float16": 1e12}
+    device = Device(name="x", generation=generation, memory=2**36, flops=peaks, bandwidth=1e11, link="x")
+    link = Link(name="x", bandwidth=1e10, latency=1e-5)
+    return Machine(device=device, gpus_per_node=8, link=link, network=link)
+
+
+def architecture(**numbers: Any) -> Architecture:
+    """Small, but wide enough that activations outweigh whatever a token has few bytes of."""
+    sizes: dict[str, Any] = {
+        "model_type": "llama", "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 704, "num_attention_heads": 8,
+        "num_query_groups": 4, "kv_channels": 32, "vocab_size": 4096, "max_position_embeddings": 4096,
+        "norm_epsilon": 1e-6, "rotary_base": 1e4,
+    }  # fmt: skip
+    return Architecture(**{**sizes, **numbers})
+
+
+def experts(**numbers: Any) -> MixtureOfExperts:
+    sizes = {"layers": (True,) * 4, "num_experts": 8, "router_topk": 2, "moe_ffn_hidden_size": 256}
+    return MixtureOfExperts(**{**sizes, **numbers})
+
+
+DENSE = architecture()
+QWEN3 = architecture(model_type="qwen3", qk_layernorm=True)
+# Its vocabulary is padded: the loss masks a copy.
+LARGE_VOCABULARY = architecture(num_layers=2, vocab_size=31900)
+WIDE = architecture(hidden_size=512, ffn_hidden_size=1408, kv_channels=64)
+DEEP = architecture(num_layers=8)
+SPARSE = architecture(model_type="qwen3_moe", moe=experts())
+SHARED = architecture(
+    model_type="qwen2_moe", moe=experts(shared_expert_intermediate_size=512, shared_expert_gate=True, pre_softmax=True)
+)
+LATENT = architecture(
+    model_type="deepseek_v3",
+    kv_channels=16,
+    num_query_groups=8,
+    mla=MultiLatentAttention(
+        q_lora_rank=96, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32, softmax_scale=0.1
+    ),
+    moe=experts(
+        layers=(False, True, True, True), shared_expert_intermediate_size=256, score_function="sigmoid", num_groups=4,
+        group_topk=2, topk_scaling_factor=2.5, expert_bias=True, router_dtype="fp32",
+    ),
+)  # fmt: skip
+
+
+ALL = Trainable()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of the table: rows of `length` tokens, so many micro-batches of so many."""
+
+    model: str
+    architecture: Architecture
+    layout: Layout
+    bf16: bool = False
+    rows: int = 1
+    length: int = 512
+    micro_batches: int = 1
+    trainable: Trainable = ALL
+
+    @property
+    def settings(self) -> Settings:
+        settings = self.layout.settings(precision={"bf16": self.bf16})
+        batch = BatchSettings(per_device_train_batch_size=self.rows, gradient_accumulation_steps=self.micro_batches)
+        data = DataSettings(cutoff_len=self.length, packing=self.layout.packed)
+        return settings.model_copy(update={"batch": batch, "data": data})
+
+    @property
+    def case(self) -> Case:
+        return Case(
+            model=PlannedModel(name=self.model, architecture=self.architecture),
+            settings=self.settings,
+            world_size=self.layout.world_size,
+            machine=machine(),
+            trainable=self.trainable,
+            document_length=self.length / DOCUMENTS if self.layout.packed else None,
+        )
+
+
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
+SP: dict[str, Any] = {"sequence_parallel": True}
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
+VPP2: dict[str, Any] = {"virtual_pipeline_model_parallel_size": 2}
+CP2: dict[str, Any] = {"context_parallel_size": 2}
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
+ETP1: dict[str, Any] = {"expert_tensor_parallel_size": 1}
+FULL: dict[str, Any] = {"recompute_granularity": "full"}
+# Random routers send every rank of experts as many tokens as the next one only if they are told to.
+EVEN: dict[str, Any] = {"moe_router_load_balancing_type": "sinkhorn"}
+
+
+def _selective(*modules: str) -> Layout:
+    return Layout(1, recompute={"recompute_granularity": "selective", "recompute_modules": list(modules)})
+
+
+def _kernels(**performance: Any) -> Layout:
+    return Layout(1, performance=performance)
+
+
+def _both(name: str, model: str, architecture: Architecture, layout: Layout, **shape: Any) -> dict[str, Measured]:
+    return {
+        f"{name}, {dtype}": Measured(model, architecture, layout, bf16=dtype == "bf16", **shape)
+        for dtype in ("fp32", "bf16")
+    }
+
+
+def _dense() -> dict[str, Measured]:
+    found: dict[str, Measured] = {}
+    for name, layout in {
+        "1": Layout(1),
+        "full": Layout(1, recompute=FULL),
+        "unfused attention": _kernels(attention_backend="unfused"),
+        "plain cross-entropy": _kernels(cross_entropy_loss_fusion=False),
+        "plain norms": _kernels(rms_norm_fusion=False),
+        "bias_activation_fusion": _kernels(bias_activation_fusion=True),
+        "gradient_accumulation_fusion": _kernels(gradient_accumulation_fusion=True),
+        "tp2": Layout(2, TP2),
+        "tp2 sp": Layout(2, TP2 | SP),
+        "cp2 p2p": Layout(2, CP2),
+    }.items():
+        found |= _both(name, "dense", DENSE, layout)
+    for name, layout in {
+        "core_attn": _selective("core_attn"),
+        "layernorm": _selective("layernorm"),
+        "mlp": _selective("mlp"),
+        "core_attn, layernorm, mlp": _selective("core_attn", "layernorm", "mlp"),
+        "full, 2 layers": Layout(1, recompute=FULL | {"recompute_num_layers": 2}),
+        "full, block, 1 layer": Layout(1, recompute=FULL | {"recompute_method": "block", "recompute_num_layers": 1}),
+        "apply_rope_fusion": _kernels(apply_rope_fusion=True),
+        "tp2 sp, full": Layout(2, TP2 | SP, recompute=FULL),
+        "tp2 sp, packed": Layout(2, TP2 | SP, packed=True),
+        "cp2 all_gather": Layout(2, CP2 | {"cp_comm_type": "all_gather"}),
+        "cp2 a2a": Layout(2, CP2 | {"cp_comm_type": "a2a"}),
+        "cp2 all_gather, packed": Layout(2, CP2 | {"cp_comm_type": "all_gather"}, packed=True),
+    }.items():
+        found[f"{name}, fp32"] = Measured("dense", DENSE, layout)
+    # Fewer key/value heads than ranks.
+    found["tp2 sp, fp32"] = Measured("one key/value head", replace(DENSE, num_query_groups=1), Layout(2, TP2 | SP))
+    found["packed, 2 rows, bf16"] = Measured("dense", DENSE, Layout(1, packed=True), bf16=True, rows=2)
+    found["h 512, 3 rows, fp32"] = Measured("dense, wide", WIDE, Layout(1), length=256, rows=3)
+    found["h 512, full, bf16"] = Measured("dense, wide", WIDE, Layout(1, recompute=FULL), bf16=True, length=1024)
+    found["q and k norms, bf16"] = Measured("qwen3", QWEN3, Layout(1), bf16=True)
+    found["v 32k, plain cross-entropy, bf16"] = Measured(
+        "large vocabulary", LARGE_VOCABULARY, _kernels(cross_entropy_loss_fusion=False), bf16=True, length=256
+    )
+    return found
+
+
+def _pipelines() -> dict[str, Measured]:
+    found = _both("pp2", "dense", DENSE, Layout(2, PP2), micro_batches=4)
+    found |= _both("pp2 vpp2", "dense", DENSE, Layout(2, PP2 | VPP2), micro_batches=4)
+    for name, world_size, parallel in (
+        ("pp2 vpp2, no p2p overlap", 2, PP2 | VPP2 | {"overlap_p2p_comm": False}),
+        ("pp4", 4, PP4),
+        ("pp4 vpp2", 4, PP4 | VPP2),
+    ):
+        layout = Layout(world_size, parallel)
+        found[f"{name}, fp32"] = Measured("dense, 8 layers", DEEP, layout, length=256, micro_batches=8)
+    full = Layout(2, PP2, recompute=FULL)
+    found["pp2, full, fp32"] = Measured("dense", DENSE, full, micro_batches=4)
+    found["v 32k, pp2, fp32"] = Measured(
+        "large vocabulary", LARGE_VOCABULARY, Layout(2, PP2), length=256, micro_batches=3
+    )
+    found["tp2 pp2 sp, bf16"] = Measured("dense", DENSE, Layout(4, TP2 | PP2 | SP), bf16=True, micro_batches=3)
+    return found
+
+
+def _experts() -> dict[str, Measured]:
+    found = _both("experts", "experts", SPARSE, Layout(1))
+    found |= _both("ep2", "experts", SPARSE, Layout(2, EP2, EVEN))
+    for name, layout in {
+        "ep2 allgather": Layout(2, EP2, EVEN | {"moe_token_dispatcher_type": "allgather"}),
+        "one by one": Layout(1, experts={"moe_grouped_gemm": False}),
+        "fused": _kernels(bias_activation_fusion=True),
+        "ep2 etp1 tp2 sp": Layout(2, EP2 | ETP1 | TP2 | SP, EVEN),
+        "tp2 sp": Layout(2, TP2 | SP),
+        "padded to capacity": Layout(
+            2, EP2, {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
+        ),
+        "moe": _selective("moe"),
+        "moe_act": _selective("moe_act"),
+        "layernorm": _selective("layernorm"),
+        "full": Layout(1, recompute=FULL),
+    }.items():
+        found[f"{name}, fp32"] = Measured("experts", SPARSE, layout)
+    found["pp2, bf16"] = Measured("experts", SPARSE, Layout(2, PP2), bf16=True, micro_batches=3)
+    found["1, fp32"] = Measured("shared experts", SHARED, Layout(1))
+    found["shared_experts, fp32"] = Measured("shared experts", SHARED, _selective("shared_experts"))
+    overlapping = Layout(2, EP2, EVEN | {"moe_shared_expert_overlap": True})
+    found["ep2, overlapped, bf16"] = Measured("shared experts", SHARED, overlapping, bf16=True)
+    return found
+
+
+def _latent() -> dict[str, Measured]:
+    found = _both("latent", "latent attention", LATENT, Layout(1))
+    for name, layout in {
+        "mla_up_proj": _selective("mla_up_proj"),
+        "tp2 sp": Layout(2, TP2 | SP),
+        "packed": Layout(1, packed=True),
+        "cp2 p2p": Layout(2, CP2),
+        "cp2 a2a": Layout(2, CP2 | {"cp_comm_type": "a2a"}),
+        "full": Layout(1, recompute=FULL),
+    }.items():
+        found[f"{name}, fp32"] = Measured("latent attention", LATENT, layout)
+    return found
+
+
+def _named(groups: tuple[dict[str, Measured], ...]) -> dict[str, Measured]:
+    return {f"{one.model}: {name}": one for group in groups for name, one in group.items()}
+
+
+def _adapters() -> dict[str, Measured]:
+    """Frozen matrices need no inputs, those with adapters do."""
+    found = {
+        "matrices frozen, fp32": Measured("dense", DENSE, Layout(1), trainable=Trainable(freeze_language_model=True))
+    }
+    for name, targets in {
+        "LoRA": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        "LoRA of attention": ("linear_qkv", "linear_proj"),
+        "LoRA of fc2": ("linear_fc2",),
+    }.items():
+        trainable = Trainable(kind="lora", lora_target=targets)
+        found[f"{name}, fp32"] = Measured("dense", DENSE, Layout(1), trainable=trainable)
+    full = Layout(1, recompute=FULL)
+    found["LoRA, full, bf16"] = Measured("dense", DENSE, full, bf16=True, trainable=Trainable(kind="lora"))
+    return found
+
+
+CASES: dict[str, Measured] = _named((_dense(), _pipelines(), _experts(), _latent(), _adapters()))

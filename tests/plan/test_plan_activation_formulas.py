@@ -1,0 +1,266 @@
+"""Activations by hand: published formulas, kernels, schedules, and what is frozen."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from activation_cases import DENSE, EP2, FULL, PP4, SHARED, SP, SPARSE, VPP2, architecture, machine
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import Layout
+from megatron.core.transformer.enums import AttnBackend
+
+from megatune.architecture import Architecture
+from megatune.config.settings import BatchSettings, DataSettings
+from megatune.engine import device
+from megatune.engine.layers import cross_entropy
+from megatune.engine.layers.attention import kernels, rows
+from megatune.engine.layers.attention.choice import in_runs
+from megatune.plan.case import Case, PlannedModel, Trainable, VisionTower
+from megatune.plan.machine import Calibration
+from megatune.plan.memory.activations import activation_bytes
+from megatune.plan.memory.experts import IMBALANCE, IMBALANCE_WITHOUT_LOSS, expert_rows
+from megatune.plan.memory.layer import decoder_layer
+from megatune.plan.memory.loss import CHUNK_BYTES_ON_CPU
+from megatune.plan.memory.operators import Operator, chain, recomputed, repeat
+from megatune.plan.memory.shapes import shapes_of
+from megatune.plan.memory.workspace import COMMUNICATOR, CONTEXT, num_communicators, workspace_bytes
+from megatune.plan.schedule import in_flight
+
+LENGTH = 1024
+MHA = architecture(num_query_groups=8)
+
+
+def make_case(
+    model: Architecture = DENSE,
+    layout: Layout | None = None,
+    *,
+    generation: str = "ampere",
+    micro_batches: int = 1,
+    bf16: bool = True,
+    length: int = LENGTH,
+    **case: Any,
+) -> Case:
+    layout = layout or Layout(1)
+    update = {
+        "batch": BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=micro_batches),
+        "data": DataSettings(cutoff_len=length, packing=layout.packed),
+    }
+    return Case(
+        **{
+            "model": PlannedModel(name="x", architecture=model),
+            "settings": layout.settings(precision={"bf16": bf16}).model_copy(update=update),
+            "world_size": layout.world_size,
+            "machine": machine(generation),
+            **case,
+        }
+    )
+
+
+def test_a_chain_is_fullest_where_what_was_kept_and_what_is_added_are_most():
+    one, other = Operator(10, 5, 40), Operator(20, 1, 8)
+    assert chain((one, other)) == Operator(30, 1, 20)
+    assert chain((one, other), hold=3) == Operator(30, 1, 23)
+    assert recomputed(one, 4, output=2) == Operator(4, 5, 10 - 4 + 40 + 2)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 99)] * 3), min_size=1, max_size=4), st.integers(1, 5))
+def test_chains_of_chains_are_chains(numbers, times):
+    operators = [Operator(*one) for one in numbers]
+    whole = chain(operators)
+    assert chain((chain(operators[:1]), chain(operators[1:]))) == whole if len(operators) > 1 else True
+    assert chain([repeat(whole, times)]) == chain(operators * times)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "cut", "whole"),
+    [
+        # Korthikanti et al. (arXiv:2205.05198), table 2, of a layer with dropout, GELU, and scores in memory:
+        # s·b·h (34 + 5 a s / h); with tensor parallelism s·b·h (10 + 24 / t + 5 a s / (h t)); with sequence
+        # parallelism all of it divided by t. Of the 34, 11 are attention's (1 a mask), 19 the feed-forward's (1 a
+        # mask), 4 the norms'. Without masks and scores, attention's are 10; our q and k are kept beside the projection
+        # that v is a part of: 14. SwiGLU's feed-forward keeps its input and 3 · f where theirs keeps 2 and 16 · h.
+        ({}, 14 - 2, 2 + 2 + 4),
+        ({"tensor_model_parallel_size": 4}, 14 - 2, 2 + 2 + 4),
+        ({"tensor_model_parallel_size": 4} | SP, 14 - 2 + 2 + 2 + 4, 0),
+    ],
+)
+def test_a_layer_keeps_what_the_published_formula_says(parallel, cut, whole):
+    layout = Layout(4, parallel, performance={"bias_activation_fusion": True})
+    shapes = shapes_of(make_case(MHA, layout))
+    tp = layout.settings().parallel.tensor_model_parallel_size
+    sbh, inner = LENGTH * MHA.hidden_size, 2 * 3 * LENGTH * MHA.ffn_hidden_size
+    statistics = 2 * 4 * shapes.part + 4 * LENGTH * MHA.num_attention_heads // tp
+    assert decoder_layer(shapes, sparse=False).kept == sbh * cut // tp + sbh * whole + inner // tp + statistics
+
+
+def test_full_recomputation_keeps_the_inputs_of_groups():
+    hidden = 2 * LENGTH * DENSE.hidden_size
+
+    def stage(micro_batches: int, **recompute: Any) -> int:
+        layout = Layout(4, PP4, recompute=FULL | recompute)
+        deep = replace(DENSE, num_layers=16)
+        return activation_bytes(make_case(deep, layout, micro_batches=micro_batches), 1).activations
+
+    tables = 2 * 2 * LENGTH * DENSE.kv_channels + 33 * LENGTH
+    # A second micro-batch in flight adds what one keeps.
+    assert stage(2) - stage(1) == 4 * hidden + tables
+    assert stage(2, recompute_num_layers=2) - stage(1, recompute_num_layers=2) == 2 * hidden + tables
+    assert stage(2, recompute_num_layers=2) > stage(2)  # of a group of two, both layers are made again
+
+
+@pytest.mark.parametrize("vpp", [{}, VPP2])
+def test_stages_hold_what_the_schedule_has_in_flight(vpp):
+    layout, virtual = Layout(4, PP4 | vpp), 2 if vpp else 1
+    model = replace(DENSE, num_layers=16)
+    one = decoder_layer(shapes_of(make_case(model, layout)), sparse=False).kept * 4 // virtual
+    for stage in (1, 2):
+        more, fewer = (activation_bytes(make_case(model, layout, micro_batches=m), stage) for m in (16, 4))
+        held = [sum(in_flight(4, virtual, stage, m)) for m in (16, 4)]
+        tables = 2 * 2 * LENGTH * DENSE.kv_channels + 33 * LENGTH
+        assert more.activations - fewer.activations == (held[0] - held[1]) * (one + tables)
+
+
+@pytest.mark.parametrize(("generation", "capability"), [("ampere", (8, 0)), ("hopper", (9, 0)), ("blackwell", (10, 0))])
+@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernel_is_the_one_that_the_engine_chooses(monkeypatch, generation, capability, backend, packed):
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    device.sdpa_kernels.cache_clear()
+    layout = Layout(1, performance={"attention_backend": backend}, packed=packed)
+    latent = make_case(SPARSE, layout, generation=generation)
+    padded = device.sdpa_kernels(backend)[0] == rows.SDPBackend.FLASH_ATTENTION
+    device.sdpa_kernels.cache_clear()
+    model = SimpleNamespace(qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+    unequal = replace(latent, model=PlannedModel(name="x", architecture=replace(SPARSE, mla=model)))
+    assert shapes_of(latent).kernel == ("runs" if in_runs(latent.settings) else "one")
+    assert shapes_of(unequal).kernel == ("runs" if packed else "padded" if padded else "one")
+
+
+def test_plain_attention_is_predicted_where_flash_takes_no_such_numbers(monkeypatch):
+    packed, volta = Layout(1, packed=True), "volta"
+    assert shapes_of(make_case(DENSE, packed, generation=volta)).kernel == "plain"
+    assert shapes_of(make_case(DENSE, packed, bf16=False)).kernel == "plain"
+    assert shapes_of(make_case(DENSE, Layout(1, performance={"attention_backend": "unfused"}))).kernel == "plain"
+    assert shapes_of(make_case(DENSE, Layout(1), generation=volta)).kernel == "math"
+    assert shapes_of(make_case(MHA, Layout(1), generation=volta)).kernel == "one"
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(device, "compute_capability", lambda: (7, 0))
+    query = torch.empty(1, 1, 1, 32, dtype=torch.float16)
+    assert kernels.pick(query, query, AttnBackend.auto) is kernels._PLAIN
+
+
+def test_chunks_of_the_loss_are_as_large_as_the_engines():
+    assert CHUNK_BYTES_ON_CPU == cross_entropy.CHUNK_BYTES
+    model = replace(DENSE, vocab_size=128 * 1024)
+    fused = activation_bytes(make_case(model, length=16384), 0).logits_and_loss
+    whole = activation_bytes(
+        make_case(model, Layout(1, performance={"cross_entropy_loss_fusion": False}), length=16384), 0
+    ).logits_and_loss
+    logits = 16384 * model.vocab_size
+    # bf16 logits and their fp32 softmax; two bf16 tensors of a chunk that would be 1 GiB in fp32.
+    assert 5.9 * logits < whole < 6.1 * logits
+    assert 0.95 * 2**30 < fused < 1.05 * 2**30
+
+
+def test_expert_imbalance_is_of_routed_rows_and_bounded_by_capacity():
+    def imbalance(**experts: Any) -> int:
+        return activation_bytes(make_case(SPARSE, Layout(2, EP2, experts)), 0).expert_imbalance
+
+    assert activation_bytes(make_case(SPARSE), 0).expert_imbalance == 0
+    assert 0 < imbalance(moe_aux_loss_coeff=1e-3) < imbalance()
+    assert imbalance(moe_expert_capacity_factor=1.0) == 0
+    assert imbalance(moe_expert_capacity_factor=1.5, moe_pad_expert_input_to_capacity=True) == 0
+    shapes = shapes_of(make_case(SPARSE, Layout(2, EP2)))
+    for factor, rows_ in ((1.0, 2 * LENGTH), (IMBALANCE, 2458), (IMBALANCE_WITHOUT_LOSS, 3 * LENGTH), (9.0, 4096)):
+        assert expert_rows(replace(shapes, imbalance=factor)) == rows_
+    # No rank has more rows than all of them have; one rank that has all experts has just those of its tokens.
+    assert expert_rows(replace(shapes, ep=1, imbalance=IMBALANCE)) == 2 * LENGTH
+
+
+def test_adapters_keep_the_inputs_of_their_layers_only():
+    def kept(trainable: Trainable, model: Architecture = DENSE) -> int:
+        return decoder_layer(shapes_of(make_case(model, trainable=trainable)), sparse=model.moe is not None).kept
+
+    frozen = kept(Trainable(freeze_language_model=True))
+    hidden, inner = 2 * LENGTH * DENSE.hidden_size, 2 * LENGTH * DENSE.ffn_hidden_size
+    of_rank = 2 * LENGTH * 8
+    for target, more in {
+        "linear_qkv": hidden + 3 * of_rank,
+        "linear_proj": of_rank,  # attention keeps the context anyway
+        "linear_fc1": hidden + 2 * of_rank,
+        "linear_fc2": inner + of_rank,
+    }.items():
+        assert kept(Trainable(kind="lora", lora_target=(target,))) == frozen + more
+    assert kept(Trainable()) == frozen + 2 * hidden + inner
+    assert kept(Trainable(kind="lora"), SHARED) < kept(Trainable(), SHARED) * 1.1
+
+
+def test_a_frozen_vision_tower_keeps_nothing():
+    tower = VisionTower(
+        num_layers=24, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, patch_size=14,
+        spatial_merge_size=2, num_mergers=1, gated=False, num_parameters=300_000_000, num_projector_parameters=10**7,
+    )  # fmt: skip
+    model = PlannedModel(name="x", architecture=DENSE, vision=tower)
+
+    def stage(number: int = 0, layout: Layout | None = None, image_tokens: int = 512, **trainable: bool) -> int:
+        trains = Trainable(**trainable)
+        case = make_case(layout=layout, model=model.architecture, image_tokens=image_tokens, trainable=trains)
+        return activation_bytes(replace(case, model=model), number).activations
+
+    without = stage(image_tokens=0)
+    patches, e = 512 * 4, 2
+    layer = 8 * patches * 1024 * e + 2 * patches * 4096 * e + 4 * patches * 16
+    # While it computes nothing else is there yet; afterwards nothing of it is.
+    tables = 2 * 2 * LENGTH * DENSE.kv_channels + 33 * LENGTH
+    assert without < stage() == layer + tables
+    trained = stage(freeze_vision_tower=False)
+    assert trained - without >= 24 * layer
+    pp2 = Layout(2, {"pipeline_model_parallel_size": 2})
+    assert stage(1, pp2) == stage(1, pp2, image_tokens=0)
+
+
+def test_workspace_counts_groups_and_takes_the_calibration():
+    layout = Layout(16, {"tensor_model_parallel_size": 2, "context_parallel_size": 2} | PP4 | SP)
+    case = make_case(DENSE, layout, micro_batches=8)
+    # tp, cp, pp, the replicas of a weight (its cp ranks), a model's ranks, and all ranks.
+    assert num_communicators(case) == 6
+    assert num_communicators(make_case(DENSE)) == 0
+    sparse = make_case(SPARSE, Layout(4, EP2), generation="hopper")
+    assert num_communicators(sparse) == 5  # replicas of weights, of experts; ep, twice; all ranks
+    hidden = 2 * LENGTH // 2 * DENSE.hidden_size
+    # What the sequence is gathered into, and one message to the stage before.
+    assert workspace_bytes(case, 0).communication == 6 * COMMUNICATOR + hidden
+    assert workspace_bytes(case, 1).communication == 6 * COMMUNICATOR + hidden + hidden // 2
+    calibrated = replace(case, machine=replace(case.machine, calibration=Calibration(activations=1.5, framework=7)))
+    assert workspace_bytes(calibrated, 0).framework == CONTEXT + 7
+    bare, more = activation_bytes(case, 3), activation_bytes(calibrated, 3)
+    assert more.activations == round(1.5 * bare.activations)
+    assert more.logits_and_loss == round(1.5 * bare.logits_and_loss)
+
+
+def test_many_stages_are_estimated_in_a_moment():
+    cases = [
+        make_case(
+            replace(SPARSE, num_layers=64, moe=replace(SPARSE.moe, layers=(False,) * 2 + (True,) * 62)),
+            Layout(32, PP4 | EP2 | ({"tensor_model_parallel_size": tp} | SP if tp > 1 else {}), recompute=recompute),
+            micro_batches=micro_batches,
+            length=length,
+        )
+        for tp in (1, 2)
+        for micro_batches in (4, 8, 16)
+        for length in (1024, 2048, 4096)
+        for recompute in ({}, FULL, {"recompute_granularity": "selective"})
+    ]
+    began = time.process_time()
+    for case in cases:
+        for stage in range(4):
+            activation_bytes(case, stage)
+            workspace_bytes(case, stage)
+    assert (time.process_time() - began) / (4 * len(cases)) < 0.5e-3

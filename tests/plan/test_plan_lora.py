@@ -1,0 +1,141 @@
+"""Adapters and frozen parts: counts that are known, and what they leave of gradients and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILY_SIZES, SIZES
+from layouts import Layout
+
+from megatune.architecture import Architecture
+from megatune.families import FAMILIES
+from megatune.plan.case import Case, PlannedModel, Trainable, VisionTower
+from megatune.plan.flops import num_parameters
+from megatune.plan.machine import Device, Link, Machine
+from megatune.plan.memory.adapters import num_trained_parameters
+from megatune.plan.memory.parameters import rank_state, stage_parameters, state_bytes
+
+_LINK = Link(name="link", bandwidth=1e9, latency=1e-6)
+_DEVICE = Device(name="device", generation="cpu", memory=1, flops={}, bandwidth=1e9, link="link")
+_MACHINE = Machine(device=_DEVICE, gpus_per_node=8, link=_LINK, network=_LINK)
+_BF16 = {"bf16": True}
+
+LORA = Trainable(kind="lora")
+QWEN2_5_7B = Architecture(
+    model_type="qwen2", num_layers=28, hidden_size=3584, ffn_hidden_size=18944, num_attention_heads=28,
+    num_query_groups=4, kv_channels=128, vocab_size=152064, max_position_embeddings=32768, norm_epsilon=1e-6,
+    rotary_base=1e6, add_qkv_bias=True,
+)  # fmt: skip
+LLAMA_3_8B = Architecture(
+    model_type="llama", num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
+    num_query_groups=8, kv_channels=128, vocab_size=128256, max_position_embeddings=8192, norm_epsilon=1e-5,
+    rotary_base=5e5,
+)  # fmt: skip
+TOWER = VisionTower(
+    num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, patch_size=14, spatial_merge_size=2,
+    num_mergers=1, gated=False, num_parameters=1000, num_projector_parameters=300,
+)  # fmt: skip
+
+
+def planned(
+    architecture: Architecture, layout: Layout, trainable: Trainable, vision: VisionTower | None = None
+) -> Case:
+    model = PlannedModel(name="model", architecture=architecture, vision=vision)
+    return Case(
+        model=model, settings=layout.settings({}, _BF16), world_size=layout.world_size, machine=_MACHINE,
+        trainable=trainable,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "trainable", "expected"),
+    [
+        # What PEFT counts with an adapter beside each of the seven matrices of a layer.
+        (QWEN2_5_7B, LORA, 20_185_088),
+        (LLAMA_3_8B, LORA, 20_971_520),
+        (LLAMA_3_8B, replace(LORA, lora_rank=16), 2 * 20_971_520),
+        # By hand: 32 layers, r (in + out) of the output projection.
+        (LLAMA_3_8B, replace(LORA, lora_target=("linear_proj",)), 32 * 8 * (4096 + 4096)),
+        (LLAMA_3_8B, replace(LORA, freeze_language_model=True), 0),
+    ],
+)
+def test_adapters_are_as_many_as_peft_has(architecture, trainable, expected):
+    assert num_trained_parameters(PlannedModel(name="model", architecture=architecture), trainable) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_linear_layer_of_transformers_has_an_adapter(family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILY_SIZES.get(family, {})})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = [one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name != "lm_head"]
+    architecture = FAMILIES[family].architecture(config.to_dict())
+    expected = sum(8 * (one.in_features + one.out_features) for one in linear)
+    assert num_trained_parameters(PlannedModel(name="tiny", architecture=architecture), LORA) == expected
+
+
+def test_tensor_parallelism_cuts_one_of_the_two_matrices():
+    layout = Layout(2, {"tensor_model_parallel_size": 2})
+    found = stage_parameters(planned(LLAMA_3_8B, layout, LORA), 0)
+    # A of q, k, v, gate and up is whole, B halved; of o and down B is whole, A halved.
+    cut_outputs = 5 * 4096 + (4096 + 2 * 1024 + 2 * 14336) // 2
+    cut_inputs = (4096 + 14336) // 2 + 2 * 4096
+    assert found.trained_dense == 32 * 8 * (cut_outputs + cut_inputs)
+    assert found.dense - found.trained_dense == stage_parameters(planned(LLAMA_3_8B, layout, Trainable()), 0).dense
+
+
+def test_experts_have_an_adapter_each():
+    sizes: dict[str, Any] = {**SIZES, **FAMILY_SIZES["qwen3_moe"], "num_hidden_layers": 2, "decoder_sparse_step": 1}
+    from transformers import AutoConfig
+
+    architecture = FAMILIES["qwen3_moe"].architecture(AutoConfig.for_model("qwen3_moe", **sizes).to_dict())
+    layout = Layout(4, {"expert_model_parallel_size": 4})
+    found = stage_parameters(planned(architecture, layout, LORA), 0)
+    # Two layers of two local experts; gate, up and down of 64 by 40.
+    assert found.trained_expert == 2 * 2 * 3 * 8 * (64 + 40)
+    # Queries, keys, values and output of 4 heads of 24 channels and 2 key/value heads.
+    assert found.trained_dense == 2 * 8 * ((64 + 96) + 2 * (64 + 48) + (96 + 64))
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_adapters_alone_have_gradients_and_an_optimizer(world_size):
+    case = planned(QWEN2_5_7B, Layout(world_size), LORA)
+    states = [rank_state(case, rank) for rank in range(world_size)]
+    trained = 20_185_088
+    assert {one.weights for one in states} == {2 * (num_parameters(QWEN2_5_7B) + trained)}
+    assert {one.gradients for one in states} == {4 * trained}
+    assert sum(one.master_weights for one in states) == 4 * trained
+    # One scalar on each rank.
+    assert sum(one.optimizer_state for one in states) == 8 * trained + 4 * world_size
+    assert max(one.optimizer_state for one in states) == state_bytes(case, 0).optimizer_state
+
+
+@pytest.mark.parametrize(
+    ("trainable", "trained"),
+    [
+        (Trainable(), "language"),
+        (Trainable(freeze_language_model=True), ""),
+        (Trainable(freeze_language_model=True, freeze_vision_tower=False), "tower"),
+        (Trainable(freeze_language_model=True, freeze_multi_modal_projector=False), "projector"),
+        (Trainable(freeze_vision_tower=False, freeze_multi_modal_projector=False), "language tower projector"),
+    ],
+)
+def test_frozen_parts_have_weights_only(trainable, trained):
+    layout = Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
+    case, plain = planned(LLAMA_3_8B, layout, trainable, TOWER), planned(LLAMA_3_8B, layout, Trainable())
+    first, last = state_bytes(case, 0), state_bytes(case, 1)
+    language = [state_bytes(plain, stage) for stage in (0, 1)]
+    # The tower is whole on every rank of the first stage, and nowhere else.
+    assert [first.weights, last.weights] == [language[0].weights + 2 * 1300, language[1].weights]
+    parts = {"tower": 1000, "projector": 300}
+    beside = sum(size for part, size in parts.items() if part in trained)
+    held = [one.gradients if "language" in trained else 0 for one in language]
+    assert [first.gradients, last.gradients] == [held[0] + 4 * beside, held[1]]
+    assert first.master_weights == first.gradients
+    whole = num_parameters(LLAMA_3_8B) if "language" in trained else 0
+    assert num_trained_parameters(case.model, trainable) == whole + beside
