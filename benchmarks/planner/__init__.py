@@ -1,0 +1,1 @@
+"""Published measurements, and how they are planned: of `planner_accuracy.py`."""

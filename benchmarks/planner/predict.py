@@ -1,0 +1,180 @@
+"""A published row as the planner's case, and what it predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.config.settings import GROUPS, Settings
+from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.catalogue import find_machine, find_model
+from megatune.plan.catalogue.devices import Peaks
+from megatune.plan.machine import Machine
+from megatune.plan.memory.parameters import stage_parameters
+from megatune.plan.time import StepTime, step_time
+from megatune.plan.time.communication import all_gather
+from megatune.plan.time.optimizer import HIDING, data_groups
+from planner.published import Row
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a row: the planner's answer, and seconds of what it does not know."""
+
+    row: Row
+    case: Case
+    time: StepTime
+    sharding: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s/GPU."""
+        return self.time.tokens / (self.time.total + self.sharding) / self.row.gpus
+
+    @property
+    def error(self) -> float:
+        """Of tokens/s, relative: above 0 where the planner is too fast."""
+        return self.speed / self.row.speed - 1
+
+
+def predict(row: Row) -> Prediction:
+    """What the planner says; with FSDP, its exchanges in place of the distributed optimizer's."""
+    case = case_of(row)
+    time = step_time(case)
+    return Prediction(row, case, time, _sharding(case, time) if row.sharded else 0.0)
+
+
+def case_of(row: Row) -> Case:
+    """The row, planned as this project would train it."""
+    model = model_of(row.model)
+    trainable = Trainable(kind="lora", lora_rank=row.lora) if row.lora else Trainable()
+    return Case(
+        model=model,
+        settings=_settings(row, model.architecture),
+        world_size=row.gpus,
+        machine=machine_of(row.device),
+        trainable=trainable,
+        document_length=row.document,
+        image_tokens=row.image_tokens,
+    )
+
+
+@cache
+def machine_of(device: str) -> Machine:
+    """From the catalogue; torchtitan's H100 by its page: 2.4 TB/s, and limited to 500 W of 700, for which it
+    names a peak "between SXM and NVL". The NVL's is taken: what is sustained under a limit is less than any peak."""
+    if device != "h100-96g":
+        return find_machine(device)
+    machine = find_machine("h100-80g")
+    return dataclasses.replace(
+        machine,
+        device=dataclasses.replace(
+            machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), flops=_PEAKS
+        ),
+    )
+
+
+_PEAKS = Peaks({"bfloat16": 835e12})
+
+
+def _settings(row: Row, architecture: Architecture) -> Settings:
+    """Fused kernels, overlapped exchanges and bf16, where the row does not say otherwise."""
+    values: dict[str, Any] = {
+        "bf16": True,
+        "bias_activation_fusion": True,
+        "apply_rope_fusion": True,
+        "gradient_accumulation_fusion": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "packing": False,
+        "cutoff_len": row.length,
+        "per_device_train_batch_size": row.rows,
+        "gradient_accumulation_steps": row.steps,
+        **row.settings,
+    }
+    if values.get("recompute_num_layers") == "half":
+        values["recompute_num_layers"] = architecture.num_layers // 2
+    groups: dict[str, Any] = {}
+    for name, group in GROUPS.items():
+        mine = {key: values.pop(key) for key in list(values) if key in group.model_fields}
+        groups[name] = group(**mine)
+    assert not values, f"no such settings: {values}"
+    return Settings(**groups)
+
+
+def _sharding(case: Case, time: StepTime) -> float:
+    """Seconds of FSDP (and ZeRO 3) beyond the distributed optimizer's that nothing hides.
+
+    In every micro-batch weights are gathered forward and backward, in the model's dtype, and gradients are
+    reduce-scattered in fp32; what the passes beside it hide is as the planner's own. Frozen weights are gathered, too.
+    The planner's exposed exchange of a step is taken off: here it is part of every micro-batch.
+    """
+    exposed = 0.0
+    for stage, chunks in enumerate(time.chunks):
+        elements = stage_parameters(case, stage)
+        trained = elements.trained_dense, elements.trained_expert
+        held = elements.dense, elements.expert
+        seconds = 0.0
+        for group, weights, gradients in zip(data_groups(case), held, trained, strict=True):
+            seconds += 2 * all_gather(group, 2 * weights) + all_gather(group, 4 * gradients)
+        passes = sum(chunk.total for chunk in chunks)
+        exposed = max(exposed, seconds - HIDING * passes)
+    return case.num_micro_batches * max(0.0, exposed) - time.data_parallel
+
+
+@cache
+def model_of(name: str) -> PlannedModel:
+    """From the catalogue, or one of those below."""
+    return _MODELS[name]() if name in _MODELS else find_model(name)
+
+
+def _llama2(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> PlannedModel:
+    base = find_model("Meta-Llama-3-8B")
+    shape = dataclasses.replace(
+        base.architecture,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=hidden // heads,
+        vocab_size=32000,
+    )
+    return PlannedModel(name="Llama-2", architecture=shape)
+
+
+def _deepseek_v2_lite() -> PlannedModel:
+    """The shape that torchtitan calls deepseek_v3 16B: DeepSeek-V2-Lite's."""
+    base = find_model("DeepSeek-V3").architecture
+    experts = MixtureOfExperts(
+        layers=(False, *[True] * 26),
+        num_experts=64,
+        router_topk=6,
+        moe_ffn_hidden_size=1408,
+        shared_expert_intermediate_size=2816,
+    )
+    attention = MultiLatentAttention(
+        q_lora_rank=None, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, softmax_scale=1.0
+    )
+    shape = dataclasses.replace(
+        base,
+        num_layers=27,
+        hidden_size=2048,
+        ffn_hidden_size=10944,
+        num_attention_heads=16,
+        num_query_groups=16,
+        vocab_size=102400,
+        moe=experts,
+        mla=attention,
+    )
+    return PlannedModel(name="DeepSeek-V2-Lite", architecture=shape)
+
+
+_MODELS = {
+    "Llama-2-13B": lambda: _llama2(40, 5120, 13824, 40, 40),
+    "Llama-2-70B": lambda: _llama2(80, 8192, 28672, 64, 8),
+    "DeepSeek-V2-Lite": _deepseek_v2_lite,
+}

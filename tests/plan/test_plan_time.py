@@ -1,0 +1,389 @@
+"""The planner's time: exchanged volumes and bubbles by hand, and what can never be slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatune.config.settings import GROUPS, Settings
+from megatune.errors import ExitCode, MegatuneError
+from megatune.plan.case import Case, Trainable
+from megatune.plan.catalogue import cpu_machine, find_machine, find_model
+from megatune.plan.flops import num_matmul_parameters
+from megatune.plan.machine import Calibration, Link
+from megatune.plan.time import TIME_PARTS, ChunkTime, StepTime, step_time
+from megatune.plan.time.communication import Group, all_gather, all_reduce, all_to_all, group_of, send
+from megatune.plan.time.compute import layer_seconds
+from megatune.plan.time.efficiency import matmul_seconds, rates_of
+from megatune.plan.time.exchange import groups_of, layer_exchange
+from megatune.plan.time.optimizer import data_groups, reduction
+from megatune.plan.time.pipeline import bubble_seconds, exchange_seconds
+from megatune.plan.time.work import work_of
+
+# GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
+GFLOP = {
+    "Meta-Llama-3-8B": (46.6, 48.2, 51.5, 70.8),
+    "Meta-Llama-3-70B": (425, 433, 449, 546),
+    "Qwen2.5-7B": (43.7, 44.9, 47.4, 62.2),
+    "Qwen2.5-14B": (87.0, 90.0, 96.0, 132),
+    "Qwen3-8B": (47.2, 49.0, 52.7, 74.4),
+    "Qwen3-14B": (86.5, 89.0, 94.0, 124),
+    "Qwen3-30B-A3B": (20.7, 23.1, 27.9, 56.9),
+    "Qwen1.5-MoE-A2.7B": (14.9, 15.5, 16.7, 23.9),
+}
+
+
+def _case(model: str = "Qwen3-8B", gpus: int = 8, gpu: str = "a100-80g", **values: Any) -> Case:
+    trainable, document = values.pop("trainable", Trainable()), values.pop("document_length", None)
+    images = values.pop("image_tokens", 0)
+    chosen: dict[str, Any] = {
+        "bf16": True,
+        "cutoff_len": 4096,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "packing": False,
+        **values,
+    }
+    groups = {
+        name: group(**{key: chosen.pop(key) for key in list(chosen) if key in group.model_fields})
+        for name, group in GROUPS.items()
+    }
+    assert not chosen
+    return Case(
+        model=find_model(model),
+        settings=Settings(**groups),
+        world_size=gpus,
+        machine=find_machine(gpu),
+        trainable=trainable,
+        document_length=document,
+        image_tokens=images,
+    )
+
+
+def _tp(size: int, **more: Any) -> dict[str, Any]:
+    return {"tensor_model_parallel_size": size, "sequence_parallel": True, **more}
+
+
+def _exchange(case: Case, sparse: bool = False) -> Any:
+    work = work_of(case)
+    return layer_exchange(case, work, groups_of(case), layer_seconds(work, sparse), sparse)
+
+
+LINK = Link(name="link", bandwidth=100e9, latency=1e-6)
+NETWORK = Link(name="network", bandwidth=10e9, latency=10e-6)
+
+
+def _group(size: int, per_node: int) -> Group:
+    return Group(size=size, per_node=per_node, link=LINK, network=NETWORK, efficiency=1.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "gather", "exchange"),
+    [
+        # 7 / 8 of 8 GB at 100 GB/s in seven hops; one of eight parts stays at home.
+        ((8, 8), 0.07 + 7e-6, 0.07 + 1e-6),
+        # Two machines of four: four ports of 10 GB/s carry 7 / 8; half of all-to-all leaves by each one's own port.
+        ((8, 4), 0.175 + 3e-6 + 10e-6, 0.4 + 10e-6),
+        # One of each machine: each has its own port.
+        ((4, 1), 0.6 + 30e-6, 0.6 + 10e-6),
+        ((1, 1), 0.0, 0.0),
+    ],
+)
+def test_collectives_take_their_volume_over_the_links_they_cross(group, gather, exchange):
+    ranks = _group(*group)
+    assert all_gather(ranks, 8e9) == pytest.approx(gather)
+    assert all_reduce(ranks, 8e9) == pytest.approx(2 * gather)
+    assert all_to_all(ranks, 8e9) == pytest.approx(exchange)
+
+
+def test_messages_take_the_slowest_link_of_their_group():
+    assert send(_group(2, 2), 1e9) == pytest.approx(0.01 + 1e-6)
+    assert send(_group(2, 1), 1e9) == pytest.approx(0.1 + 10e-6)
+
+
+def test_groups_lie_where_megatron_core_puts_them():
+    case = _case(
+        "Qwen3-30B-A3B",
+        64,
+        **_tp(2, context_parallel_size=2, pipeline_model_parallel_size=2),
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+    groups = groups_of(case)
+    dense, expert = data_groups(case)
+    sizes = [(group.size, group.per_node) for group in (*groups, dense, expert)]
+    # tp 2 and cp 2 inside a machine, ep 8 fills one, dp · cp = 16 every second rank, the four copies of experts on
+    # four machines; stages lie 32 ranks apart.
+    assert sizes == [(2, 2), (2, 2), (8, 8), (1, 1), (16, 4), (4, 1)]
+    stages = group_of(case, 2, 32)
+    assert (stages.size, stages.per_node) == (2, 1)
+
+
+def _bytes(seconds: float, case: Case) -> float:
+    """What a group inside a machine moved in this time, without latencies."""
+    return seconds * case.machine.link.bandwidth * 0.75
+
+
+def _without_latency(case: Case) -> Case:
+    machine = case.machine
+    link, network = (replace(link, latency=0.0) for link in (machine.link, machine.network))
+    return replace(case, machine=replace(machine, link=link, network=network))
+
+
+def test_tensor_parallel_exchanges_two_all_reduces_a_layer_forward():
+    size = 4096 * 4096 * 2  # tokens · hidden size · bytes
+    for sequence_parallel in (False, True):
+        case = _without_latency(_case(tensor_model_parallel_size=4, sequence_parallel=sequence_parallel))
+        forward, backward = _exchange(case).tensor
+        assert _bytes(forward, case) == pytest.approx(2 * 2 * 3 / 4 * size)
+        # Backward at least what no weight's gradient hides: the outputs' gradients, gathered.
+        assert _bytes(backward, case) >= (2 * 3 / 4 * size * 0.999 if sequence_parallel else 0)
+
+
+def test_expert_parallel_sends_each_token_to_its_experts_and_back():
+    case = _without_latency(_case("Qwen3-30B-A3B", expert_model_parallel_size=8, moe_expert_capacity_factor=1.0))
+    size = 4096 * 8 * 2048 * 2  # tokens · experts of a token · hidden size · bytes
+    forward, backward = _exchange(case, sparse=True).expert
+    assert _bytes(forward, case) == pytest.approx(2 * 7 / 8 * size)
+    assert backward == forward
+    gathered = _without_latency(
+        _case("Qwen3-30B-A3B", expert_model_parallel_size=8, moe_token_dispatcher_type="allgather")
+    )
+    forward, _ = _exchange(gathered, sparse=True).expert
+    assert _bytes(forward, gathered) == pytest.approx(2 * 7 / 8 * 8 * 4096 * 2048 * 2)
+
+
+def test_experts_that_nothing_balances_make_their_fullest_rank_slower():
+    free = step_time(_case("Qwen3-30B-A3B", expert_model_parallel_size=8))
+    even = step_time(_case("Qwen3-30B-A3B", expert_model_parallel_size=8, moe_expert_capacity_factor=1.0))
+    assert free.expert_parallel > 1.2 * even.expert_parallel
+    assert free.compute > even.compute
+
+
+@pytest.mark.parametrize(
+    ("kind", "volume"),
+    [
+        # Of 1024 channels of keys and as many of values, those of the three other ranks.
+        ("all_gather", 3 * 2 * 1024),
+        # Queries, keys, values and outputs, three of four parts.
+        ("a2a", 3 / 4 * (2 * 1024 + 2 * 4096)),
+    ],
+)
+def test_context_parallel_exchanges_keys_and_values_or_heads(kind, volume):
+    case = _without_latency(_case(context_parallel_size=4, cp_comm_type=kind))
+    forward, _ = _exchange(case).context
+    assert _bytes(forward, case) == pytest.approx(1024 * volume * 2)
+
+
+def test_a_ring_hides_behind_attention_where_rows_are_long():
+    exposed = [
+        step_time(_case(context_parallel_size=4, cutoff_len=length, gpu="a100-80g-pcie")).context_parallel / length
+        for length in (2048, 131072)
+    ]
+    assert exposed[0] > 0
+    assert exposed[1] == 0
+
+
+def test_gradients_are_reduced_and_weights_gathered_over_data_parallelism():
+    case = _without_latency(_case(pipeline_model_parallel_size=2))
+    exchange = reduction(case, 1)
+    share = 3 / 4 * (4096 * 151936 + 18 * (2 * 4096 + 2 * 128 + 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)) + 4096)
+    assert _bytes(exchange.reduce, case) == pytest.approx(4 * share)
+    assert _bytes(exchange.gather, case) == pytest.approx(2 * share)
+    whole = _without_latency(_case(pipeline_model_parallel_size=2, use_distributed_optimizer=False))
+    assert _bytes(reduction(whole, 1).reduce, whole) == pytest.approx(2 * 4 * share)
+    assert reduction(whole, 1).gather == 0
+    narrow = _without_latency(_case(pipeline_model_parallel_size=2, accumulate_allreduce_grads_in_fp32=False))
+    assert _bytes(reduction(narrow, 1).reduce, narrow) == pytest.approx(2 * share)
+
+
+def test_overlap_hides_exchanges_of_data_parallelism():
+    seconds = [
+        step_time(_case(overlap_grad_reduce=reduce, overlap_param_gather=gather)).data_parallel
+        for reduce, gather in ((False, False), (True, False), (True, True))
+    ]
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+@pytest.mark.parametrize(("stages", "virtual", "count"), [(1, 1, 4), (2, 1, 8), (4, 1, 8), (4, 2, 8), (8, 4, 32)])
+def test_even_stages_wait_the_known_share_of_a_step(stages, virtual, count):
+    chunks = [[ChunkTime(1 / virtual, 2 / virtual)] * virtual] * stages
+    assert bubble_seconds(chunks) / (count * 3) == pytest.approx((stages - 1) / (virtual * count))
+
+
+def test_uneven_stages_wait_for_the_slowest():
+    # One micro-batch goes through all stages once and back; the slowest does the others meanwhile.
+    assert bubble_seconds([[ChunkTime(1, 2)], [ChunkTime(2, 4)], [ChunkTime(1, 1)]]) == 5
+
+
+def test_virtual_stages_exchange_beside_computing_only_where_they_may():
+    assert exchange_seconds(1, 1, 8, True, 1.0) == 0
+    assert exchange_seconds(4, 1, 8, True, 1.0) == 6 + 16
+    assert exchange_seconds(4, 2, 8, True, 1.0) == 6
+    assert exchange_seconds(4, 2, 8, False, 1.0) == 6 + 32
+
+
+def test_closed_form_agrees_with_the_schedule_played_out():
+    from megatune.plan.schedule import timeline
+
+    for pp, more in ((4, {}), (4, {"virtual_pipeline_model_parallel_size": 3}), (2, {})):
+        time = step_time(_case(pipeline_model_parallel_size=pp, **more))
+        closed = time.total - time.data_parallel - time.optimizer - time.overhead
+        assert timeline(time.chunks, 8).makespan == pytest.approx(closed, rel=0.06)
+
+
+LAYOUTS = [
+    {},
+    _tp(4),
+    {"pipeline_model_parallel_size": 4},
+    {"context_parallel_size": 2},
+    _tp(2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_faster_parts_never_make_a_step_slower(model, layout):
+    case = _case(model, 16, **layout, **({"expert_tensor_parallel_size": 1} if "30B" in model else {}))
+    machine = case.machine
+    device = machine.device
+    faster = (
+        replace(machine, link=replace(machine.link, bandwidth=2 * machine.link.bandwidth)),
+        replace(machine, network=replace(machine.network, bandwidth=2 * machine.network.bandwidth)),
+        replace(machine, device=replace(device, bandwidth=2 * device.bandwidth)),
+        replace(machine, device=replace(device, flops=type(device.flops)(bfloat16=2 * device.flops["bfloat16"]))),
+    )
+    before = step_time(case).total
+    assert all(step_time(replace(case, machine=better)).total <= before for better in faster)
+    assert step_time(replace(case, machine=faster[2])).total < before
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+        {"moe_layer_recompute": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_recomputing_costs_time_and_never_more_than_a_forward_pass(model, recompute):
+    plain, again = step_time(_case(model)), step_time(_case(model, **recompute))
+    concerned = model == "Qwen3-30B-A3B" or not (
+        {"moe_layer_recompute"} & set(recompute) or "moe_act" in str(recompute)
+    )
+    assert (again.recompute > 0) == concerned
+    assert again.total >= plain.total
+    assert again.recompute < plain.compute / 2
+    assert again.compute == plain.compute
+
+
+def test_all_recomputed_costs_somewhat_less_than_a_third_more():
+    plain, again = step_time(_case()), step_time(_case(recompute_granularity="full"))
+    assert again.total / plain.total == pytest.approx(1.29, abs=0.04)
+
+
+def test_small_products_reach_a_smaller_share_of_the_peak():
+    rates = rates_of(find_machine("h100-80g"), "bfloat16")
+
+    def share(rows: int, columns: int, depth: int) -> float:
+        return 2 * rows * columns * depth / rates.peak / matmul_seconds(rates, rows, columns, depth, 2)
+
+    shares = [share(size, 4096, 4096) for size in (128, 512, 2048, 8192, 32768)]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.25 < 0.5 < shares[-1] < rates.efficiency.matmul
+    assert share(8192, 4096, 256) < share(8192, 4096, 4096)
+
+
+def test_short_rows_are_bound_by_the_host():
+    short, long = (step_time(_case(cutoff_len=length, gpu="h100-80g", **_tp(8))) for length in (256, 8192))
+    assert short.mfu < long.mfu / 3
+
+
+def test_packed_documents_take_less_attention():
+    whole = step_time(_case(cutoff_len=32768, packing=True))
+    packed = step_time(_case(cutoff_len=32768, packing=True, document_length=1000.0))
+    assert packed.total < 0.8 * whole.total
+    assert packed.model_flops < 0.8 * whole.model_flops
+    assert packed.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("model", GFLOP)
+@pytest.mark.parametrize("place", range(4))
+def test_model_flops_are_those_of_the_field(model, place):
+    length = (2048, 4096, 8192, 32768)[place]
+    time = step_time(_case(model, cutoff_len=length))
+    assert time.model_flops / time.tokens / 1e9 == pytest.approx(GFLOP[model][place], rel=0.006)
+
+
+def test_frozen_weights_have_no_gradients():
+    full = step_time(_case())
+    lora = step_time(_case(trainable=Trainable(kind="lora", lora_rank=16)))
+    matmuls = 6 * num_matmul_parameters(find_model("Qwen3-8B").architecture) * full.tokens
+    assert full.model_flops - lora.model_flops == pytest.approx(matmuls / 3)
+    assert lora.compute < 0.87 * full.compute
+    assert lora.optimizer < 0.1 * full.optimizer
+
+
+def test_images_cost_the_first_stage():
+    model = "Qwen2.5-VL-7B"
+    text = step_time(_case(model, pipeline_model_parallel_size=2))
+    frozen = step_time(_case(model, pipeline_model_parallel_size=2, image_tokens=1000))
+    trained = Trainable(freeze_vision_tower=False, freeze_multi_modal_projector=False)
+    whole = step_time(_case(model, pipeline_model_parallel_size=2, image_tokens=1000, trainable=trained))
+    assert text.chunks[0][0].forward < frozen.chunks[0][0].forward
+    assert text.chunks[0][0].backward == pytest.approx(frozen.chunks[0][0].backward)
+    assert frozen.chunks[0][0].backward < 0.99 * whole.chunks[0][0].backward
+    assert text.chunks[1] == frozen.chunks[1]
+    assert text.model_flops < frozen.model_flops < whole.model_flops
+
+
+def test_calibration_scales_what_it_was_fitted_to():
+    case = _case(**_tp(4))
+    plain = step_time(case)
+    fitted = Calibration(compute=1.5, communication=3.0, num_runs=2)
+    scaled = step_time(replace(case, machine=replace(case.machine, calibration=fitted)))
+    for part in ("compute", "optimizer"):
+        assert getattr(scaled, part) == pytest.approx(1.5 * getattr(plain, part))
+    assert scaled.tensor_parallel == pytest.approx(3 * plain.tensor_parallel)
+    assert scaled.uncertainty < plain.uncertainty
+
+
+def test_parts_add_up_and_rates_follow():
+    time = step_time(_case(gpus=16, **_tp(4), pipeline_model_parallel_size=2))
+    assert time.total == pytest.approx(sum(getattr(time, part) for part in TIME_PARTS))
+    assert time.tokens == 2 * 8 * 4096
+    assert time.tokens_per_second_per_gpu == pytest.approx(time.tokens / time.total / 16)
+    assert time.mfu == pytest.approx(time.model_flops / time.total / 16 / 312e12)
+    assert all(isinstance(getattr(time, part), float) and getattr(time, part) >= 0 for part in TIME_PARTS)
+    assert isinstance(time, StepTime)
+
+
+def test_a_cpu_is_slow_and_has_no_peak_in_a_dtype_of_its_own():
+    case = replace(_case("Qwen3-0.6B", 1, cutoff_len=128), machine=cpu_machine(2**34, 2))
+    assert step_time(case).total > 10
+    machine = case.machine
+    narrow = replace(machine.device, flops=type(machine.device.flops)(float32=1e11))
+    with pytest.raises(MegatuneError) as refused:
+        step_time(replace(case, machine=replace(machine, device=narrow)))
+    assert refused.value.exit_code == ExitCode.INPUT
+    assert "does not compute in bfloat16" in str(refused.value)
+    with pytest.raises(MegatuneError, match="of generation 'tpu'"):
+        step_time(replace(case, machine=replace(machine, device=replace(machine.device, generation="tpu"))))
+
+
+def test_a_case_takes_less_than_a_millisecond():
+    import time
+
+    case = _case("Qwen3-30B-A3B", 64, pipeline_model_parallel_size=4, expert_model_parallel_size=8)
+    step_time(case)
+    started = time.process_time()
+    for _ in range(50):
+        step_time(case)
+    assert (time.process_time() - started) / 50 < 2e-3  # a busy machine's share
