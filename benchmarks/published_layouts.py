@@ -1,0 +1,225 @@
+"""The layouts that LLaMA-Factory's Megatron path publishes: planned, and held against the best that a search finds.
+
+Writes docs/published-layouts.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reporting import commit, markdown_table
+
+from megatune.config.load import load
+from megatune.config.settings import Settings
+from megatune.plan.catalogue import find_machine, find_model
+from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, layout_words, recompute_words
+from megatune.plan.search import Request, is_tight, search
+from megatune.plan.time.estimate import TIME_PARTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "published-layouts.md"
+GPU = "a100-80g"
+_GIB = 2**30
+# What an example's layout gains or loses is told part by part from this share of its step on.
+_WORTH_TELLING = 0.01
+
+_HEAD = f"""# Published layouts, planned
+
+LLaMA-Factory's Megatron examples, planned by `megatune plan` on {GPU} with 8 devices a machine, and held against the
+fastest layout that its search finds for the same model, devices, rows of a step and row length. Every row is taken to
+be of the full length. Nothing here was measured: of published runs two of three lie within a factor of 1.25 of what
+is planned, and of mixtures of experts within 1.75; differences between layouts of one model are surer than that.
+"""
+
+_WHY = {
+    "compute": "the slowest stage has less to compute, or computes it in larger pieces",
+    "recompute": "less is computed again in the backward pass",
+    "tensor_parallel": "fewer or smaller exchanges inside layers",
+    "context_parallel": "fewer exchanges between parts of a row",
+    "expert_parallel": "less waiting for tokens on their way to experts",
+    "pipeline": "stages wait less for each other",
+    "data_parallel": "less of the gradients' exchange is left uncovered",
+    "optimizer": "each process updates fewer parameters",
+    "overhead": "less work of the host",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One published run.
+
+    Attributes:
+        layouts: by what they are called, the first one is the example itself and the others are its alternatives.
+        told: what its source does not say, and is assumed here.
+    """
+
+    name: str
+    model: str
+    num_gpus: int
+    image_tokens: int = 0
+    layouts: Mapping[str, Mapping[str, Any]]
+    told: str
+
+
+_COMMON = {"cutoff_len": 4096, "bf16": True, "bias_activation_fusion": True, "apply_rope_fusion": True,
+           "per_device_train_batch_size": 1}  # fmt: skip
+_OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+EXAMPLES = (
+    Example(
+        name="Qwen3-30B-A3B on 8 GPUs",
+        model="Qwen3-30B-A3B",
+        num_gpus=8,
+        layouts={
+            "published": {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2,
+                          "gradient_accumulation_steps": 8, "recompute_granularity": "full", **_OVERLAPS},
+        },
+        told="Its comment says that a step has 8 rows; it has 16: expert parallelism takes no rows away.",
+    ),
+    Example(
+        name="Qwen2-VL-7B on 8 GPUs",
+        model="Qwen2-VL-7B",
+        num_gpus=8,
+        image_tokens=262_144 // 28**2,
+        layouts={
+            "published": {"tensor_model_parallel_size": 4, "sequence_parallel": True,
+                          "pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 2},
+        },
+        told="One image of 262,144 pixels a row; vision tower and projector frozen, as by LLaMA-Factory's defaults.",
+    ),
+    Example(
+        name="Qwen3-VL-8B on 32 GPUs",
+        model="Qwen3-VL-8B",
+        num_gpus=32,
+        image_tokens=451_584 // 32**2,
+        layouts={
+            "published": {"tensor_model_parallel_size": 4, "gradient_accumulation_steps": 8, **_OVERLAPS},
+            "alternative 1": {"tensor_model_parallel_size": 8, "sequence_parallel": True,
+                              "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, **_OVERLAPS},
+            "alternative 2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+                              "virtual_pipeline_model_parallel_size": 2, "sequence_parallel": True,
+                              "gradient_accumulation_steps": 8, **_OVERLAPS},
+        },
+        told="One image of 451,584 pixels a row; vision tower and projector frozen, as by LLaMA-Factory's defaults.",
+    ),
+)  # fmt: skip
+
+
+def settings_of(layout: Mapping[str, Any]) -> Settings:
+    """Settings as a file with these keys has them."""
+    words = [f"{key}={str(value).lower()}" for key, value in {**_COMMON, **layout}.items()]
+    loaded = load(overrides=words)
+    assert not loaded.findings, loaded.findings
+    return loaded.settings
+
+
+def request_of(example: Example, layout: Mapping[str, Any]) -> Request:
+    return Request(
+        model=find_model(example.model),
+        machine=find_machine(GPU),
+        world_size=example.num_gpus,
+        settings=settings_of(layout),
+        image_tokens=example.image_tokens,
+    )
+
+
+def planned(example: Example) -> dict[str, Estimate]:
+    """Every layout of the example, then the fastest that a search finds and the fastest with memory to spare."""
+    found: dict[str, Estimate] = {}
+    for name, layout in example.layouts.items():
+        request = request_of(example, layout)
+        found[name] = estimate(request.case(request.settings))
+    first = next(iter(found.values()))
+    request = replace(request_of(example, next(iter(example.layouts.values()))),
+                      global_batch_size=first.case.global_batch_size)  # fmt: skip
+    ranked = search(request).ranked
+    found["fastest found"] = ranked[0]
+    if is_tight(ranked[0]):
+        found["with memory to spare"] = next(each for each in ranked if not is_tight(each))
+    return found
+
+
+def table(plans: Mapping[str, Estimate]) -> str:
+    """A line a layout."""
+    rows = []
+    for name, plan in plans.items():
+        memory = f"{plan.fullest.total / _GIB:.1f}" + ("" if plan.fits else " (too large)")
+        case = plan.case
+        batch, time = f"{case.micro_batch_size} × {case.num_micro_batches}", plan.time
+        speed = f"{time.total:.2f}", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"
+        how = recompute_words(case.settings.recompute)
+        rows.append((name, layout_words(case), batch, str(case.global_batch_size), how, memory, *speed))
+    header = ("", "layout", "batch", "rows", "recompute", "GiB", "s", "tokens/s", "MFU")
+    return markdown_table(header, rows)
+
+
+def parts(plans: Mapping[str, Estimate]) -> str:
+    """Memory and time of each layout, part by part."""
+    rows = []
+    for part in MEMORY_PARTS:
+        values = [getattr(plan.fullest, part) / _GIB for plan in plans.values()]
+        if max(values) >= 0.01:
+            rows.append((f"{MEMORY_WORDS[part]}, GiB", *(f"{value:.2f}" for value in values)))
+    for part in TIME_PARTS:
+        values = [getattr(plan.time, part) for plan in plans.values()]
+        if max(values) >= 0.001:
+            rows.append((f"{TIME_WORDS[part]}, s", *(f"{value:.3f}" for value in values)))
+    return markdown_table(("of the fullest rank, of the slowest stage", *plans), rows)
+
+
+def reasons(published: Estimate, found: Estimate) -> Iterator[str]:
+    """Where the found layout gains, the largest part first, and where it loses."""
+    gains = {part: getattr(published.time, part) - getattr(found.time, part) for part in TIME_PARTS}
+    least = _WORTH_TELLING * published.time.total
+    for part, gain in sorted(gains.items(), key=lambda item: -item[1]):
+        if gain > least:
+            yield f"- {TIME_WORDS[part]}: {gain:.2f} s less; {_WHY[part]}"
+    for part, gain in sorted(gains.items(), key=lambda item: item[1]):
+        if gain < -least:
+            yield f"- {TIME_WORDS[part]}: {-gain:.2f} s more, which is what the others cost"
+
+
+def section(example: Example) -> Iterator[str]:
+    plans = planned(example)
+    published, found = plans["published"], plans["fastest found"]
+    yield f"\n## {example.name}\n"
+    yield f"{example.told}\n"
+    yield table(plans)
+    gain = published.time.total / found.time.total
+    room = published.case.machine.device.memory / _GIB
+    fits = "fits" if published.fits else "does not fit"
+    tight = " with less than 5 % to spare" if published.fits and is_tight(published) else ""
+    yield (f"\nThe published layout {fits} the {room:.1f} GiB that a process can use{tight}. "
+           + (f"{layout_words(found.case)} is {gain:.2f} times as fast:" if gain > 1.02 else "Nothing found is worth a "
+              "change."))  # fmt: skip
+    if gain > 1.02:
+        yield "\n" + "\n".join(reasons(published, found))
+    yield "\n" + parts(plans)
+
+
+def page() -> str:
+    """The whole page, without its date."""
+    return "\n".join([_HEAD.rstrip("\n"), *(line for example in EXAMPLES for line in section(example))]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", action="store_true", help="also write it to docs/published-layouts.md")
+    arguments = parser.parse_args()
+    text = page()
+    print(text)
+    if arguments.output:
+        made = (
+            f"\nMade by `benchmarks/published_layouts.py` on {datetime.date.today().isoformat()}, commit {commit()}.\n"
+        )
+        PAGE.write_text(text + made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Every layout that is worth a look, valid by construction: `config.rules` has nothing against any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatune.config.groups.performance import RecomputeSettings
+from megatune.config.pipeline import pipeline_chunks
+from megatune.config.rules.layout import tensor_parallel_fits
+from megatune.config.rules.problem import divisors
+from megatune.config.settings import Settings
+from megatune.plan.search import recompute
+from megatune.plan.search.candidate import Candidate
+from megatune.plan.search.request import Request
+
+MOST_VIRTUAL_STAGES = 8
+LARGEST_MICRO_BATCH = 32
+NUM_RESHAPED = 12
+# Fewer tokens a process, and context parallelism exchanges more than it computes.
+TOKENS_OF_A_CONTEXT_PART = 4096
+# A layout of a user's own says what each stage holds; a search begins with equal shares.
+_EVEN_STAGES = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the processes are dealt out; expert sizes are 1 for a dense model."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int = 1
+    etp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How one process takes its rows of a step."""
+
+    micro_batch: int
+    accumulation: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates of a request."""
+
+    request: Request
+
+    @cached_property
+    def tensor_sizes(self) -> list[int]:
+        """Sizes that split the model and stay inside one machine."""
+        request = self.request
+        inside = request.world_size if self.one_machine else request.machine.gpus_per_node
+        return [
+            size
+            for size in divisors(inside)
+            if request.world_size % size == 0 and tensor_parallel_fits(request.model.architecture, size)
+            and (size == 1 or self.request.model.architecture.moe is None or size <= self.cutoff)
+        ]  # fmt: skip
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether the whole world is inside one machine."""
+        return self.request.world_size <= self.request.machine.gpus_per_node
+
+    @property
+    def cutoff(self) -> int:
+        return self.request.settings.data.cutoff_len
+
+    def layouts(self) -> Iterator[Layout]:
+        """Tensor, pipeline, context and expert parallelism, each a whole share of the world and of the model."""
+        world, architecture = self.request.world_size, self.request.model.architecture
+        for tp in self.tensor_sizes:
+            for pp in divisors(world // tp):
+                if pp > architecture.num_layers:
+                    break
+                for cp in divisors(world // (tp * pp)):
+                    if not self._has_context(tp, cp) or self.request.rows % (world // (tp * pp * cp)):
+                        continue
+                    for ep, etp in self._experts(tp, pp):
+                        yield Layout(tp, pp, cp, ep, etp)
+
+    def _has_context(self, tp: int, cp: int) -> bool:
+        if cp == 1:
+            return True
+        whole_rows = self.request.settings.performance.attention_backend == "fused"
+        if whole_rows and self._cp_comm_type(Layout(tp, 1, cp)) != "a2a":
+            return False
+        return self.cutoff >= cp * TOKENS_OF_A_CONTEXT_PART
+
+    def _experts(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
+        """Expert parallelism, with experts whole or cut as the rest of a layer is."""
+        moe = self.request.model.architecture.moe
+        if moe is None:
+            yield 1, 1
+            return
+        for etp in sorted({1, tp}):
+            if moe.moe_ffn_hidden_size % etp:
+                continue
+            for ep in divisors(moe.num_experts):
+                if self.request.world_size % (ep * etp * pp) == 0:
+                    yield ep, etp
+
+    def batches(self, layout: Layout) -> list[Batch]:
+        """Micro-batches that make up the global batch, the smallest first."""
+        rows = self.request.rows * layout.tp * layout.pp * layout.cp // self.request.world_size
+        return [Batch(size, rows // size) for size in divisors(rows) if size <= LARGEST_MICRO_BATCH]
+
+    def virtual_stages(self, layout: Layout, batch: Batch) -> list[int]:
+        """Numbers of virtual stages that there are micro-batches for: those that deal the layers out evenly, the
+        embedding and the loss counted as layers or not; two and four where none does."""
+        num_layers = self.request.model.architecture.num_layers
+        if layout.pp == 1 or batch.accumulation % layout.pp:
+            return []
+        most = min(MOST_VIRTUAL_STAGES, num_layers // layout.pp)
+        even = [
+            virtual
+            for virtual in range(2, most + 1)
+            if any((num_layers + counted) % (layout.pp * virtual) == 0 for counted in (0, 1, 2))
+        ]
+        return even or [virtual for virtual in (2, 4) if virtual <= most]
+
+    def candidate(
+        self, layout: Layout, batch: Batch, virtual: int | None, how: RecomputeSettings = recompute.NONE
+    ) -> Candidate:
+        return Candidate(self.request.case(self.settings(layout, batch, virtual, how)))
+
+    def settings(self, layout: Layout, batch: Batch, virtual: int | None, how: RecomputeSettings) -> Settings:
+        """The request's settings in this layout."""
+        base = self.request.settings
+        dense = self.request.model.architecture.moe is None
+        parallel = {
+            **_EVEN_STAGES,
+            **self._overlaps(self.request.world_size > layout.tp * layout.pp * layout.cp),
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "sequence_parallel": 1 < layout.tp <= self.cutoff,
+            "context_parallel_size": layout.cp,
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": None if dense or layout.etp == layout.tp else layout.etp,
+            "cp_comm_type": self._cp_comm_type(layout),
+        }
+        rows = {
+            "per_device_train_batch_size": batch.micro_batch,
+            "gradient_accumulation_steps": batch.accumulation,
+        }
+        update = {
+            "parallel": base.parallel.model_copy(update=parallel),
+            "batch": base.batch.model_copy(update=rows),
+            "recompute": how,
+            "run": self._run,
+        }
+        return base.model_copy(update=update)
+
+    def _overlaps(self, has_replicas: bool) -> dict[str, bool]:
+        """All of them between GPUs; on a CPU, where nothing runs beside the computing, what the settings say."""
+        if self.request.machine.device.generation == "cpu":
+            return {}
+        overlaps = {"overlap_grad_reduce": has_replicas, "overlap_param_gather": has_replicas}
+        return {"use_distributed_optimizer": True, **overlaps}
+
+    @cached_property
+    def _run(self) -> object:
+        processes = self.request.world_size if self.one_machine else None
+        return self.request.settings.run.model_copy(update={"num_processes": processes})
+
+    def _cp_comm_type(self, layout: Layout) -> str:
+        """The settings' own where it can be, or a ring."""
+        asked = self.request.settings.parallel.cp_comm_type
+        heads = self.request.model.architecture.num_attention_heads
+        return "p2p" if asked == "a2a" and heads % (layout.tp * layout.cp) else asked
+
+    def reshaped(self, settings: Settings) -> Iterator[Settings]:
+        """The same layout with other numbers of layers in the first and the last stage."""
+        parallel, num_layers = settings.parallel, self.request.model.architecture.num_layers
+        if parallel.pipeline_model_parallel_size == 1:
+            return
+        for embedding, loss in ((False, True), (True, True)):
+            shaped = parallel.model_copy(
+                update={
+                    "account_for_embedding_in_pipeline_split": embedding,
+                    "account_for_loss_in_pipeline_split": loss,
+                }
+            )
+            try:
+                pipeline_chunks(shaped, num_layers)
+            except ValueError:  # too few layers for it
+                continue
+            yield settings.model_copy(update={"parallel": shaped})
+
+    @property
+    def policy(self) -> tuple[str, ...]:
+        """What is valid and left out all the same."""
+        devices = self.request.machine.gpus_per_node
+        return (
+            f"tensor parallelism stays inside a machine of {devices}",
+            "sequence parallelism is on with tensor parallelism: it saves memory and costs nothing",
+            f"context parallelism leaves each process {TOKENS_OF_A_CONTEXT_PART} tokens of a row or more",
+            f"micro-batches of at most {LARGEST_MICRO_BATCH} rows, at most {MOST_VIRTUAL_STAGES} virtual stages",
+            "experts are whole, or cut as the rest of a layer is",
+            "the distributed optimizer and its overlaps are on, on GPUs",
+            f"first and last stages of other sizes are tried for the first {NUM_RESHAPED} layouts",
+        )

@@ -1,0 +1,293 @@
+"""The search for layouts: all of them valid, none forgotten but by policy, the fastest first."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatune.architecture import Architecture, MixtureOfExperts
+from megatune.config.rules import check
+from megatune.config.rules.problem import divisors
+from megatune.config.settings import GROUPS, Settings
+from megatune.plan.case import PlannedModel, Trainable
+from megatune.plan.catalogue import find_machine, find_model
+from megatune.plan.estimate import Estimate
+from megatune.plan.machine import Machine
+from megatune.plan.search import Request, is_tight, recompute, search
+from megatune.plan.search.candidate import Candidate
+from megatune.plan.search.frontier import Frontier
+from megatune.plan.search.space import TOKENS_OF_A_CONTEXT_PART, Batch, Layout, Space
+
+DENSE = Architecture(
+    model_type="qwen3",
+    num_layers=6,
+    hidden_size=1024,
+    ffn_hidden_size=3072,
+    num_attention_heads=12,
+    num_query_groups=4,
+    kv_channels=128,
+    vocab_size=151_936,
+    max_position_embeddings=65_536,
+    norm_epsilon=1e-6,
+    rotary_base=1e6,
+)
+SPARSE = dataclasses.replace(
+    DENSE,
+    model_type="qwen3_moe",
+    moe=MixtureOfExperts(
+        layers=(True, False, True, True, True, True), num_experts=12, router_topk=2, moe_ffn_hidden_size=768
+    ),
+)
+GIB = 2**30
+
+
+def machine(memory: float = 80 * GIB, gpus_per_node: int = 8) -> Machine:
+    found = find_machine("h100-80g", gpus_per_node=gpus_per_node)
+    return dataclasses.replace(found, device=dataclasses.replace(found.device, memory=int(memory)))
+
+
+def request(architecture: Architecture = DENSE, world_size: int = 8, cutoff: int = 4096, **others: Any) -> Request:
+    base = Settings(
+        run=GROUPS["run"](output_dir="out"),
+        model=GROUPS["model"](model_name_or_path="model"),
+        data=GROUPS["data"](dataset=["rows"], cutoff_len=cutoff),
+        precision=GROUPS["precision"](bf16=True),
+    )
+    others = {"machine": machine(), "settings": base, "global_batch_size": 24, **others}
+    return Request(model=PlannedModel(name="a model", architecture=architecture), world_size=world_size, **others)
+
+
+def test_kernels_for_whole_rows_leave_out_what_they_cannot_do() -> None:
+    asked = request(world_size=8, cutoff=32_768)
+    fused = asked.settings.model_copy(update={"performance": GROUPS["performance"](attention_backend="fused")})
+    a2a = fused.model_copy(update={"parallel": GROUPS["parallel"](cp_comm_type="a2a")})
+    sizes = {"auto": asked.settings, "fused": fused, "fused, a2a": a2a}
+    found = {
+        name: {layout.cp for layout in Space(dataclasses.replace(asked, settings=settings)).layouts()}
+        for name, settings in sizes.items()
+    }
+    assert found == {"auto": {1, 2, 4, 8}, "fused": {1}, "fused, a2a": {1, 2, 4}}  # of 12 heads
+
+
+def layouts(space: Space) -> list[Layout]:
+    return list(space.layouts())
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), architecture=st.sampled_from([DENSE, SPARSE]), world=st.sampled_from([1, 3, 8, 12, 24, 64]),
+       cutoff=st.sampled_from([2, 4096, 16_384]))  # fmt: skip
+def test_what_is_searched_is_valid(data: st.DataObject, architecture: Architecture, world: int, cutoff: int) -> None:
+    asked = request(architecture, world, cutoff)
+    space = Space(asked)
+    layout = data.draw(st.sampled_from(layouts(space)))
+    batch = data.draw(st.sampled_from(space.batches(layout)))
+    virtual = data.draw(st.sampled_from([None, *space.virtual_stages(layout, batch)]))
+    ways = [recompute.NONE, recompute.FULL, recompute.block(1), *recompute.selective(architecture, GROUPS["experts"]())]
+    found = space.settings(layout, batch, virtual, data.draw(st.sampled_from(ways)))
+    for each in (found, *space.reshaped(found)):
+        assert check(each, architecture, world) == []
+        assert asked.case(each).global_batch_size == 24
+
+
+@pytest.mark.parametrize(("architecture", "cutoff", "world"), [(DENSE, 16_384, 24), (SPARSE, 4096, 12)])
+def test_valid_layouts_that_are_not_searched_are_those_of_the_policy(
+    architecture: Architecture, cutoff: int, world: int
+) -> None:
+    asked = request(architecture, world, cutoff, machine=machine(gpus_per_node=4))
+    space = Space(asked)
+    searched = set(layouts(space))
+    left_out = 0
+    sizes = divisors(world)
+    experts = list(itertools.product(sizes, sizes)) if architecture.moe else [(1, 1)]
+    for tp, pp, cp, (ep, etp) in itertools.product(sizes, sizes, sizes, experts):
+        layout = Layout(tp, pp, cp, ep, etp)
+        parallel = space.settings(layout, Batch(1, 1), None, recompute.NONE)
+        if check(parallel, architecture, world) or 24 % (world // (tp * pp * cp)):
+            assert layout not in searched, "refused by the rules"
+        elif tp > 4 or 4 % tp or etp not in (1, tp) or (cp > 1 and cutoff < cp * TOKENS_OF_A_CONTEXT_PART):
+            assert layout not in searched, "left out by policy"
+            left_out += 1
+        else:
+            assert layout in searched
+    assert left_out, "the policy is seen at work"
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Any:
+    return search(request(SPARSE))
+
+
+def test_ranked_by_time(roomy: Any) -> None:
+    times = [estimate.time.total for estimate in roomy.ranked]
+    assert len(times) == 20
+    assert times == pytest.approx(sorted(times), rel=0.01)
+    assert all(estimate.fits for estimate in roomy.ranked)
+    assert {estimate.case.global_batch_size for estimate in roomy.ranked} == {24}
+    assert roomy.best is roomy.ranked[0]
+
+
+def every_way(space: Space) -> list[Candidate]:
+    """Everything that could be found, without a bound."""
+    architecture = space.request.model.architecture
+    blocks = [recompute.block(number) for number in range(1, architecture.num_layers)]
+    ways = [recompute.NONE, recompute.FULL, *blocks, *recompute.selective(architecture, space.request.settings.experts)]
+    return [
+        space.candidate(layout, batch, virtual, how)
+        for layout in space.layouts()
+        for batch in space.batches(layout)
+        for virtual in [None, *space.virtual_stages(layout, batch)]
+        for how in ways
+    ]
+
+
+@pytest.mark.parametrize("memory", [5.2 * GIB, 7 * GIB, 30 * GIB])
+def test_bounds_leave_out_nothing_that_is_better(memory: float) -> None:
+    asked = request(world_size=4, machine=machine(memory), keep=5)
+    result = search(asked)
+    candidates = [candidate for candidate in every_way(Space(asked)) if candidate.fits]
+    best = min(candidates, key=lambda candidate: candidate.rank_key)
+    found = Candidate(result.ranked[0].case)
+    assert found.rank_key <= best.rank_key
+    smallest = min(candidates, key=lambda candidate: candidate.bytes)
+    assert result.frontier[0].fullest.total <= smallest.bytes * 1.02
+    for candidate in candidates:
+        assert any(
+            estimate.fullest.total <= candidate.bytes * 1.03 and estimate.time.total <= candidate.seconds * 1.03
+            for estimate in result.frontier
+        ), candidate.case.settings
+
+
+def test_the_fullest_stage_is_found_among_those_that_differ() -> None:
+    candidates = every_way(Space(request(SPARSE, world_size=8)))[::7]
+    assert len(candidates) > 100
+    for candidate in candidates:
+        assert candidate.bytes == candidate.estimate().fullest.total
+
+
+def test_nothing_on_the_frontier_is_dominated(roomy: Any) -> None:
+    frontier = roomy.frontier
+    assert len(frontier) > 3
+    for smaller, larger in itertools.pairwise(frontier):
+        assert smaller.fullest.total < larger.fullest.total
+        assert smaller.time.total > larger.time.total
+    assert frontier[-1].time.total <= roomy.best.time.total
+
+
+def test_a_frontier_keeps_what_nothing_dominates() -> None:
+    space = Space(request(world_size=4))
+    candidates = every_way(space)[::13]
+    frontier = Frontier()
+    for candidate in candidates:
+        frontier.add(candidate)
+    kept = {(candidate.bytes, candidate.seconds) for candidate in frontier.candidates}
+    points = {(candidate.bytes, candidate.seconds) for candidate in candidates}
+    assert kept == {
+        (size, seconds)
+        for size, seconds in points
+        if not any(s <= size and t <= seconds and (s, t) != (size, seconds) for s, t in points)
+    }
+
+
+def test_a_tight_layout_counts_as_one_percent_slower() -> None:
+    num_tight = 0
+    for memory in (5.2, 6, 7, 8):
+        result = search(request(world_size=4, machine=machine(memory * GIB)))
+        keys = [Candidate(estimate.case).rank_key for estimate in result.ranked]
+        assert keys == sorted(keys)
+        num_tight += sum(map(is_tight, result.ranked))
+        for estimate, (seconds, _) in zip(result.ranked, keys, strict=True):
+            assert is_tight(estimate) == (estimate.fullest.total > 0.95 * memory * GIB)
+            assert seconds == pytest.approx(estimate.time.total * (1.01 if is_tight(estimate) else 1.0), rel=1e-3)
+    assert num_tight, "the rule is seen at work"
+
+
+def test_what_is_too_large_misses_by_least_first() -> None:
+    result = search(request(SPARSE, world_size=2, machine=machine(4 * GIB)))
+    totals = [estimate.fullest.total for estimate in result.too_large]
+    assert result.ranked == ()
+    assert result.best is None
+    assert totals == sorted(totals)
+    assert totals[0] > 4 * GIB
+
+
+REFUSED = {
+    "tensor parallelism does not split the model evenly": (
+        DENSE, 8, 24,
+        "tensor_model_parallel_size 8 does not split the model's 12 attention heads",
+        "write tensor_model_parallel_size: 4, the nearest that this model allows",
+    ),
+    "more pipeline stages than layers": (
+        DENSE, 8, 24,
+        "pipeline_model_parallel_size 8: 6 layers leave some of 8 parts without one",
+        "write pipeline_model_parallel_size: 6, the most that there are layers for",
+    ),
+    "the global batch is not dealt evenly to the data-parallel processes": (
+        DENSE, 8, 20,
+        "a global batch of 20 rows on 8 data-parallel processes",
+        "ask for a global batch of 16",
+    ),
+    "expert parallelism does not deal the experts evenly": (
+        SPARSE, 8, 24,
+        "expert_model_parallel_size 8 does not divide the model's 12 experts",
+        "write expert_model_parallel_size: 6, the nearest that does",
+    ),
+    "the processes do not hold whole copies of the experts": (
+        SPARSE, 6, 24,
+        "6 processes are not a multiple of the 4 that one copy of the experts takes",
+        "start 4 or 8 processes, or change the layout",
+    ),
+    "expert tensor parallelism does not split the experts evenly": (
+        dataclasses.replace(SPARSE, moe=dataclasses.replace(SPARSE.moe, moe_ffn_hidden_size=50)), 4, 24,
+        "expert_tensor_parallel_size 4 does not divide an expert's 50 channels",
+        "write expert_tensor_parallel_size: 5",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_in_the_words_of_the_rules(what: str) -> None:
+    architecture, world, rows, example, mend = REFUSED[what]
+    refused = search(request(architecture, world, global_batch_size=rows)).refused
+    group = next(refusal for refusal in refused if refusal.what == what)
+    assert (group.example.what, group.example.mend) == (example, mend)
+    assert group.count > 0
+    assert group.why == group.example.why
+    assert [refusal.count for refusal in refused] == sorted((refusal.count for refusal in refused), reverse=True)
+
+
+def test_without_a_global_batch_that_of_the_settings_is_kept() -> None:
+    asked = request(world_size=4, global_batch_size=None)
+    settings = asked.settings.model_copy(
+        update={
+            "batch": GROUPS["batch"](per_device_train_batch_size=2, gradient_accumulation_steps=3),
+            "parallel": GROUPS["parallel"](tensor_model_parallel_size=2),
+        }
+    )
+    result = search(dataclasses.replace(asked, settings=settings))
+    assert {estimate.case.global_batch_size for estimate in result.ranked} == {2 * 3 * 2}
+
+
+def test_adapters_and_towers_are_searched() -> None:
+    model = find_model("Qwen2-VL-7B")
+    asked = dataclasses.replace(request(world_size=8, global_batch_size=64, image_tokens=1024), model=model)
+    full = search(asked)
+    lora = search(dataclasses.replace(asked, trainable=Trainable(kind="lora")))
+    assert full.best is not None
+    assert lora.best is not None
+    assert lora.frontier[0].fullest.total < full.frontier[0].fullest.total
+
+
+@pytest.mark.parametrize(("name", "world", "seconds"), [("Qwen3-30B-A3B", 32, 6.0), ("Llama-3-70B", 4096, 10.0)])
+def test_fast_enough_to_ask(name: str, world: int, seconds: float) -> None:
+    asked = dataclasses.replace(request(world_size=world, global_batch_size=2 * world), model=find_model(name))
+    begun = time.process_time()
+    result = search(asked)
+    assert result.best is not None
+    assert isinstance(result.best, Estimate)
+    assert time.process_time() - begun < seconds
