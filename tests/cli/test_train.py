@@ -17,6 +17,7 @@ import yaml
 from safetensors import safe_open
 
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.plan.record import read_records
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 LIMIT = 240.0  # seconds for one run; the machine may be busy with other tests
@@ -186,6 +187,10 @@ def test_killed_in_a_step_and_resumed(run_file: Path, whole: dict[str, bytes], t
     code, output = megatune("train", run_file, cache=tmp_path)
     assert code == 0, output
     assert tensors(tmp_path / "out") == whole
+    first, second = read_records(tmp_path / "out")
+    assert first.outcome != "finished"
+    assert first.measured is not None  # noted at its last save, step 6, at the latest
+    assert (first.first_step, second.outcome, second.first_step) == (0, "finished", 6)
 
 
 def test_killed_inside_a_save_and_resumed(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -235,6 +240,12 @@ def test_torchrun_starts_the_same_run(run_file: Path, whole: dict[str, bytes], t
     code, output = finish(start("train", run_file, cache=tmp_path, module=torchrun))
     assert code == 0, output
     assert tensors(tmp_path / "out") == whole
+    # Before the model is loaded, and at the end; by one process of the two.
+    plans = [line for line in output.splitlines() if line.startswith("plan  ")]
+    assert len(plans) == 3, output
+    assert "tp2 on 2 × cpu" in plans[0]
+    assert "GiB" in plans[1]
+    assert " a step, was " in plans[2]
 
 
 def test_the_published_file_for_8_gpus_runs_on_8_processes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from megatune.config.load import load
 from megatune.config.settings import Settings
+from megatune.plan.case import Case
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
@@ -47,10 +48,11 @@ def settings_of(model: Path, output_dir: Path, **changes: Any) -> Settings:
     return load(None, [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]).require_valid()
 
 
-def train(settings: Settings, run_dir: Path, crash_at: int | None = None) -> int:
+def train(settings: Settings, run_dir: Path, crash_at: int | None = None, case: Case | None = None) -> int:
     """One rank's run. Runs in the pool, which has joined the ranks already.
 
     Args:
+        case: what was planned for it.
         crash_at: raise CrashError after this step was trained, before it is saved.
     """
     from megatune.launch.context import RankContext
@@ -72,7 +74,7 @@ def train(settings: Settings, run_dir: Path, crash_at: int | None = None) -> int
 
         loop.Trainer._report = report_and_crash  # type: ignore[method-assign]
     try:
-        return run._train(context, settings, "{}")
+        return run._train(context, settings, "{}", case)
     except CrashError:
         return -1
     finally:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatune.errors import Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
+    from megatune.config.load import Loaded
     from megatune.config.settings import Settings
-    from megatune.launch.world import World
+    from megatune.launch.world import RankEnv, World
+    from megatune.plan.preflight import Preflight
 
 _EPILOG = """Settings are LLaMA-Factory's keys. From a file, with changes to it:
 
@@ -49,41 +53,77 @@ def run(args: argparse.Namespace) -> int:
     from megatune.config.arguments import split_arguments
     from megatune.config.load import load
     from megatune.config.resolved import dump
+    from megatune.launch.devices import count_gpus
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
-    from megatune.plan.preflight import preflight
+    from megatune.plan.trouble import ran_out_of_memory
     from megatune.training.storage import OutputLock
 
     words = split_arguments(args.words)
     loaded = load(words.source, words.overrides, [*words.flags, *(("--stage", args.stage) if args.stage else ())])
     place = joined(os.environ)
-    world, problems = (None, ()) if place else _decide_world(loaded.settings)
-    whole = place or world
-    settings = preflight(loaded, whole.world_size if whole else None, problems)
+    num_gpus = count_gpus()
+    world, problems = (None, ()) if place else _decide_world(loaded.settings, num_gpus)
+    checked = _preflight(loaded, place or world, num_gpus, problems)
+    settings = checked.settings
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
-    payload = {"settings": settings, "run_yaml": dump(settings, loaded.origins)}
+    payload = {
+        "settings": settings,
+        "run_yaml": dump(settings, loaded.origins),
+        "case": checked.planned.case if checked.planned else None,
+    }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
     first = place.rank == 0 if place else world is not None and world.node_rank == 0
+    if first and checked.lines:
+        print("\n".join(checked.lines), flush=True)
     with OutputLock(output_dir) if first else contextlib.nullcontext():
         if place is not None:
             return run_joined(target, payload, place, run_dir, stop_file=stop_file)
         assert world is not None, "its findings ended the preflight"
         # Files in the wild set ddp_timeout to years; a rank that shows no step for half an hour hangs all the same.
         hang_timeout = min(settings.run.ddp_timeout, HANG_SECONDS)
-        return run_ranks(target, payload, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
+        code = run_ranks(target, payload, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
+    # What the kernel kills for want of memory has the exit code of any process that died.
+    if code in (ExitCode.OUT_OF_MEMORY, ExitCode.PROCESS_DIED) and first and ran_out_of_memory(output_dir):
+        why = "says which part was larger than planned, and what helps"
+        print(f"megatune: `megatune explain {output_dir}` {why}", file=sys.stderr)
+    return code
 
 
-def _decide_world(settings: Settings) -> tuple[World | None, tuple[Finding, ...]]:
+def _preflight(
+    loaded: Loaded, place: RankEnv | World | None, num_gpus: int, problems: tuple[Finding, ...]
+) -> Preflight:
+    """Everything that can be known before a process is started.
+
+    Args:
+        place: this process's, or this machine's; None where `problems` say why there is none.
+        num_gpus: of this machine.
+
+    Raises:
+        MegatuneError: SETTINGS or INPUT.
+    """
+    from megatune.cli.this_machine import this_machine
+    from megatune.launch.world import World
+    from megatune.plan.preflight import preflight
+
+    if place is None or loaded.settings.run.memory_check == "off":
+        return preflight(loaded, place.world_size if place else None, problems)
+    local = place.nproc_per_node if isinstance(place, World) else place.local_world_size
+    machine, unknown = this_machine(local, num_gpus)
+    checked = preflight(loaded, place.world_size, problems, machine, idle_gpus=max(0, num_gpus - local))
+    return replace(checked, lines=(f"plan       none: {unknown}",)) if unknown else checked
+
+
+def _decide_world(settings: Settings, num_gpus: int) -> tuple[World | None, tuple[Finding, ...]]:
     """The world to start, or what contradicts."""
-    from megatune.launch.devices import count_gpus
     from megatune.launch.world import decide_world
 
     size = settings.parallel.smallest_world
     try:
-        world = decide_world(size, num_processes=settings.run.num_processes, num_devices=count_gpus(), env=os.environ)
+        world = decide_world(size, num_processes=settings.run.num_processes, num_devices=num_gpus, env=os.environ)
     except MegatuneError as error:
         return None, error.findings
     return world, ()

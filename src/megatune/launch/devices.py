@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 NVIDIA_SMI_SECONDS = 30  # the first call after boot initialises the driver
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
@@ -34,6 +36,86 @@ def _count_installed_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return sum(1 for device in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name))
     return sum(1 for line in listing.splitlines() if line.startswith("GPU "))
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU of this machine.
+
+    Attributes:
+        name: the driver's: "NVIDIA H100 80GB HBM3".
+        memory: all of it, in bytes.
+    """
+
+    name: str
+    memory: int
+
+
+def list_gpus(env: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """The GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; () where nvidia-smi does not tell."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        table = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = {}
+    for line in table.splitlines():
+        match [cell.strip() for cell in line.split(",")]:
+            case [index, uuid, name, memory] if memory.isdigit():
+                found[index] = found[uuid] = Gpu(name, int(memory) * 2**20)
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(gpu for key, gpu in found.items() if key.isdigit())
+    chosen = []
+    for entry in visible.split(","):
+        # As CUDA: a name may be cut short, and the first entry that names no device ends the list.
+        key = next(
+            (key for key in found if key == entry.strip() or (entry[:4] == "GPU-" and key.startswith(entry))), ""
+        )
+        if not key:
+            break
+        chosen.append(found[key])
+    return tuple(chosen)
+
+
+def free_memory() -> int:
+    """Bytes of main memory that processes here can still take: what the machine has free, and what its container and
+    each group above it leaves (cgroup v1 and v2; a file cache that can be given up counts as free)."""
+    meminfo = (_PROC / "meminfo").read_text()
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    available = int(found.group(1)) * 1024 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([available, *_cgroup_rooms()]))
+
+
+def _cgroup_rooms() -> Iterator[int]:
+    """What each memory group of this process leaves, those that have a limit."""
+    for mount, limit, usage, cache in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        root = _CGROUPS / mount
+        own = _cgroup_of(mount)
+        # Inside a container the root of the mount is often its own group, whatever path the kernel says.
+        for folder in {root, *(root / part for part in (own, *own.parents))}:
+            try:
+                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no such group, or no limit: "max"
+                continue
+            yield most - used + int(stat.get(cache, 0))
+
+
+def _cgroup_of(controller: str) -> Path:
+    """This process's group below the mount of a controller; "" is that of cgroup v2."""
+    try:
+        groups = (_PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return Path()
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(",") or controllers == controller:
+            return Path(path.lstrip("/"))
+    return Path()
 
 
 def count_cpus() -> int:

@@ -24,13 +24,16 @@ from megatune.engine.step import forward_backward
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.objectives.language_model import token_sum
+from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
+from megatune.plan.record import RankMemory
 from megatune.training.agreement import on_rank_0
 from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainInfo, TrainSummary
 from megatune.training.checkpoint import TrainState, save_checkpoint
 from megatune.training.copies import check_gradients, check_weights
 from megatune.training.course import Course
 from megatune.training.garbage import collect_after, collection_by_hand
+from megatune.training.memory import MemoryLog
 from megatune.training.schedule import LearningRateSchedule
 from megatune.training.storage import CheckpointStore, rotate
 from megatune.training.streaming import StreamFollower
@@ -49,6 +52,7 @@ class Trainer:
         course: which step ends an epoch, is saved, is evaluated, is the last.
         state: how far the run has come.
         source: the folder of the model that the run started from.
+        memory: what this rank holds.
     """
 
     settings: Settings
@@ -63,6 +67,7 @@ class Trainer:
     context: RankContext
     source: Path
     pad_token_id: int
+    memory: MemoryLog
     follower: StreamFollower | None = None
     _saved_step: int = field(default=-1, init=False)
 
@@ -78,9 +83,11 @@ class Trainer:
                 global_batch_size=self.course.global_batch_size,
             )
         )
+        memory: list[RankMemory] | None = None
         try:
             with collection_by_hand(self.settings.performance):
                 outcome = self._train()
+            memory = groups.gather(self.memory.now)
         finally:
             self.callbacks.on_train_end(
                 TrainSummary(
@@ -88,6 +95,7 @@ class Trainer:
                     step=self.state.step,
                     total_steps=self.course.total_steps,
                     seconds=time.monotonic() - began,
+                    memory=tuple(memory or [self.memory.now]),
                     best_checkpoint=self.best_checkpoint,
                     best_loss=self.state.best_loss,
                 )
@@ -114,7 +122,8 @@ class Trainer:
             if checks:
                 check_gradients(self.assembly, step + 1)
             updated, grad_norm = optimizer.step(self.assembly.optimizer, self.schedule.at(step))
-            self._report(step, totals, updated, grad_norm, started)
+            self._report(step, batches, totals, updated, grad_norm, started)
+            self.memory.stepped()
             if self.follower is not None:
                 self.follower.after(step)
             if checks:
@@ -166,7 +175,15 @@ class Trainer:
         """Pipelines send one shape from stage to stage."""
         return self.settings.parallel.pipeline_model_parallel_size > 1
 
-    def _report(self, step: int, totals: torch.Tensor, updated: bool, grad_norm: float, started: float) -> None:
+    def _report(
+        self,
+        step: int,
+        batches: list[Batch],
+        totals: torch.Tensor,
+        updated: bool,
+        grad_norm: float,
+        started: float,
+    ) -> None:
         loss_sum, num_tokens, _ = totals.tolist()
         loss = loss_sum / max(num_tokens, 1)
         skipped = not updated and self.settings.precision.fp16 and math.isfinite(loss)
@@ -175,7 +192,9 @@ class Trainer:
         seconds = time.monotonic() - started
         lengths = [int(length) for row in self.rows.lengths(step) for length in row]
         flops = train_flops(self.assembly.architecture, lengths) / self.assembly.place.world_size / seconds
-        peak = device.peak_flops()
+        planned = device_by_driver_name(device.name())
+        peak = planned.flops[self.settings.precision.params_dtype] if planned else None
+        rows = [batch.input_ids.numel() / self.settings.batch.per_device_train_batch_size for batch in batches]
         self.state.step = step + 1
         self.callbacks.on_step_end(
             StepReport(
@@ -192,6 +211,9 @@ class Trainer:
                 model_tflops=flops / 1e12,
                 mfu=flops / peak if peak else None,
                 memory_gib=device.peak_memory_bytes() / 2**30,
+                row_tokens=sum(rows) / len(rows),
+                longest_row=math.ceil(max(rows)),
+                document_tokens=sum(lengths) / len(lengths) if self.rows.is_packed else None,
                 skipped=skipped,
                 **self._auxiliary_losses(),
             )

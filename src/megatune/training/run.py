@@ -15,13 +15,15 @@ from megatune.data.tokenizer import load_tokenizer
 from megatune.engine import device, groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
+from megatune.plan.case import Case
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
-from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.callbacks import CallbackList, begin_record, build_callbacks
 from megatune.training.checkpoint import TrainState, load_checkpoint
 from megatune.training.course import Course
 from megatune.training.feed import RunData, opened_data
 from megatune.training.loop import Trainer
+from megatune.training.memory import MemoryLog
 from megatune.training.schedule import LearningRateSchedule, warmup_steps_of
 from megatune.training.storage import (
     CheckpointStore,
@@ -41,7 +43,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     """The target that `launch` runs in every rank.
 
     Args:
-        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml.
+        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None.
 
     Returns:
         DONE or STOPPED.
@@ -61,23 +63,37 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         timeout=settings.run.ddp_timeout,
     )
     try:
-        return _train(context, settings, payload["run_yaml"])
+        return _train(context, settings, payload["run_yaml"], payload.get("case"))
     finally:
         groups.leave()
 
 
-def _train(context: RankContext, settings: Settings, run_yaml: str) -> int:
+def _train(context: RankContext, settings: Settings, run_yaml: str, case: Case | None = None) -> int:
     assert settings.run.output_dir is not None
     assert settings.model.model_name_or_path is not None
     output_dir, source = Path(settings.run.output_dir), Path(settings.model.model_name_or_path)
+    memory = MemoryLog(context.run_dir, context.rank)
+    memory.joined()
     on_rank_0(lambda: _open_output(output_dir, run_yaml))
     resumed, notes = on_rank_0(lambda: _choose_checkpoint(settings, output_dir))
-    with opened_data(context, settings, source, resumed) as data:
-        return _train_on(data, context, settings, resumed, notes)
+    if case is not None:
+        on_rank_0(lambda: _note_plan(output_dir, case, resumed))
+    try:
+        with opened_data(context, settings, source, resumed) as data:
+            return _train_on(data, context, settings, resumed, notes, memory, planned=case is not None)
+    finally:
+        memory.note()
 
 
 def _train_on(
-    data: RunData, context: RankContext, settings: Settings, resumed: Path | None, notes: Sequence[str]
+    data: RunData,
+    context: RankContext,
+    settings: Settings,
+    resumed: Path | None,
+    notes: Sequence[str],
+    memory: MemoryLog,
+    *,
+    planned: bool,
 ) -> int:
     assert settings.run.output_dir is not None
     assert settings.model.model_name_or_path is not None
@@ -97,17 +113,19 @@ def _train_on(
         course=course,
         state=state,
         schedule=_schedule(settings, course.total_steps),
-        callbacks=_callbacks(context, settings, output_dir, state.step),
+        callbacks=_callbacks(context, settings, output_dir, state.step, planned),
         store=CheckpointStore(output_dir),
         context=context,
         source=source,
         pad_token_id=_pad_token_id(source),
+        memory=memory,
         follower=feed.follower,
     )
     if context.rank == 0:
         print("\n".join([*notes, *banner(settings, assembly, feed.lines, course, state, resumed)]), flush=True)
     on_rank_0(lambda: _clear_way(settings, output_dir, resumed, state.step))
     _settle_memory()
+    memory.loaded(assembly.place.pp_rank)
     outcome = trainer.run()
     if context.rank == 0 and feed.follower is not None:
         print("\n".join(feed.follower.summary()), flush=True)
@@ -126,6 +144,11 @@ def _open_output(output_dir: Path, run_yaml: str) -> None:
     clean_partials(output_dir)
     with writing(output_dir):
         write_atomically(output_dir / "run.yaml", run_yaml)
+
+
+def _note_plan(output_dir: Path, case: Case, resumed: Path | None) -> None:
+    with writing(output_dir):
+        begin_record(output_dir, case, (checkpoint_step(resumed) or 0) if resumed is not None else 0)
 
 
 def _choose_checkpoint(settings: Settings, output_dir: Path) -> tuple[Path | None, list[str]]:
@@ -190,8 +213,8 @@ def _schedule(settings: Settings, total_steps: int) -> LearningRateSchedule:
     )
 
 
-def _callbacks(context: RankContext, settings: Settings, output_dir: Path, step: int) -> CallbackList:
-    return build_callbacks(settings, output_dir, step) if context.rank == 0 else CallbackList()
+def _callbacks(context: RankContext, settings: Settings, output_dir: Path, step: int, planned: bool) -> CallbackList:
+    return build_callbacks(settings, output_dir, step, planned=planned) if context.rank == 0 else CallbackList()
 
 
 def _pad_token_id(source: Path) -> int:

@@ -10,6 +10,7 @@ from megatune.training.callbacks.callback_list import CallbackList
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
+from megatune.training.callbacks.prediction import Prediction, begin_record
 from megatune.training.callbacks.results import Results
 from megatune.training.callbacks.tensorboard import TensorBoard
 
@@ -21,17 +22,21 @@ __all__ = [
     "StepReport",
     "TrainInfo",
     "TrainSummary",
+    "begin_record",
     "build_callbacks",
 ]
 
 
-def build_callbacks(settings: Settings, output_dir: Path, resume_step: int = 0) -> CallbackList:
+def build_callbacks(
+    settings: Settings, output_dir: Path, resume_step: int = 0, *, planned: bool = False
+) -> CallbackList:
     """What the settings ask for, as one callback that the loop calls.
 
     Args:
         settings: `logging.logging_steps`, `logging.report_to`, `logging.plot_loss` and `run.run_name` are read.
         output_dir: where the files go.
         resume_step: steps already done; what an earlier run logged beyond them is dropped.
+        planned: there is a plan (`begin_record`) to hold the run against.
     """
     run_name = settings.run.run_name or output_dir.absolute().name
     callbacks: list[Callback] = [
@@ -40,6 +45,8 @@ def build_callbacks(settings: Settings, output_dir: Path, resume_step: int = 0) 
         TrainerLog(output_dir, resume_step),
         Results(output_dir),
     ]
+    if planned:
+        callbacks.append(Prediction(output_dir))
     if settings.logging.plot_loss:
         callbacks.append(LossPlot(output_dir))
     if "tensorboard" in settings.logging.report_to:

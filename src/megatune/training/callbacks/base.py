@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatune.plan.record import RankMemory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainInfo:
@@ -40,6 +42,9 @@ class StepReport:
         model_tflops: 10^12 model floating-point operations per second and device.
         mfu: share of the device's peak that model_tflops is, 0 to 1; None where the peak is not known.
         memory_gib: most memory a rank has held, GiB (of the device; of the process on a CPU).
+        row_tokens: mean length of the rows of this rank's micro-batches, padding included.
+        longest_row: the longest of them.
+        document_tokens: mean length of the documents in packed rows; None where a row is one document.
         skipped: gradients overflowed (fp16), so the weights have not changed.
         load_balancing_loss: 1 where experts are equally busy; None where it is no part of the loss.
         z_loss: of the routers' logits; None where it is no part of the loss.
@@ -58,6 +63,9 @@ class StepReport:
     model_tflops: float
     mfu: float | None
     memory_gib: float
+    row_tokens: float = 0.0
+    longest_row: int = 0
+    document_tokens: float | None = None
     skipped: bool = False
     load_balancing_loss: float | None = None
     z_loss: float | None = None
@@ -129,6 +137,7 @@ class TrainSummary:
         outcome: "finished" did all steps, "stopped" was asked to end and can be resumed, "failed" raised.
         step: optimizer steps done.
         seconds: time this process trained, with evaluation and saving.
+        memory: what ranks held: of all of them, but of a run that failed only of this one.
         best_checkpoint, best_loss: where the evaluation loss was lowest; None without evaluation.
     """
 
@@ -136,6 +145,7 @@ class TrainSummary:
     step: int
     total_steps: int
     seconds: float
+    memory: tuple[RankMemory, ...] = ()
     best_checkpoint: Path | None = None
     best_loss: float | None = None
 

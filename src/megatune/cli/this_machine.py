@@ -1,0 +1,51 @@
+"""The machine that a command runs on, as the planner sees machines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatune.plan.machine import Machine
+
+
+def this_machine(
+    processes: int, num_gpus: int, calibration: str | Path | None = None, env: Mapping[str, str] = os.environ
+) -> tuple[Machine | None, str]:
+    """This machine, with the factors that were fitted to it, if there are any.
+
+    Args:
+        processes: of the run, on this machine.
+        num_gpus: that it shows (`launch.devices.count_gpus`), 0 to compute on the CPU.
+        calibration: a file of `megatune plan --calibrate`; None takes the one of this device.
+
+    Returns:
+        The machine, or None and why it cannot be planned for.
+
+    Raises:
+        MegatuneError: INPUT, where the calibration cannot be read.
+    """
+    from megatune.launch.devices import count_cpus, free_memory, list_gpus
+    from megatune.plan.calibration import calibration_for
+    from megatune.plan.catalogue import cpu_machine, device_by_driver_name, find_machine
+
+    if not num_gpus:
+        # As `launch.processes` gives them to ranks.
+        threads = env.get("OMP_NUM_THREADS", "").strip()
+        each = int(threads) if threads.isdigit() and int(threads) else max(1, count_cpus() // processes)
+        cores = min(count_cpus(), processes * each)
+        machine = cpu_machine(free_memory(), cores, processes)
+    else:
+        gpus = list_gpus(env)
+        known = [device for gpu in gpus if (device := device_by_driver_name(gpu.name)) is not None]
+        if not gpus or len(known) < len(gpus):
+            names = ", ".join(sorted({gpu.name for gpu in gpus})) or "what nvidia-smi does not tell of"
+            return None, f"the catalogue does not have {names}: give its numbers to megatune plan (docs/devices.md)"
+        smallest = min(range(len(gpus)), key=lambda index: gpus[index].memory)
+        machine = find_machine(known[smallest].name, gpus_per_node=processes)
+        memory = min(machine.device.memory, gpus[smallest].memory)
+        machine = replace(machine, device=replace(machine.device, memory=memory))
+    return replace(machine, calibration=calibration_for(machine.device.name, calibration)), ""

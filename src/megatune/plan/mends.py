@@ -1,0 +1,260 @@
+"""Changes of settings that save memory or time, each with what the planner says it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from megatune.plan.case import Case
+from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.variation import smaller_micro_batch, varied, written
+from megatune.plan.wording import change, seconds, size
+
+Changes = Mapping[str, Any]
+
+TIGHT = 0.95  # of the device's memory; above it the planner's error may tip a run over
+# A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.
+_LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
+# Changes of what is computed, not only of how: offered after those that leave the numbers of the run as they are.
+_CHANGES_NUMBERS = {"data.cutoff_len", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "precision.bf16"}
+
+
+@dataclass(frozen=True)
+class Mend:
+    """A change of settings.
+
+    Attributes:
+        changes: values by "group.name".
+        before, after: what the planner says without it and with it.
+    """
+
+    changes: Changes
+    before: Estimate
+    after: Estimate
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether the run trains on the same tokens with the same roundings."""
+        return not _CHANGES_NUMBERS & self.changes.keys()
+
+    @property
+    def saving(self) -> int:
+        """Bytes of the fullest rank."""
+        return self.before.fullest.total - self.after.fullest.total
+
+    @property
+    def gain(self) -> float:
+        """Share of a step's time, for as many tokens."""
+        return 1 - self.before.time.tokens_per_second / self.after.time.tokens_per_second
+
+    def __str__(self) -> str:
+        memory = f"{size(self.after.fullest.total)} ({size(abs(self.saving))} {'less' if self.saving > 0 else 'more'})"
+        pace = change(
+            self.before.time.tokens_per_second / self.after.time.tokens_per_second, "slower", "faster", "as fast"
+        )
+        return f"{written(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"
+
+
+def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[Mend]:
+    """The cheapest changes after which the run fits, by time; those that help most where none is enough.
+
+    Single changes come before pairs of them, and those that leave the run's numbers as they are before others.
+
+    Args:
+        room: bytes that a rank may hold; None for the device's memory, less what the planner may be off.
+    """
+    room = int(TIGHT * before.case.machine.device.memory) if room is None else room
+
+    def fits(found: Mend) -> bool:
+        return found.after.fullest.total <= room
+
+    candidates = [each for each in _less_memory(before.case) if each]
+    useful = [
+        (candidate, found)
+        for candidate in candidates
+        if (found := mend(before, candidate)) is not None and found.saving >= _LEAST_SAVING * before.fullest.total
+    ]
+    enough = _distinct(sorted((found for _, found in useful if fits(found)), key=_cost))
+    if len(enough) < count:
+        # A pair of which one half is enough offers nothing new.
+        halves = [candidate for candidate, found in useful if not fits(found)]
+        pairs = ({**one, **other} for one, other in combinations(halves, 2) if not one.keys() & other.keys())
+        enough += _distinct(sorted(filter(fits, _mends(before, pairs)), key=_cost))
+    if not enough:
+        enough = _distinct(sorted((found for _, found in useful), key=lambda found: -found.saving))
+    return enough[:count]
+
+
+def speedups(before: Estimate, count: int = 3) -> list[Mend]:
+    """The changes that gain most time and still fit."""
+    found = [
+        each
+        for each in _mends(before, filter(None, _less_time(before.case)))
+        if each.after.fits and each.gain >= _LEAST_GAIN
+    ]
+    return _distinct(sorted(found, key=_cost))[:count]
+
+
+def searched(before: Estimate) -> Mend | None:
+    """The fastest layout of the same devices and rows that fits, whatever it changes; None where none does."""
+    from megatune.plan.search import Request, search
+
+    case = before.case
+    found = search(
+        Request(
+            model=case.model,
+            machine=case.machine,
+            world_size=case.world_size,
+            settings=case.settings,
+            trainable=case.trainable,
+            global_batch_size=case.global_batch_size,
+            document_length=case.document_length,
+            image_tokens=case.image_tokens,
+            keep=1,
+        )
+    ).best
+    if found is None:
+        return None
+    changes = {
+        f"{group}.{name}": value
+        for group in ("parallel", "batch", "recompute")
+        for name, value in getattr(found.case.settings, group)
+        if value != getattr(getattr(case.settings, group), name)
+    }
+    return Mend(changes, before, found)
+
+
+def _distinct(found: Iterable[Mend]) -> list[Mend]:
+    """The first of those that change the same settings to different values."""
+    first: dict[frozenset[str], Mend] = {}
+    for each in found:
+        first.setdefault(frozenset(each.changes) - {"batch.gradient_accumulation_steps"}, each)
+    return list(first.values())
+
+
+def mend(before: Estimate, changes: Changes) -> Mend | None:
+    """One change judged; None where it cannot be made."""
+    return next(iter(_mends(before, [changes])), None)
+
+
+def _cost(found: Mend) -> tuple[bool, float]:
+    return not found.keeps_numbers, -found.after.time.tokens_per_second
+
+
+def _mends(before: Estimate, candidates: Iterable[Changes]) -> Iterator[Mend]:
+    for candidate in candidates:
+        if (found := varied(before.case, candidate)) is not None:
+            changes, case = found
+            yield Mend(changes, before, estimate(case))
+
+
+def _less_memory(case: Case) -> Iterator[Changes]:
+    """What may save memory, {} for what is no change."""
+    settings = case.settings
+    parallel, recompute = settings.parallel, settings.recompute
+    yield smaller_micro_batch(case)
+    if case.micro_batch_size > 2:
+        yield {"batch.per_device_train_batch_size": 1}
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield {"parallel.sequence_parallel": True}
+    if not parallel.use_distributed_optimizer and case.shard_size > 1:
+        yield {"parallel.use_distributed_optimizer": True}
+    if not settings.performance.cross_entropy_loss_fusion:
+        yield {"performance.cross_entropy_loss_fusion": True}
+    if recompute.recompute_granularity != "full":
+        for modules in _modules(case):
+            if set(modules) - set(recompute.recompute_modules if recompute.recompute_granularity else ()):
+                yield {"recompute.recompute_granularity": "selective", "recompute.recompute_modules": modules}
+        yield _FULL
+    yield from _more_parallel(case)
+    if not settings.optimizer.optimizer_cpu_offload and case.machine.device.generation != "cpu":
+        yield {"optimizer.optimizer_cpu_offload": True}
+    yield {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
+    if settings.data.cutoff_len >= 1024:
+        yield {"data.cutoff_len": settings.data.cutoff_len // 2}
+
+
+_FULL = {
+    "recompute.recompute_granularity": "full",
+    "recompute.recompute_method": "uniform",
+    "recompute.recompute_num_layers": 1,
+}
+OVERLAPS: Changes = {"parallel.overlap_grad_reduce": True, "parallel.overlap_param_gather": True}
+NO_RECOMPUTE: Changes = {
+    "recompute.recompute_granularity": None,
+    "recompute.recompute_method": None,
+    "recompute.recompute_num_layers": None,
+    "recompute.moe_layer_recompute": False,
+}
+
+
+def _modules(case: Case) -> Iterator[list[str]]:
+    """Modules to recompute, the cheapest first."""
+    moe = case.model.architecture.moe
+    feed_forward = ["mlp"] if moe is None else ["moe"] if all(moe.layers) else ["mlp", "moe"]
+    yield ["core_attn"]
+    yield ["layernorm"]
+    yield ["layernorm", *feed_forward]
+
+
+def less_recompute(case: Case) -> Iterator[Changes]:
+    """None, and cheaper kinds than full."""
+    yield NO_RECOMPUTE
+    if case.settings.recompute.recompute_granularity == "full":
+        for modules in _modules(case):
+            selective = {"recompute.recompute_granularity": "selective", "recompute.recompute_modules": modules}
+            yield {**NO_RECOMPUTE, **selective}
+
+
+def _more_parallel(case: Case) -> Iterator[Changes]:
+    parallel = case.settings.parallel
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    for larger in (2 * tp, 4 * tp):
+        if larger <= case.machine.gpus_per_node:
+            yield {"parallel.tensor_model_parallel_size": larger, "parallel.sequence_parallel": True}
+    for larger in (2 * pp, 4 * pp):
+        yield {"parallel.pipeline_model_parallel_size": larger}
+    if case.sequence_length >= 4096 * 2 * cp:
+        yield {"parallel.context_parallel_size": 2 * cp}
+    if case.model.architecture.moe is not None:
+        yield {"parallel.expert_model_parallel_size": 2 * parallel.expert_model_parallel_size}
+
+
+def _less_time(case: Case) -> Iterator[Changes]:
+    """What may save time, {} for what is no change."""
+    settings = case.settings
+    parallel, recompute, performance = settings.parallel, settings.recompute, settings.performance
+    if recompute.recompute_granularity or recompute.moe_layer_recompute:
+        yield from less_recompute(case)
+    if case.shard_size > 1 and parallel.use_distributed_optimizer:
+        yield OVERLAPS
+    elif case.shard_size > 1:
+        yield {"parallel.overlap_grad_reduce": True}
+    if settings.precision.params_dtype == "float32" and case.machine.device.generation != "cpu":
+        yield {"precision.bf16": True}
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if tp > 1:
+        yield {"parallel.tensor_model_parallel_size": tp // 2}
+        yield {"parallel.tensor_model_parallel_size": tp // 2, "parallel.sequence_parallel": tp > 2}
+        if not parallel.sequence_parallel:
+            yield {"parallel.sequence_parallel": True}
+    if pp > 1:
+        yield {"parallel.pipeline_model_parallel_size": pp // 2}
+        for virtual in (2, 4):
+            yield {"parallel.virtual_pipeline_model_parallel_size": virtual}
+    if parallel.context_parallel_size > 1:
+        yield {"parallel.context_parallel_size": parallel.context_parallel_size // 2}
+    if settings.optimizer.optimizer_cpu_offload:
+        yield {"optimizer.optimizer_cpu_offload": False}
+    yield {"batch.per_device_train_batch_size": 2 * case.micro_batch_size}
+    yield smaller_micro_batch(case)
+    if case.model.architecture.moe is not None and not settings.experts.moe_grouped_gemm:
+        yield {"experts.moe_grouped_gemm": True}
+    if not performance.cross_entropy_loss_fusion:
+        yield {"performance.cross_entropy_loss_fusion": True}

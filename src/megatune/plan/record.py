@@ -1,0 +1,202 @@
+"""OUTPUT/plan.json: what was planned for a run, and what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.case import Case
+from megatune.plan.catalogue.devices import Peaks
+from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
+from megatune.plan.time.estimate import TIME_PARTS
+from megatune.plan.variation import with_settings
+
+PLAN_NAME = "plan.json"
+FORMAT = 1
+Outcome = Literal["running", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What one rank held, in bytes, at moments of its run; 0 for one that it did not come to.
+
+    Attributes:
+        stage: of the pipeline.
+        joined: when it had met the others, before it built the model.
+        loaded: when model and optimizer stood, before the first step.
+        stepped: after the first step: the optimizer's state is there, activations are gone.
+        peak: most so far.
+    """
+
+    rank: int
+    stage: int = 0
+    joined: int = 0
+    loaded: int = 0
+    stepped: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a process of a run measured.
+
+    Attributes:
+        counted: "allocated" counts tensors alone, as a GPU's allocator does; "resident" all that a process holds.
+        stages: the fullest rank of each stage.
+        peaks: most bytes of every rank, by rank; () where not all of them came to the end.
+        step_seconds: median of the steps after those that warm up; None where there were none.
+        num_steps: how many steps that is of.
+        row_tokens: mean length of the rows of rank 0, padding included.
+        longest_row: the longest of them.
+        document_tokens: mean length of a document in a packed row; None where a row is one document.
+        tokens_per_step: of all ranks, without padding.
+    """
+
+    counted: Literal["allocated", "resident"]
+    stages: tuple[RankMemory, ...] = ()
+    peaks: tuple[int, ...] = ()
+    step_seconds: float | None = None
+    num_steps: int = 0
+    row_tokens: float = 0.0
+    longest_row: int = 0
+    document_tokens: float | None = None
+    tokens_per_step: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One process of a run: what was planned and what came of it.
+
+    Attributes:
+        outcome: as in training's summary; "running" until the end, and for ever where the process was killed.
+        first_step: steps done before it.
+    """
+
+    case: Case
+    first_step: int = 0
+    outcome: Outcome = "running"
+    measured: Measured | None = None
+
+    def planned(self) -> Estimate:
+        """For the rows that the settings allow."""
+        return estimate(self.case)
+
+    def as_trained(self) -> tuple[Estimate, Estimate] | None:
+        """What the planner says of the rows as they were: of memory with the longest, of time with the mean; None
+        where none was trained."""
+        measured = self.measured
+        if measured is None or not measured.longest_row:
+            return None
+        longest = estimate(_with_rows(self.case, measured.longest_row, measured.document_tokens))
+        mean = estimate(_with_rows(self.case, math.ceil(measured.row_tokens), measured.document_tokens))
+        return longest, mean
+
+
+def _with_rows(case: Case, tokens: int, document_tokens: float | None) -> Case:
+    return replace(
+        case, settings=with_settings(case.settings, {"data.cutoff_len": tokens}), document_length=document_tokens
+    )
+
+
+def comparable(stage: StageMemory, counted: str) -> int:
+    """Planned bytes of what a measurement counts."""
+    return stage.total - (stage.framework if counted == "allocated" else 0)
+
+
+def fullest_of(memory: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
+    """The rank of each stage that held most, the first stage first."""
+    best: dict[int, RankMemory] = {}
+    for each in memory:
+        if each.stage not in best or each.peak > best[each.stage].peak:
+            best[each.stage] = each
+    return tuple(best[stage] for stage in sorted(best))
+
+
+def rank_memory_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank notes its memory, below the folder that its launcher writes in."""
+    return run_dir / "memory" / f"rank-{rank}.json"
+
+
+def read_rank_memory(run_dir: Path) -> list[RankMemory]:
+    """What the ranks have noted, by rank; those that noted nothing, or nothing whole, are left out."""
+    found = []
+    for path in (run_dir / "memory").glob("rank-*.json"):
+        try:
+            found.append(RankMemory(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return sorted(found, key=lambda each: each.rank)
+
+
+def dump_records(records: Sequence[RunRecord]) -> str:
+    """The text of a plan.json."""
+    return json.dumps({"format": FORMAT, "runs": [_to_json(record) for record in records]}, indent=1) + "\n"
+
+
+def read_records(path: Path) -> list[RunRecord]:
+    """The processes of a run, the first one first.
+
+    Args:
+        path: a plan.json, or the folder of a run.
+
+    Raises:
+        MegatuneError: INPUT, where there is none, or it cannot be read.
+    """
+    path = path / PLAN_NAME if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("format") != FORMAT:
+            raise ValueError(f"its format is {content.get('format')}, and {FORMAT} is read")
+        return [_hashable(_adapter().validate_python(each["record"])) for each in content["runs"]]
+    except FileNotFoundError:
+        raise MegatuneError(
+            Finding(f"there is no {path.name} in {path.parent}", mend="give the output_dir of a run"), ExitCode.INPUT
+        ) from None
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        why = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        raise MegatuneError(Finding("is of another version", str(path), why), ExitCode.INPUT) from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
+
+
+def _hashable(record: RunRecord) -> RunRecord:
+    """With the peaks in a mapping that answers about a device can be cached by, as in the catalogue."""
+    machine = record.case.machine
+    device = replace(machine.device, flops=Peaks(machine.device.flops))
+    return replace(record, case=replace(record.case, machine=replace(machine, device=device)))
+
+
+def _to_json(record: RunRecord) -> dict[str, Any]:
+    """The record as it is read again, and beside it what it says, for people and scripts."""
+    summary: dict[str, Any] = {"planned": _summary(record.planned())}
+    if (trained := record.as_trained()) is not None:
+        summary["planned_for_longest_row"] = _summary(trained[0])
+        summary["planned_for_mean_row"] = _summary(trained[1])
+    return {**summary, "record": _adapter().dump_python(record, mode="json")}
+
+
+def _summary(planned: Estimate) -> dict[str, Any]:
+    return {
+        "sequence_length": planned.case.sequence_length,
+        "memory_bytes": [
+            {"stage": stage.stage, "total": stage.total, **{part: getattr(stage, part) for part in MEMORY_PARTS}}
+            for stage in planned.stages
+        ],
+        "step_seconds": {"total": planned.time.total, **{part: getattr(planned.time, part) for part in TIME_PARTS}},
+        "uncertainty": planned.time.uncertainty,
+    }
+
+
+@cache
+def _adapter() -> TypeAdapter[RunRecord]:
+    return TypeAdapter(RunRecord)

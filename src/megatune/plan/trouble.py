@@ -1,0 +1,324 @@
+"""What became of a run beside its plan, and what helps where it ran out of memory or is slow."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.estimate import Estimate
+from megatune.plan.memory import StageMemory
+from megatune.plan.mends import Mend, savings, speedups
+from megatune.plan.pages.words import TIME_WORDS
+from megatune.plan.record import PLAN_NAME, RankMemory, RunRecord, comparable, read_rank_memory, read_records
+from megatune.plan.time.estimate import TIME_PARTS
+from megatune.plan.verdict import verdict
+from megatune.plan.wording import parts, percent, seconds, size
+
+_SLOW = 1.25  # measured over planned seconds of a step, beyond which a run counts as slow
+_LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
+_MATTERS = 0.03  # of what a rank was planned to hold; less is not worth a word
+_CLOSE = 0.85  # of the memory that was taken for free; below it, something else ended the run
+_OUT_OF_MEMORY_KILL = "out-of-memory killer"
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How launch says the run ended (OUTPUT/launch/report.json)."""
+
+    rank: int | None = None
+    what: str = ""
+    out_of_memory: bool = False
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run as its folder tells it."""
+
+    folder: Path
+    record: RunRecord
+    ended: _Ended
+    memory: list[RankMemory] = field(default_factory=list)
+
+
+def diagnose(folder: str | Path) -> list[str]:
+    """What became of a run, as lines for a terminal.
+
+    Args:
+        folder: its output_dir.
+
+    Raises:
+        MegatuneError: INPUT, where it is no run's, or nothing was planned for it.
+    """
+    run = _read(Path(folder))
+    if run.ended.out_of_memory:
+        return [*_head(run), *_out_of_memory(run)]
+    return [*_head(run), *verdict(run.record), *_memory_apart(run), *_pace(run)]
+
+
+def _read(folder: Path) -> _Run:
+    if not (folder / PLAN_NAME).is_file():
+        there = folder.is_dir() and (folder / "run.yaml").is_file()
+        what = f"{folder} is a run that nothing was planned for" if there else f"{folder} is not the folder of a run"
+        why = f"there is no {PLAN_NAME} in it" if folder.is_dir() else "there is no such folder"
+        mend = "train with memory_check: error or warn" if there else "give the output_dir of a run"
+        raise MegatuneError(Finding(what, why=why, mend=mend), ExitCode.INPUT)
+    launch = folder / "launch"
+    record = read_records(folder)[-1]
+    # An earlier run of more ranks may have left notes of those that are not in this one.
+    memory = [each for each in read_rank_memory(launch) if each.rank < record.case.world_size]
+    return _Run(folder, record, _ended(launch), memory)
+
+
+def ran_out_of_memory(folder: Path) -> bool:
+    """Whether the run in this folder ended so, by its launcher's report."""
+    return _ended(folder / "launch").out_of_memory
+
+
+def _ended(launch: Path) -> _Ended:
+    try:
+        report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
+        said = [Finding(**each) for each in report["findings"]]
+        exit_code, rank, trace = int(report["exit_code"]), report["culprit"], str(report["traceback"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return _Ended()
+    killed = any(_OUT_OF_MEMORY_KILL in each.why and "main memory" in each.why for each in said)
+    return _Ended(
+        rank=rank,
+        what=said[0].what if said else "",
+        out_of_memory=exit_code == ExitCode.OUT_OF_MEMORY or killed,
+        traceback=trace,
+    )
+
+
+def _head(run: _Run) -> Iterator[str]:
+    """How it ended."""
+    if run.ended.what:
+        yield f"{run.folder}: {run.ended.what}"
+        return
+    said = {
+        "finished": "finished",
+        "stopped": "stopped on request; the same command goes on",
+        "failed": "failed",
+        "running": "did not come to an end, or is still running",
+    }
+    yield f"{run.folder}: {said[run.record.outcome]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Bytes that one kind of thing was planned to take, and took."""
+
+    name: str
+    planned: int
+    measured: int
+
+    @property
+    def is_larger(self) -> bool:
+        return self.measured > _LARGER * self.planned
+
+
+def _shares(memory: RankMemory, stage: StageMemory, counted: str) -> list[_Share]:
+    """What a rank held, as far as its moments tell kinds apart."""
+    state, name = stage.weights + stage.gradients + stage.master_weights, "weights, gradients, master weights"
+    stands = memory.loaded
+    if memory.stepped:
+        state, name, stands = state + stage.optimizer_state, "weights, gradients, optimizer", memory.stepped
+    if counted == "resident":  # building the model loads libraries, too: nobody can tell the two apart
+        state, name = state + stage.framework, f"framework, {name}"
+    passing = stage.activations + stage.logits_and_loss + stage.communication + stage.expert_imbalance
+    if not stands:
+        return []
+    return [_Share(name, state, stands), _Share("activations, loss, exchanges", passing, max(0, memory.peak - stands))]
+
+
+def _table(memory: RankMemory, stage: StageMemory, counted: str) -> Iterator[str]:
+    rows = _shares(memory, stage, counted)
+    rows.append(_Share("all", comparable(stage, counted), memory.peak))
+    for row in rows:
+        larger = f"  {row.measured / row.planned:.1f} times what was planned" if row.is_larger and row.planned else ""
+        yield f"    {row.name:<47} planned {size(row.planned):>9}, was {size(row.measured):>9}{larger}"
+
+
+def _out_of_memory(run: _Run) -> Iterator[str]:
+    """What was there when memory ended, what was larger than planned, and what helps."""
+    planned = _as_it_was(run)
+    counted = run.record.measured.counted if run.record.measured else _counted(planned)
+    memory = next((each for each in run.memory if each.rank == run.ended.rank), None) or max(
+        run.memory, key=lambda each: each.peak, default=None
+    )
+    device = planned.case.machine.device
+    stage = planned.stages[memory.stage] if memory is not None else planned.fullest
+    yield (
+        f"planned    {size(stage.total)} of {size(device.memory)} for stage {stage.stage} ({parts(stage)}), with rows"
+        f" of {planned.case.sequence_length:,} tokens"
+    )
+    asked = _failed_allocation(run.ended.what)
+    doing = _doing(run.ended.traceback)
+    if asked or doing:
+        amount = f" of {size(asked)}" if asked else ""
+        yield f"failed     an allocation{amount}{f', {doing}' if doing else ''}"
+    if memory is None:
+        yield "measured   nothing: it ended before any rank noted what it holds"
+    else:
+        yield f"measured   rank {memory.rank}, {_moment(memory)}:"
+        yield from _table(memory, stage, counted)
+        yield _reason(memory, stage, device.memory, asked, counted)
+    need = max(comparable(stage, counted), (memory.peak if memory else 0) + asked)
+    share = memory.peak / need if memory else 0.9
+    yield from _listed("helps", savings(planned, room=int(share * min(planned.fullest.total, device.memory))))
+
+
+def _as_it_was(run: _Run) -> Estimate:
+    """The plan for the longest row that was trained, where that is known."""
+    trained = run.record.as_trained()
+    return trained[0] if trained is not None else run.record.planned()
+
+
+def _counted(planned: Estimate) -> str:
+    return "resident" if planned.case.machine.device.generation == "cpu" else "allocated"
+
+
+def _moment(memory: RankMemory) -> str:
+    if memory.stepped:
+        return "as last noted, after its first step or later"
+    return "before the end of its first step" if memory.loaded else "before its model stood"
+
+
+def _reason(memory: RankMemory, stage: StageMemory, available: int, asked: int, counted: str) -> str:
+    larger = [share for share in _shares(memory, stage, counted) if share.is_larger]
+    worst = max(larger, key=lambda share: share.measured - share.planned, default=None)
+    if worst is not None and worst.measured - worst.planned > _MATTERS * stage.total:
+        return f"larger     {worst.name}: {size(worst.measured - worst.planned)} more than planned"
+    if memory.peak + asked < _CLOSE * available:
+        return (
+            f"larger     nothing: memory ended at {size(memory.peak)}, far from the {size(available)} that were planned"
+            " with. Something else holds them, or a limit of the process or its container is lower"
+        )
+    return f"larger     nothing by much: the plan was close to the {size(available)} that there are"
+
+
+# What a function of the program was about, the innermost first. Backward passes have no frames of their own.
+_DOING = (
+    ("head|output_layer|cross_entropy|token_sum", "of logits and loss"),
+    ("step_with_ready_grads|optimizer_step|adam|_update_|main_shards", "of the optimizer's state"),
+    ("assemble|load_|build_model|param_and_grad_buffer", "while model and optimizer were built"),
+    ("backward", "in a backward pass"),
+    ("attention|mlp|transformer_layer|transformer_block|layernorm|experts", "of activations, in a forward pass"),
+)
+
+
+def _doing(traceback: str) -> str:
+    """What the program was about when it failed, by the names of files and functions; "" where it does not show."""
+    frames = re.findall(r'File "[^"]*?([^/"]+)\.py", line \d+, in (\w+)', traceback)
+    for file, function in reversed(frames):
+        for names, words in _DOING:
+            if re.search(names, f"{file} {function}"):
+                return words
+    return ""
+
+
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def _failed_allocation(text: str) -> int:
+    """Bytes that the failed allocation asked for, as torch says it; 0 where it does not."""
+    found = re.search(r"tried to allocate ([\d.]+) (bytes|[kmgt]ib)", text, re.IGNORECASE)
+    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+
+
+def _memory_apart(run: _Run) -> Iterator[str]:
+    """Where memory was planned too small, by kind."""
+    measured, trained = run.record.measured, run.record.as_trained()
+    if measured is None or trained is None:
+        return
+    for memory in measured.stages:
+        stage = trained[0].stages[memory.stage]
+        if memory.peak > _LARGER * comparable(stage, measured.counted):
+            yield f"memory     larger than planned on stage {memory.stage}, rank {memory.rank}:"
+            yield from _table(memory, stage, measured.counted)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+def _pace(run: _Run) -> Iterator[str]:
+    """Whether it was slow, of what a step consists, what else took time, and what helps."""
+    measured, trained = run.record.measured, run.record.as_trained()
+    if measured is None or trained is None or measured.step_seconds is None:
+        yield "nothing    was measured: no step came to its end"
+        return
+    planned = trained[1]
+    ratio = measured.step_seconds / planned.time.total
+    slow = ratio > _SLOW and ratio > 1 + planned.time.uncertainty
+    yield from _beside_steps(run)
+    if not slow:
+        yield "it went as planned" if ratio > 1 / _SLOW else "it was faster than planned"
+        return
+    shares = {part: getattr(planned.time, part) / planned.time.total for part in TIME_PARTS}
+    listed = sorted(((share, part) for part, share in shares.items() if share >= 0.01), reverse=True)
+    yield f"slow       {ratio:.1f} times what was planned, which is ±{percent(planned.time.uncertainty)}"
+    yield f"planned    {', '.join(f'{TIME_WORDS[part]} {percent(share)}' for share, part in listed)}"
+    if not planned.case.machine.calibration.num_runs:
+        yield (
+            f"           `megatune plan --calibrate {run.folder}` fits the planner to this machine; what stays slow"
+            " after it is the run's"
+        )
+    yield from _listed("helps", speedups(planned))
+
+
+def _beside_steps(run: _Run) -> Iterator[str]:
+    """The share of the time that went into anything but steps: data, evaluation, saving."""
+    steps = [each for each in _metrics(run.folder) if "grad_norm" in each]
+    if len(steps) < 2:
+        return
+    try:
+        whole = steps[-1]["elapsed_seconds"] - steps[0]["elapsed_seconds"]
+        inside = sum(each["seconds"] for each in steps[1:])
+        each_step = [each["seconds"] / each["num_steps"] for each in steps[1:]]
+    except (KeyError, TypeError):
+        return
+    if whole > 0 and 1 - inside / whole > 0.1:
+        yield f"beside     {percent(1 - inside / whole)} of the time was not the steps': data, evaluation, saving"
+    middle = statistics.median(each_step)
+    if len(each_step) >= 5 and max(each_step) > 3 * middle:
+        yield f"uneven     the slowest step took {seconds(max(each_step))}, the median {seconds(middle)}"
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the newest process in metrics.jsonl."""
+    try:
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    records: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        # The clock of a process begins anew.
+        if records and record.get("elapsed_seconds", 0) < records[-1].get("elapsed_seconds", 0):
+            records = []
+        if "elapsed_seconds" in record:
+            records.append(record)
+    return records
+
+
+def _listed(head: str, mends: list[Mend]) -> Iterator[str]:
+    if not mends:
+        yield f"{head:<10} nothing in the settings, by the planner"
+        return
+    yield f"{head}, by the planner:"
+    yield from (f"    {number}. {each}" for number, each in enumerate(mends, 1))

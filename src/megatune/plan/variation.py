@@ -1,0 +1,84 @@
+"""A case with some of its settings changed, where the rules allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.rules import check
+from megatune.config.settings import Settings
+from megatune.plan.case import Case
+
+_MICRO_BATCH = "batch.per_device_train_batch_size"
+_ACCUMULATION = "batch.gradient_accumulation_steps"
+
+
+def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """Settings with others in their place, by "group.name"; no rule has looked at them."""
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        group, _, name = path.partition(".")
+        groups.setdefault(group, {})[name] = value
+    return settings.model_copy(
+        update={group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
+    )
+
+
+def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case] | None:
+    """The case with other settings and the same rows in a step.
+
+    Args:
+        changes: values by "group.name". Where they do not say gradient_accumulation_steps, it follows from the rows.
+
+    Returns:
+        What differs from the case, the accumulation with it, and the new case; None where nothing does, or where a
+        rule, the world or the number of rows is against it.
+    """
+    changes = {path: value for path, value in changes.items() if _value_of(case.settings, path) != value}
+    settings = with_settings(case.settings, changes)
+    if not changes or case.world_size % settings.parallel.smallest_world:
+        return None
+    if _ACCUMULATION not in changes:
+        replicas = case.world_size // settings.parallel.model_parallel_size
+        rows = settings.batch.per_device_train_batch_size * replicas
+        if case.global_batch_size % rows:
+            return None
+        if case.global_batch_size // rows != settings.batch.gradient_accumulation_steps:
+            changes[_ACCUMULATION] = case.global_batch_size // rows
+            settings = with_settings(settings, {_ACCUMULATION: changes[_ACCUMULATION]})
+    architecture, world = case.model.architecture, case.world_size
+    # What the case itself lacks, such as a data set in a plan of a model, is not held against the change.
+    problems = check(settings, architecture, world)
+    if problems and set(problems) - set(check(case.settings, architecture, world)):
+        return None
+    return changes, replace(case, settings=settings)
+
+
+def _value_of(settings: Settings, path: str) -> Any:
+    group, _, name = path.partition(".")
+    return getattr(getattr(settings, group), name)
+
+
+def smaller_micro_batch(case: Case) -> dict[str, Any]:
+    """Half of the micro-batch, or the next size below it that makes up the rows of a step; {} where it is 1."""
+    rows = case.micro_batch_size * case.num_micro_batches
+    sizes = [size for size in range(1, case.micro_batch_size // 2 + 1) if rows % size == 0]
+    return {_MICRO_BATCH: sizes[-1]} if sizes else {}
+
+
+def written(changes: Mapping[str, Any]) -> str:
+    """Changes as a user writes them: `recompute_granularity: full, recompute_method: uniform`."""
+    return ", ".join(f"{LLAMAFACTORY.key_of(path)}: {_value(value)}" for path, value in changes.items())
+
+
+def _value(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case list() | tuple():
+            return f"[{', '.join(map(_value, value))}]"
+    return str(value)

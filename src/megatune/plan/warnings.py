@@ -1,0 +1,186 @@
+"""What a run could do better, each with the planner's numbers and the setting to change.
+
+Only what matters is said: a warning's threshold stands beside it. On a CPU, where runs are tried and not paid for,
+nothing is said but that memory is tight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatune.plan.estimate import Estimate
+from megatune.plan.mends import OVERLAPS, TIGHT, Mend, less_recompute, mend
+from megatune.plan.variation import smaller_micro_batch, written
+from megatune.plan.wording import percent, seconds, size
+
+# The least share of a step's time, and of the device's memory, that a warning is worth.
+_TIME, _MEMORY = 0.05, 0.01
+_BUBBLE = 0.15  # of a step
+_STATE = 0.1  # of the device's memory
+
+
+def warnings(planned: Estimate, idle_gpus: int = 0) -> list[str]:
+    """Everything worth a word, in one sentence or two each.
+
+    Args:
+        planned: a run that fits.
+        idle_gpus: GPUs of this machine that the run leaves alone.
+    """
+    checks: tuple[Callable[[Estimate], Iterator[str]], ...] = (_tight,)
+    if planned.case.machine.device.generation != "cpu":
+        checks = (
+            *checks,
+            lambda each: _idle(each, idle_gpus),
+            _single_precision,
+            _tensor_parallel_across_machines,
+            _no_sequence_parallel,
+            _bubble,
+            _nothing_to_share,
+            _recompute_not_needed,
+            _no_overlap,
+        )
+    return [warning for check in checks for warning in check(planned)]
+
+
+def _tight(planned: Estimate) -> Iterator[str]:
+    """Above 95 % of the device's memory."""
+    share = planned.fullest.total / planned.case.machine.device.memory
+    if share > TIGHT:
+        yield f"memory is tight: {percent(share)} of the device's is planned, and the plan may be some percent off"
+
+
+def _idle(planned: Estimate, idle_gpus: int) -> Iterator[str]:
+    if idle_gpus:
+        used = planned.case.world_size
+        yield (
+            f"{idle_gpus} GPUs of this machine are idle: num_processes: {used + idle_gpus} would train on all of them,"
+            " with more rows in a step or fewer gradient_accumulation_steps"
+        )
+
+
+def _single_precision(planned: Estimate) -> Iterator[str]:
+    """fp32 on a GPU, where bf16 gains 5 % or more."""
+    if planned.case.settings.precision.params_dtype != "float32":
+        return
+    better = mend(planned, {"precision.bf16": True})
+    if better is not None and better.gain >= _TIME:
+        yield f"this run computes in fp32: {better}"
+
+
+def _tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
+    """A tensor-parallel group that is not inside one machine, where its exchanges take 5 % of a step or more."""
+    case = planned.case
+    tp, inside = case.settings.parallel.tensor_model_parallel_size, case.machine.gpus_per_node
+    share = planned.time.tensor_parallel / planned.time.total
+    if tp == 1 or case.world_size <= inside or inside % tp == 0 or share < _TIME:
+        return
+    said = (
+        f"tensor_model_parallel_size {tp} goes across machines of {inside}: its exchanges wait for the network,"
+        f" {seconds(planned.time.tensor_parallel)} of {seconds(planned.time.total)} a step"
+    )
+    parallel, best = case.settings.parallel, None
+    for smaller in (each for each in range(inside, 0, -1) if inside % each == 0 and tp % each == 0):
+        stages = parallel.pipeline_model_parallel_size * tp // smaller
+        changes = {
+            "parallel.tensor_model_parallel_size": smaller,
+            "parallel.pipeline_model_parallel_size": stages,
+            "parallel.sequence_parallel": smaller > 1,
+        }
+        best = _better(best, mend(planned, changes))
+    yield said + (f"; {best}" if best is not None else f"; sizes that divide {inside} stay inside")
+
+
+def _better(one: Mend | None, other: Mend | None) -> Mend | None:
+    """The faster of two that fit with something to spare."""
+    if other is None or other.gain <= 0:
+        return one
+    if other.after.fullest.total > TIGHT * other.after.case.machine.device.memory:
+        return one
+    return other if one is None or other.gain > one.gain else one
+
+
+def _no_sequence_parallel(planned: Estimate) -> Iterator[str]:
+    """tp without sequence parallelism that costs 1 % of the memory, or 5 % of the time: it gives up nothing for it."""
+    parallel = planned.case.settings.parallel
+    if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
+        return
+    better = mend(planned, {"parallel.sequence_parallel": True})
+    if better is not None and (_saves(better) or better.gain >= _TIME):
+        yield f"tensor parallelism without sequence parallelism keeps whole what could be split: {better}"
+
+
+def _saves(found: Mend) -> bool:
+    return found.saving >= _MEMORY * found.before.case.machine.device.memory
+
+
+def _bubble(planned: Estimate) -> Iterator[str]:
+    """Stages that wait for 15 % of a step or more, and what makes them wait less by 5 % of its time."""
+    case = planned.case
+    stages = case.settings.parallel.pipeline_model_parallel_size
+    share = planned.time.pipeline / planned.time.total
+    if stages == 1 or share < _BUBBLE:
+        return
+    count = case.num_micro_batches
+    few = f"{count} micro-batches for {stages} stages" if count < stages else f"{stages} stages"
+    candidates: list[dict[str, Any]] = [smaller_micro_batch(case)]
+    if case.settings.parallel.virtual_stages is None:
+        candidates += [{"parallel.virtual_pipeline_model_parallel_size": size} for size in (2, 3, 4)]
+    best = None
+    for changes in candidates:
+        best = _better(best, mend(planned, changes))
+    if best is not None and best.gain >= _TIME:
+        yield f"{few} wait for each other {percent(share)} of a step: {best}"
+        return
+    # More rows in a step change what is trained, so this is said without a judgement of the whole.
+    accumulation = "batch.gradient_accumulation_steps"
+    more = mend(planned, {accumulation: max(4 * stages, 2 * count)})
+    if more is not None and more.gain >= _TIME:
+        yield (
+            f"{few} wait for each other {percent(share)} of a step; {written(more.changes)} trains "
+            f"{percent(1 / (1 - more.gain) - 1)} more tokens a second, with {more.after.case.global_batch_size} rows in"
+            f" a step instead of {case.global_batch_size}"
+        )
+
+
+def _nothing_to_share(planned: Estimate) -> Iterator[str]:
+    """One replica whose optimizer takes 10 % of the device's memory, where a smaller model-parallel size would share
+    it out and gain 5 % of the time."""
+    case, stage = planned.case, planned.fullest
+    whole = stage.master_weights + stage.optimizer_state
+    if case.shard_size > 1 or case.world_size == 1 or whole < _STATE * case.machine.device.memory:
+        return
+    best = None
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        current = getattr(case.settings.parallel, name)
+        if current % 2 == 0:
+            best = _better(best, mend(planned, {f"parallel.{name}": current // 2}))
+    if best is not None and best.gain >= _TIME:
+        yield (
+            f"there is one replica of the model, so each rank keeps its optimizer's state whole, {size(whole)};"
+            f" two would share it: {best}"
+        )
+
+
+def _recompute_not_needed(planned: Estimate) -> Iterator[str]:
+    """It would fit without, or with less of it, and gain 5 % of the time."""
+    recompute, best = planned.case.settings.recompute, None
+    if not recompute.recompute_granularity and not recompute.moe_layer_recompute:
+        return
+    for changes in less_recompute(planned.case):
+        best = _better(best, mend(planned, changes))
+    if best is not None and best.gain >= _TIME:
+        some = best.after.case.settings.recompute.recompute_granularity is not None
+        yield f"{'less recomputation would do' if some else 'recomputation is not needed'}: {best}"
+
+
+def _no_overlap(planned: Estimate) -> Iterator[str]:
+    """Replicas that exchange gradients and parameters while nothing computes, 5 % of the time or more."""
+    case = planned.case
+    parallel = case.settings.parallel
+    if case.shard_size == 1 or (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
+        return
+    changes = OVERLAPS if parallel.use_distributed_optimizer else {"parallel.overlap_grad_reduce": True}
+    better = mend(planned, changes)
+    if better is not None and better.after.fits and better.gain >= _TIME:
+        yield f"exchanges of replicas wait until computing is done: {better}"

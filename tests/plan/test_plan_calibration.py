@@ -1,0 +1,140 @@
+"""Factors fitted to measured runs predict better, also what they were not fitted to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatune.architecture import Architecture
+from megatune.config.settings import ParallelSettings, Settings
+from megatune.errors import ExitCode, MegatuneError
+from megatune.plan.calibration import calibrate, calibration_for, default_path, read, write
+from megatune.plan.case import Case, PlannedModel
+from megatune.plan.catalogue import cpu_machine, find_machine
+from megatune.plan.estimate import estimate
+from megatune.plan.machine import Calibration, Machine
+from megatune.plan.record import Measured, RankMemory, RunRecord, comparable, dump_records
+from megatune.plan.variation import with_settings
+
+H100S = find_machine("h100-80g", gpus_per_node=8)
+CPU = cpu_machine(16 * 2**30, cores=4)
+MODEL = Architecture(
+    model_type="qwen3", num_layers=24, hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=16,
+    num_query_groups=8, kv_channels=128, vocab_size=151936, max_position_embeddings=32768, norm_epsilon=1e-6,
+    rotary_base=1e6,
+)  # fmt: skip
+
+
+def case(rows: int, tokens: int, tp: int = 1, world: int = 8, machine: Machine = H100S) -> Case:
+    settings = with_settings(
+        Settings(parallel=ParallelSettings(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)),
+        {"batch.per_device_train_batch_size": rows, "data.cutoff_len": tokens, "precision.bf16": True},
+    )
+    return Case(
+        model=PlannedModel(name="tuna", architecture=MODEL), settings=settings, world_size=world, machine=machine
+    )
+
+
+def leave(folder: Path, planned: Case, truth: Calibration, noise: float = 1.0) -> Path:
+    """A run's folder as training leaves it, on a machine that these factors describe."""
+    was = estimate(replace(planned, machine=replace(planned.machine, calibration=truth)))
+    counted = "resident" if planned.machine.device.generation == "cpu" else "allocated"
+    tokens = planned.settings.data.cutoff_len
+    measured = Measured(
+        counted=counted,  # type: ignore[arg-type]
+        stages=tuple(
+            RankMemory(rank=stage.stage, stage=stage.stage, peak=comparable(stage, counted)) for stage in was.stages
+        ),
+        step_seconds=was.time.total * noise,
+        num_steps=10,
+        row_tokens=tokens,
+        longest_row=tokens,
+    )
+    folder.mkdir()
+    (folder / "plan.json").write_text(dump_records([RunRecord(case=planned, outcome="finished", measured=measured)]))
+    return folder
+
+
+def test_the_factors_of_a_machine_are_found(tmp_path: Path) -> None:
+    truth = Calibration(compute=1.4, communication=2.0, activations=1.25)
+    # Exchanges are 2 % of the first one's step, and half of the third's.
+    cases = (case(16, 4096), case(4, 2048, tp=2), case(1, 512, tp=8), case(2, 1024, tp=4))
+    report = calibrate([leave(tmp_path / f"r{number}", each, truth) for number, each in enumerate(cases)])
+    found = report.calibration
+    assert found.compute == pytest.approx(1.4, rel=0.05)
+    assert found.communication == pytest.approx(2.0, rel=0.2)
+    assert found.activations == pytest.approx(1.25, rel=0.03)
+    assert found.num_runs == 4
+    assert set(report.left) == {"framework"}  # an allocator does not see it
+    for of in ("time", "memory"):
+        before, after, apart = (report.median(of, when) for when in ("before", "after", "left_out"))
+        assert before is not None
+        assert after is not None
+        assert apart is not None
+        assert before > 0.05
+        assert after < 0.02
+        assert apart < 0.05
+    text = "\n".join(report.lines())
+    assert "h100-80g, fitted to 4 runs" in text
+    assert "r3" in text
+    assert "left out" in text
+
+
+def test_what_runs_cannot_tell_is_left_as_it_is(tmp_path: Path) -> None:
+    """Without exchanges there is no factor of them; runs of one shape do not part activations from the rest."""
+    truth = Calibration(compute=1.5, communication=3.0, activations=1.3, framework=10**8)
+    tiny = replace(MODEL, num_layers=2, hidden_size=256, ffn_hidden_size=512, vocab_size=2048)
+    runs = []
+    for number in range(2):
+        planned = case(2, 512, world=1, machine=CPU)
+        planned = replace(planned, model=PlannedModel(name="tiny", architecture=tiny))
+        runs.append(leave(tmp_path / f"r{number}", planned, truth))
+    report = calibrate(runs)
+    assert report.calibration.communication == 1
+    assert report.calibration.compute == pytest.approx(1.5, rel=0.05)
+    assert "communication" in report.left
+    assert "activations" in report.left
+    assert report.median("time", "after") < 0.02  # type: ignore[operator]
+    assert report.median("memory", "after") < 0.02  # type: ignore[operator]
+
+
+def test_one_run_that_was_disturbed_hardly_counts(tmp_path: Path) -> None:
+    truth = Calibration(compute=1.4)
+    cases = [case(rows, tokens) for rows, tokens in ((1, 4096), (2, 4096), (1, 2048), (4, 1024))]
+    runs = [leave(tmp_path / f"r{number}", each, truth) for number, each in enumerate(cases)]
+    runs.append(leave(tmp_path / "disturbed", case(2, 2048), truth, noise=5.0))
+    assert calibrate(runs).calibration.compute == pytest.approx(1.4, rel=0.15)
+
+
+def test_runs_that_cannot_be_used_are_all_named(tmp_path: Path) -> None:
+    unmeasured = tmp_path / "unmeasured"
+    unmeasured.mkdir()
+    (unmeasured / "plan.json").write_text(dump_records([RunRecord(case=case(1, 1024))]))
+    with pytest.raises(MegatuneError) as caught:
+        calibrate([tmp_path / "nothing", unmeasured])
+    assert caught.value.exit_code == ExitCode.INPUT
+    assert len(caught.value.findings) == 2
+    one = leave(tmp_path / "gpu", case(1, 1024), Calibration())
+    other = leave(tmp_path / "cpu", case(1, 1024, world=1, machine=CPU), Calibration())
+    with pytest.raises(MegatuneError, match="several devices: cpu, h100-80g"):
+        calibrate([one, other])
+
+
+def test_a_calibration_is_kept_and_taken_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert calibration_for("h100-80g") == Calibration()
+    fitted = Calibration(compute=1.25, communication=0.9, activations=1.1, framework=-5_000_000, num_runs=3)
+    path = default_path("h100-80g")
+    assert path == tmp_path / "megatune/calibration/h100-80g.yaml"
+    write(fitted, path, "h100-80g")
+    assert read(path) == calibration_for("h100-80g") == calibration_for("h100-80g", path) == fitted
+    assert calibration_for("cpu") == Calibration()
+    with pytest.raises(MegatuneError, match="was fitted to h100-80g"):
+        calibration_for("cpu", path)
+    path.write_text("compute: -1\nframework: 1.5\nspeed: 3\n")
+    with pytest.raises(MegatuneError) as caught:
+        read(path)
+    assert caught.value.exit_code == ExitCode.INPUT
+    assert len(caught.value.findings) == 3
