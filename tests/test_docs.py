@@ -13,12 +13,13 @@ from megatune.data.row_error import CODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-VERBS = {"train", "sft", "pt", "data", "verify", "infer", "demo-model"}
+VERBS = {"train", "sft", "pt", "plan", "explain", "data", "verify", "infer", "demo-model"}
 
 
-def test_settings_page_is_current() -> None:
+@pytest.mark.parametrize("name", ["settings.md", "settings.zh.md"])
+def test_settings_page_is_current(name: str) -> None:
     render = runpy.run_path(str(ROOT / "docs" / "generate_settings.py"))["render"]
-    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == render(), "run docs/generate_settings.py"
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == render(name), "run docs/generate_settings.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -38,7 +38,7 @@ def test_help_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     seconds = time.monotonic() - begun
     assert done.returncode == 0, done.stderr
-    for name in ("train", "sft", "pt", "data", "verify", "infer", "demo-model"):
+    for name in ("train", "sft", "pt", "plan", "explain", "data", "verify", "infer", "demo-model"):
         assert f"\n    {name}" in done.stdout
     for name in main_module._NOT_BUILT:
         assert f"\n    {name} " not in done.stdout
@@ -57,7 +57,7 @@ def test_console_script_and_module() -> None:
     [
         ([], "usage: megatune"),
         (["trian"], "did you mean `megatune train`?"),
-        (["qqq"], "one of: train, sft, pt, data, verify, infer, demo-model"),
+        (["qqq"], "one of: train, sft, pt, plan, explain, data, verify, infer, demo-model"),
         (["run.yaml"], "megatune train run.yaml"),
         (["infer"], "megatune infer: the following arguments are required: MODEL"),
         (["infer", "x", "--promt", "y"], "did you mean --prompt?"),
@@ -66,8 +66,7 @@ def test_console_script_and_module() -> None:
         (["--loud", "infer", "x"], "'--loud' is not known here"),
         (["sft", "--learning_rte", "1e-5"], "did you mean learning_rate?"),
         (["dpo", "--stage", "dpo"], "megatune dpo: not built yet"),
-        (["plan", "run.yaml"], "megatune plan: not built yet"),
-        (["explain"], "docs/settings.md"),
+        (["explain"], "nothing to explain"),
     ],
 )
 def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

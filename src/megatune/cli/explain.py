@@ -1,0 +1,155 @@
+"""`megatune explain`: what a setting is, how it works, when to change it and what it costs; a file; a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.config.load import Loaded
+    from megatune.plan.explain import Ground, Language
+    from megatune.plan.machine import Machine
+
+_EPILOG = """    megatune explain recompute_granularity
+    megatune explain recompute_granularity run.yaml        its cost in this file
+    megatune explain cutoff_len --model Qwen3-30B-A3B --gpus 16 --gpu h100-80g
+    megatune explain run.yaml learning_rate=1e-5           every setting of a file
+    megatune explain out/first                             what went wrong, or could be faster, in a run
+    megatune explain --all --language zh                   every setting, in Markdown
+
+Costs are the planner's: another value of the setting against the one it has, for the model and machines named, or for
+Qwen3-8B on 8 × h100-80g. Without --language the environment's LANG decides.
+
+exit codes: 0 explained, 64 an unknown setting, or a file that train would refuse (all is printed nevertheless), 66 an
+unknown model, device or file"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb explain."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="what a setting does, when to change it, what it costs here",
+        usage="megatune explain KEY|FILE.yaml|RUN_FOLDER [key=value ...] [--OPTION ...]",
+        description="Explains one setting, every setting of a file, or what a run was short of. Nothing is started.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="KEY|FILE.yaml|RUN_FOLDER")
+    parser.add_argument("--all", action="store_true", help="every setting, in Markdown")
+    parser.add_argument("--language", choices=("en", "zh"), help="en or zh (as LANG says)")
+    parser.add_argument("--model", metavar="MODEL", help="a folder, config.json or well-known name to tell costs for")
+    parser.add_argument("--gpus", metavar="N", type=_count, help="GPUs of the whole run")
+    parser.add_argument("--gpu", metavar="KIND", help="a device of the catalogue, such as a100-80g")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the explanation asked for.
+
+    Raises:
+        MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
+    """
+    from megatune.plan.explain import language_of, settings_page
+    from megatune.plan.explain.key import knows
+
+    args = args.parser.parse_intermixed_args(args.words)  # options between and behind the words, too
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no Chinese shows question marks
+    language = args.language or language_of(os.environ)
+    if args.all:
+        print(settings_page(language), end="")
+        return ExitCode.DONE
+    if not args.words:
+        mend = "name a setting, a settings file or a run's folder; --all explains every setting"
+        raise MegatuneError(Finding("nothing to explain", "megatune explain", mend=mend), ExitCode.SETTINGS)
+    subject, *words = args.words
+    if knows(subject):
+        return _key(subject, words, args, language)
+    if Path(subject).is_dir():
+        return _run_folder(Path(subject))
+    if subject.endswith((".yaml", ".yml")) or Path(subject).is_file():
+        return _file(subject, words, args, language)
+    return _key(subject, words, args, language)
+
+
+def _key(key: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
+    """One setting, in the case of a file where one is named."""
+    from megatune.plan.explain import default_grounds, explain_key
+    from megatune.plan.explain.key import knows
+
+    grounds: list[Ground] = []
+    if knows(key):  # otherwise the answer needs no planner
+        if words:
+            grounds = [_ground(words[0], words[1:], _loaded(words[0], words[1:]), args)]
+        else:
+            grounds = default_grounds(args.model, args.gpus, args.gpu)
+    print(explain_key(key, grounds, language))
+    return ExitCode.DONE
+
+
+def _file(name: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
+    from megatune.plan.explain import explain_file
+
+    loaded = _loaded(name, words)
+    text, findings = explain_file(name, loaded, _ground(name, words, loaded, args), language)
+    print(text)
+    return ExitCode.SETTINGS if findings else ExitCode.DONE
+
+
+def _loaded(name: str, words: list[str]) -> Loaded:
+    from megatune.config.load import load
+
+    return load(name, words)
+
+
+def _ground(name: str, words: list[str], loaded: Loaded, args: argparse.Namespace) -> Ground:
+    """The case of a file, on the machines that are named, on this one, or on usual ones."""
+    from megatune.config.arguments import Arguments
+    from megatune.plan import question
+    from megatune.plan.catalogue import find_machine
+    from megatune.plan.explain import ground_of_file
+    from megatune.plan.explain.ground import DEFAULT_GPU
+
+    if args.model is not None:
+        settings = loaded.settings
+        model = settings.model.model_copy(update={"model_name_or_path": args.model})
+        loaded = replace(loaded, settings=settings.model_copy(update={"model": model}))
+    machine = find_machine(args.gpu) if args.gpu else _this_machine()
+    trainable = question.read_settings(name, Arguments(name, words, [])).trainable
+    return ground_of_file(
+        loaded, machine or find_machine(DEFAULT_GPU), args.gpus, trainable=trainable, is_assumed=machine is None
+    )
+
+
+def _this_machine() -> Machine | None:
+    """This machine, where it has GPUs that the catalogue knows."""
+    from megatune.cli.this_machine import this_machine
+    from megatune.launch.devices import count_gpus
+
+    count = count_gpus(os.environ)
+    return this_machine(count, count)[0] if count else None
+
+
+def _run_folder(folder: Path) -> int:
+    if not (folder / "run.yaml").is_file():
+        mend = "name the output_dir of a run, a settings file, or a setting"
+        raise MegatuneError(
+            Finding(f"{folder} is not the folder of a run: it has no run.yaml", mend=mend), ExitCode.INPUT
+        )
+    from megatune.plan.trouble import diagnose
+
+    print("\n".join(diagnose(folder)))
+    return ExitCode.DONE

@@ -1,0 +1,270 @@
+"""The command line of `megatune plan` as a question: all flags, settings, the model and the machines held together."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatune.config.arguments import Arguments
+from megatune.config.rules import check
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
+from megatune.plan.machine import Machine
+from megatune.plan.pages.units import amount
+from megatune.plan.question import Asked, Question, image_tokens, read_settings
+
+if TYPE_CHECKING:
+    from megatune.plan.case import PlannedModel
+
+T = TypeVar("T")
+
+# What a plan does without; rules about it have nothing to say here.
+_NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path", "run.num_processes")
+_ROWS = 64
+_AMOUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+# Generations without bfloat16.
+_OLD = ("volta", "turing")
+
+
+def ask(options: argparse.Namespace, words: Arguments, findings: list[Finding]) -> Question:
+    """Read everything, and report all that is wrong at once.
+
+    Args:
+        options: flags of the verb, as text; `top` becomes a number.
+        findings: what was found wrong on the way here.
+
+    Raises:
+        MegatuneError: SETTINGS, or INPUT where only a model, a device or a file is not there.
+    """
+    return _Reader(options, words, list(findings)).question()
+
+
+@dataclass
+class _Reader:
+    options: argparse.Namespace
+    words: Arguments
+    findings: list[Finding]
+    missing: list[Finding] = field(default_factory=list)  # what ends with INPUT
+    notes: list[str] = field(default_factory=list)
+
+    def question(self) -> Question:
+        source = self.words.source
+        self.file = source if source is not None and source.endswith((".yaml", ".yml")) else None
+        self._numbers()
+        asked = self._settings()
+        name = self._model_name(asked)
+        model = None if name is None else self._found(lambda: find_model(name))
+        world, machine = self._machine(asked.loaded.settings)
+        self._stop()
+        assert model is not None
+        assert machine is not None
+        assert world is not None
+        return self._held_together(asked, model, machine, world)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _numbers(self) -> None:
+        """Flags that are numbers, as numbers."""
+        for name in ("gpus", "gpus_per_node", "seq", "global_batch", "image_tokens", "top"):
+            setattr(self.options, name, self._number(name, whole=True))
+        for name in ("document_length", "dataset_tokens"):
+            setattr(self.options, name, self._number(name, whole=False))
+        self.options.top = 10 if self.options.top is None else self.options.top
+        for name, choices in (("trainable", ("full", "lora")), ("launch", ("torchrun", "slurm"))):
+            if (value := getattr(self.options, name)) not in (None, *choices):
+                self.findings.append(Finding(f"--{name} {value} is not known", mend=f"--{name} {' or '.join(choices)}"))
+
+    def _number(self, name: str, *, whole: bool) -> Any:
+        """A number above 0 (image_tokens: from 0): 64, 4_096, and 1.5B where parts of a unit make sense."""
+        text = getattr(self.options, name)
+        if text is None:
+            return None
+        plain = text.replace("_", "").replace(",", "").lower()
+        factor = _AMOUNTS.get(plain[-1:], 1.0) if name == "dataset_tokens" else 1.0
+        try:
+            value = float(plain[:-1] if factor != 1.0 else plain) * factor
+        except ValueError:
+            value = math.nan
+        least = 0 if name == "image_tokens" else 1
+        if not math.isfinite(value) or value < least or (whole and value != int(value)):
+            kind = "a whole number" if whole else "a number"
+            example = "1B, 250M or 3000000" if name == "dataset_tokens" else {"gpus": "8", "top": "10"}.get(name, "")
+            what = f"--{name} {text} is not {kind} of at least {least}"
+            self.findings.append(Finding(what, mend=f"--{name} {example}" if example else ""))
+            return None
+        return int(value) if whole else value
+
+    def _settings(self) -> Asked:
+        flags = list(self.words.flags)
+        if self.options.seq is not None:
+            flags += ["--cutoff_len", str(self.options.seq)]
+        lora = None if self.options.trainable is None else self.options.trainable == "lora"
+        asked = read_settings(self.file, replace(self.words, flags=flags), lora)
+        self.findings += [*asked.loaded.findings, *asked.findings]
+        return asked
+
+    def _model_name(self, asked: Asked) -> str | None:
+        written = asked.loaded.settings.model.model_name_or_path
+        name = written if self.file is not None else self.words.source or written
+        if name is None:
+            what = "model_name_or_path is missing" if self.file else "what is to be planned?"
+            mend = (
+                "write model_name_or_path: FOLDER" if self.file else "megatune plan FILE.yaml, or megatune plan MODEL"
+            )
+            self.findings.append(Finding(what, self.file or "", mend=mend))
+        return name
+
+    def _found(self, find: Callable[[], T]) -> T | None:
+        try:
+            return find()
+        except MegatuneError as error:
+            (self.missing if error.exit_code == ExitCode.INPUT else self.findings).extend(error.findings)
+            return None
+
+    def _stop(self) -> None:
+        if self.findings:
+            raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
+        if self.missing:
+            raise MegatuneError(self.missing, ExitCode.INPUT)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _machine(self, settings: Settings) -> tuple[int | None, Machine | None]:
+        options = self.options
+        smallest = settings.parallel.smallest_world
+        world = options.gpus or settings.run.num_processes
+        if options.gpu is not None:
+            if world is None:
+                if self.file is None and smallest == 1:
+                    if not any(finding.what.startswith("--gpus ") for finding in self.findings):
+                        self.findings.append(Finding("how many GPUs are there?", mend="--gpus 8"))
+                    return None, self._found(self._catalogued)
+                world = smallest
+                self.notes.append(f"{world} devices, the fewest that hold the layout (--gpus)")
+            return world, self._found(self._catalogued)
+        return self._this_machine(world, smallest)
+
+    def _catalogued(self) -> Machine:
+        options = self.options
+        given = {"gpus_per_node": options.gpus_per_node, "link": options.link, "network": options.network}
+        machine = find_machine(options.gpu, **given, devices_file=options.devices)
+        assumed = machine_assumptions(machine, **given)
+        self.notes += assumed
+        from megatune.plan.calibration import calibration_for
+
+        return replace(machine, calibration=calibration_for(machine.device.name, options.calibration))
+
+    def _this_machine(self, world: int | None, smallest: int) -> tuple[int | None, Machine | None]:
+        from megatune.cli.this_machine import this_machine
+        from megatune.launch.devices import count_gpus
+
+        options = self.options
+        for name in ("gpus_per_node", "link", "network", "devices"):
+            if getattr(options, name) is not None:
+                self.findings.append(Finding(f"--{name} without --gpu", mend="--gpu KIND, such as --gpu h100-80g"))
+        num_gpus = count_gpus()
+        if not num_gpus and options.gpus is not None:
+            why = "this machine shows no GPU to take its kind from"
+            self.findings.append(Finding("which GPUs?", why=why, mend="--gpu KIND, such as --gpu h100-80g"))
+            return None, None
+        if world is None:
+            world = num_gpus or smallest
+        here = min(world, num_gpus) if num_gpus else world
+        machine, unknown = self._found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
+        if unknown:
+            self.missing.append(Finding(unknown, mend="--gpu KIND, one of the catalogue or of --devices FILE"))
+        return world, machine
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _held_together(self, asked: Asked, model: PlannedModel, machine: Machine, world: int) -> Question:
+        """The question, after the rules of the layout have been held against the model and the world."""
+        plans_own = self.file is not None or asked.has_layout
+        settings, rows = self._batch(self._precision(asked, machine), asked, world, plans_own)
+        if self.file is None:
+            given = model.name if Path(model.name).expanduser().is_dir() else None
+            named = settings.model.model_copy(update={"model_name_or_path": given})
+            settings = settings.model_copy(update={"model": named})
+        if plans_own:
+            invalid = {*_NOT_HERE, *asked.loaded.invalid}
+            self.findings += check(
+                settings, model.architecture, world, origins=asked.loaded.origins, invalid=invalid - {_NOT_HERE[-1]}
+            )
+        limit = model.architecture.max_position_embeddings
+        if settings.data.cutoff_len > limit:
+            self.notes.append(f"{model.name} was trained on {limit:,} positions; rows here have more")
+        self._stop()
+        return Question(
+            model=model,
+            machine=machine,
+            world_size=world,
+            settings=settings,
+            origins=asked.loaded.origins if self.file else {},
+            trainable=asked.trainable,
+            global_batch_size=rows,
+            document_length=self._documents(settings),
+            image_tokens=self._images(asked, model, settings),
+            plans_own=plans_own,
+            dataset_tokens=self.options.dataset_tokens,
+            notes=tuple(self.notes),
+            file=self.file,
+        )
+
+    def _precision(self, asked: Asked, machine: Machine) -> Settings:
+        """bf16 for a bare model on GPUs, where nothing is written."""
+        settings = asked.loaded.settings
+        if self.file is not None or "precision" in asked.written or machine.device.generation == "cpu":
+            return settings
+        dtype = "fp16" if machine.device.generation in _OLD else "bf16"
+        self.notes.append(f"{dtype}: true, which this device computes fastest")
+        precision = settings.precision.model_copy(update={dtype: True})
+        return settings.model_copy(update={"precision": precision})
+
+    def _batch(self, settings: Settings, asked: Asked, world: int, plans_own: bool) -> tuple[Settings, int]:
+        """The settings with the batch that was asked for, and rows of a step."""
+        parallel, batch, rows = settings.parallel, settings.batch, self.options.global_batch
+        replicas = max(world // parallel.model_parallel_size, 1)
+        if rows is None and (self.file is not None or "batch" in asked.written):
+            return settings, batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
+        if rows is None:
+            rows = -(-_ROWS // world) * world
+            self.notes.append(f"{rows:,} rows a step (--global_batch)")
+        if not plans_own:
+            return settings, rows
+        size = batch.per_device_train_batch_size if self.file or "batch" in asked.written else 1
+        if rows % (size * replicas):
+            near = max(1, round(rows / (size * replicas))) * size * replicas
+            why = f"{size} rows a micro-batch times {replicas} data-parallel processes do not divide it"
+            self.findings.append(Finding(f"--global_batch {rows}", "", why, f"--global_batch {near}"))
+            return settings, rows
+        changed = {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // (size * replicas)}
+        return settings.model_copy(update={"batch": batch.model_copy(update=changed)}), rows
+
+    def _documents(self, settings: Settings) -> float | None:
+        length: float | None = self.options.document_length
+        if length is not None and length > settings.data.cutoff_len:
+            self.notes.append("documents longer than a row are cut: each row is one document")
+            return None
+        if length is None and settings.packing:
+            self.notes.append("each packed row counts as one document; shorter ones attend less (--document_length)")
+        return length
+
+    def _images(self, asked: Asked, model: PlannedModel, settings: Settings) -> int:
+        tokens: int | None = self.options.image_tokens
+        if model.vision is None:
+            if tokens:
+                self.notes.append(f"{model.name} reads no images: --image_tokens says nothing")
+            return 0
+        if tokens is None and asked.image_pixels is not None:
+            tokens = image_tokens(model, asked.image_pixels)
+            self.notes.append(
+                f"one image of {amount(asked.image_pixels)}pixels a row: {tokens:,} tokens (--image_tokens)"
+            )
+        if tokens is None:
+            self.notes.append("rows hold no images (--image_tokens)")
+        return min(tokens or 0, settings.data.cutoff_len)

@@ -1,0 +1,258 @@
+"""What another value of a setting would change in memory and time, by the planner's own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatune.config.pipeline import pipeline_chunks
+from megatune.config.setting import SettingInfo
+from megatune.config.settings import GROUPS, Settings, all_settings
+from megatune.plan.case import Case
+from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.explain.ground import COMPANIONS, Ground, problems
+from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.variation import with_settings
+
+_ACCUMULATION = "batch.gradient_accumulation_steps"
+_PROCESSES = "run.num_processes"
+_RESET_GROUPS = ("parallel", "recompute", "optimizer", "precision")
+_MOST_REPAIRS = 4
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A value of a setting against another.
+
+    Attributes:
+        value: the new one.
+        beside: what else had to change for it, by "group.name".
+        before, after: the planner's answers.
+    """
+
+    value: Any
+    beside: Mapping[str, Any]
+    before: Estimate
+    after: Estimate
+
+    @property
+    def memory(self) -> int:
+        """Bytes more on the fullest stage."""
+        return self.after.fullest.total - self.before.fullest.total
+
+    @property
+    def part(self) -> tuple[str, int]:
+        """The part of memory that changes most, and by how many bytes; of each one's fullest stage."""
+        changes = {
+            part: getattr(self.after.fullest, part) - getattr(self.before.fullest, part) for part in MEMORY_PARTS
+        }
+        return max(changes.items(), key=lambda change: abs(change[1]))
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether a step trains as many tokens; otherwise times are compared by the token."""
+        return self.before.time.tokens == self.after.time.tokens
+
+    @property
+    def time(self) -> float:
+        """Change of the time for as many tokens: 0.12 is 12 % more."""
+        return self.before.time.tokens_per_second / self.after.time.tokens_per_second - 1
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the planner says the same."""
+        return self.before.stages == self.after.stages and self.before.time == self.after.time
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A setting in a case.
+
+    Attributes:
+        ground: the case.
+        companions: what was laid over it so that the setting has an effect.
+        now: the setting's value there.
+        effects: of other values; () where the setting has none.
+        refused: why a value was not compared, where none could be.
+    """
+
+    ground: Ground
+    companions: Mapping[str, Any]
+    now: Any
+    effects: tuple[Effect, ...]
+    refused: str = ""
+
+
+def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
+    """The first case in which the setting changes memory or time; where it never does, one without effects.
+
+    None where no case could be planned.
+    """
+    compared, refused, answer = False, "", None
+    for ground in grounds:
+        if ground.case is None:
+            continue
+        for companions in COMPANIONS:
+            case = _laid_over(ground.case, info, companions)
+            if case is None:
+                continue
+            effects, why = _effects(info, case)
+            now = value_of(case, info.path)
+            if changed := tuple(effect for effect in effects if not effect.is_none):
+                return Weighed(ground, companions, now, changed)
+            compared = compared or bool(effects)
+            if not companions and (answer is None or info.group == "experts"):
+                refused, answer = why, Weighed(ground, {}, now, ())
+    if answer is None or compared or _unread(info, answer.ground):
+        return answer
+    return replace(answer, refused=refused or info.expected)
+
+
+def against(case: Case, path: str, value: Any) -> Effect | None:
+    """The case as it is against the same with `value`; None where that cannot be.
+
+    What else differs, `Effect.beside`, is of the other case.
+    """
+    other = _changed(case, {path: value})
+    if other is None:
+        return None
+    return Effect(value_of(case, path), _beside(case, other, path), estimate(other), estimate(case))
+
+
+def value_of(case: Case, path: str) -> Any:
+    """A setting's value; the number of processes is that of the plan, and its model is the model."""
+    return case.world_size if path == _PROCESSES else setting_of(case.settings, path)
+
+
+def setting_of(settings: Settings, path: str) -> Any:
+    """The value of "group.name"."""
+    group, _, name = path.partition(".")
+    return getattr(getattr(settings, group), name)
+
+
+def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
+    """The effect of each value worth comparing, and why the first of those that are not valid is not."""
+    effects: list[Effect] = []
+    refused, before = "", estimate(case)
+    for value in alternatives(info, case):
+        other = _changed(case, {info.path: value})
+        if other is None:
+            found = problems(replace(case, settings=with_settings(case.settings, {info.path: value})))
+            refused = refused or (found[0].what if found else "")
+            continue
+        effects.append(Effect(value, _beside(case, other, info.path), before, estimate(other)))
+    return effects, refused
+
+
+def alternatives(info: SettingInfo, case: Case) -> Iterator[Any]:
+    """Values worth comparing: the other truth, each other choice, half and double of a number."""
+    now = value_of(case, info.path)
+    for value in _candidates(info, now, case):
+        if value != now and all(_in_range(value, bound, limit) for bound, limit in info.bounds.items()):
+            yield value
+
+
+def _candidates(info: SettingInfo, now: Any, case: Case) -> Iterable[Any]:
+    if info.name == "pipeline_model_parallel_layout":
+        return _written_layouts(case)
+    if info.choices:
+        return [[choice] for choice in info.choices] if list in info.kinds else info.choices
+    if bool in info.kinds and str not in info.kinds:
+        return (True, False)
+    if int in info.kinds and now is None and info.unit == "layers":
+        share = -(-case.model.architecture.num_layers // case.settings.parallel.pipeline_model_parallel_size)
+        return (share // 2, share - 1)
+    if int in info.kinds:
+        return (1, 2, 4) if now is None else (now // 2, now * 2) if now > 0 else (1,)
+    if float in info.kinds:
+        return (1.0, 1.5) if now is None else (now / 2, now * 2) if now else (0.1, 1.0)
+    return ()
+
+
+def _in_range(value: Any, bound: str, limit: float) -> bool:
+    return bool({"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound])
+
+
+def _written_layouts(case: Case) -> Iterator[str]:
+    """The layout of the case with the last stage's layer moved to the first."""
+    parallel = case.settings.parallel
+    if parallel.pipeline_model_parallel_size == 1:
+        return
+    chunks = [chunk.num_layers for chunk in pipeline_chunks(parallel, case.model.architecture.num_layers)]
+    chunks[0], chunks[-1] = chunks[0] + 1, chunks[-1] - 1
+    parts = [f"t*{count}" for count in chunks]
+    yield "E" + "|".join(parts) + "L"
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def _laid_over(case: Case, info: SettingInfo, companions: Mapping[str, Any]) -> Case | None:
+    """The case with companions; None where they change nothing, are about the setting itself, or are not valid."""
+    if not companions:
+        return case
+    new = {path: value for path, value in companions.items() if value_of(case, path) != value}
+    if not new or info.path in companions:
+        return None
+    return _changed(case, companions)
+
+
+def _changed(case: Case, changes: Mapping[str, Any]) -> Case | None:
+    """The case with other settings, and the same rows in a step where they can be dealt.
+
+    Settings that a rule has against the new values go back to their defaults, a few at most.
+    """
+    settings = with_settings(case.settings, changes)
+    for _ in range(_MOST_REPAIRS):
+        new = _same_rows(case, settings, changes)
+        if new is None:
+            return None
+        found = problems(new)
+        if not found:
+            return new
+        infos = all_settings()
+        resets = {
+            path: infos[path].default
+            for path in found[0].paths
+            if path not in changes and path in infos and setting_of(settings, path) != infos[path].default
+        }
+        if not resets or any(path.partition(".")[0] not in _RESET_GROUPS for path in resets):
+            return None
+        settings = with_settings(settings, resets)
+    return None
+
+
+def _same_rows(case: Case, settings: Settings, changes: Mapping[str, Any]) -> Case | None:
+    """The case with these settings, gradient_accumulation_steps such that a step has as many rows as before."""
+    world = changes.get(_PROCESSES, case.world_size)
+    if world % settings.parallel.smallest_world:
+        return None
+    new = replace(case, settings=settings, world_size=world)
+    rows = new.micro_batch_size * new.dp_size
+    if _ACCUMULATION in changes or case.global_batch_size % rows:
+        return new
+    return replace(new, settings=with_settings(settings, {_ACCUMULATION: case.global_batch_size // rows}))
+
+
+def _beside(case: Case, other: Case, path: str) -> dict[str, Any]:
+    """What differs between two cases, but for one setting."""
+    differing = [group for group in GROUPS if getattr(other.settings, group) != getattr(case.settings, group)]
+    paths = (f"{group}.{name}" for group in differing for name in GROUPS[group].model_fields)
+    new = {each: setting_of(other.settings, each) for each in paths if each != path}
+    return {each: value for each, value in new.items() if value != setting_of(case.settings, each)}
+
+
+def _unread(info: SettingInfo, ground: Ground) -> bool:
+    """Whether the planner says the same with other text, or other names, that no rule has looked at."""
+    case = ground.case
+    samples = {str: "text", list: [0.5] if info.items is float else ["text"], dict: {"name": 1}}
+    kind = next((kind for kind in samples if kind in info.kinds), None)
+    if case is None or kind is None or info.choices:
+        return False
+    try:
+        other = estimate(replace(case, settings=with_settings(case.settings, {info.path: samples[kind]})))
+    except ValueError:
+        return False
+    before = estimate(case)
+    return other.stages == before.stages and other.time == before.time

@@ -1,0 +1,90 @@
+"""A whole settings file explained: what it sets, what that does and costs, and what is worth a remark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.load import Loaded
+from megatune.config.setting import SettingInfo
+from megatune.config.settings import all_settings
+from megatune.errors import Finding
+from megatune.plan.estimate import estimate
+from megatune.plan.explain.cost import against, setting_of
+from megatune.plan.explain.effectless import EXPERTS, without_effect
+from megatune.plan.explain.ground import Ground
+from megatune.plan.explain.language import Language, texts_of
+from megatune.plan.explain.layout import shown, wrapped
+from megatune.plan.explain.sentences import against_words, fullest, ground_line
+from megatune.plan.explain.words import words_of
+from megatune.plan.wording import percent, seconds
+
+
+def explain_file(
+    name: str, loaded: Loaded, ground: Ground, language: Language = "en", dialect: Dialect = LLAMAFACTORY
+) -> tuple[str, list[Finding]]:
+    """Every setting that is written, in the order of the groups, and remarks; for a terminal.
+
+    Returns:
+        The text, and what is wrong with the file.
+    """
+    words = words_of(language)
+    written = {path for path, origin in loaded.origins.items() if origin != "default"}
+    case = ground.case
+    findings = loaded.check(ground.architecture, ground.world_size)
+    lines = [words.settings.format(file=name)]
+    if case is None:
+        lines.append(wrapped(f"{words.cost}{words.colon}{words.not_planned.format(why=ground.why_not)}"))
+    else:
+        whole = estimate(case)
+        text = words.whole.format(
+            ground=ground_line(ground, words),
+            memory=fullest(whole, words),
+            seconds=seconds(whole.time.total),
+            rate=f"{whole.time.tokens_per_second_per_gpu:,.0f}",
+        )
+        lines.append(wrapped(text + words.stop))
+        uncertainty = words.uncertainty.format(percent=percent(whole.time.uncertainty))
+        lines.append(wrapped(uncertainty[:1].upper() + uncertainty[1:] + words.stop))
+    if not written:
+        lines += ["", words.none_set]
+    for path in sorted(written - loaded.invalid, key=lambda path: _place(loaded.origins[path])):
+        lines += ["", *_setting(all_settings()[path], loaded, ground, language, dialect)]
+    lines += ["", words.remarks]
+    remarks = [str(finding) for finding in findings]
+    for path, needs in without_effect(loaded.settings, written, ground.architecture):
+        text = words.without_effect.format(key=dialect.key_of(path), needs=words.experts if needs == EXPERTS else needs)
+        remarks.append(f"{loaded.origins[path]}: {text}" if _place(loaded.origins[path])[0] < _NO_LINE else text)
+    lines += remarks or [words.no_remarks]
+    return "\n".join(lines), findings
+
+
+def _setting(info: SettingInfo, loaded: Loaded, ground: Ground, language: Language, dialect: Dialect) -> Iterator[str]:
+    words, texts = words_of(language), texts_of(info, language)
+    value = setting_of(loaded.settings, info.path)
+    default = words.is_default if value == info.default else f"{words.default} {shown(info.default)}"
+    number, origin = _place(loaded.origins[info.path])
+    where = words.line.format(number=number) if number < _NO_LINE else origin
+    yield wrapped(
+        f"{dialect.key_of(info.path)}: {shown(value)}" + words.parentheses.format(where + words.semicolon + default)
+    )
+    yield wrapped(words.off.format(what=texts.what) if value is False else texts.what, indent="    ")
+    for each in value if isinstance(value, list) else [value]:
+        said = texts.values.get(shown(each)) if not isinstance(each, dict) else None
+        if said:
+            yield wrapped(f"{shown(each)}{words.colon}{said}", indent="    ")
+    if ground.case is None or value == info.default:
+        return
+    effect = against(ground.case, info.path, info.default)
+    if effect is not None and not effect.is_none:
+        yield wrapped(words.cost + words.colon + against_words(effect, info.default, words), indent="    ")
+
+
+_NO_LINE = 10**9
+
+
+def _place(origin: str) -> tuple[int, str]:
+    """The line of an origin in its file, what came from the command line behind all of them; and the origin."""
+    _, colon, line = origin.rpartition(":")
+    return (int(line) if colon and line.isdigit() else _NO_LINE), origin

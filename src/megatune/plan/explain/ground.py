@@ -1,0 +1,170 @@
+"""The case that costs are told for: a model, its settings and its machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Literal, TypeAlias
+
+from megatune.architecture import Architecture
+from megatune.config.load import Loaded
+from megatune.config.rules import attention, experts, layout, memory, pipeline, schedule
+from megatune.config.rules.problem import Context, Problem, Rule
+from megatune.config.settings import Settings
+from megatune.errors import MegatuneError
+from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.catalogue import find_machine, find_model
+from megatune.plan.estimate import estimate
+from megatune.plan.machine import Machine
+from megatune.plan.variation import with_settings
+
+DEFAULT_MODEL, DEFAULT_GPUS, DEFAULT_GPU = "Qwen3-8B", 8, "h100-80g"
+# For settings of experts, of shared ones, and of a bias on them.
+_WITH_EXPERTS = ("Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "DeepSeek-V3")
+# What keeps a case from being planned; the other rules are about data, schedules and folders.
+_RULES: tuple[Rule, ...] = (
+    *layout.RULES,
+    *pipeline.RULES,
+    *experts.RULES,
+    *memory.RULES,
+    *attention.RULES,
+    schedule.precision,
+    schedule.cutoff,
+)
+# How such a model is usually trained, so that a setting is weighed against a sensible run.
+_USUAL: Mapping[str, Any] = {
+    "precision.bf16": True,
+    "batch.per_device_train_batch_size": 1,
+    "batch.gradient_accumulation_steps": 8,
+    "parallel.overlap_grad_reduce": True,
+    "parallel.overlap_param_gather": True,
+}
+_LENGTH = 4096
+_TP, _SP, _PP, _EP = (
+    "parallel.tensor_model_parallel_size",
+    "parallel.sequence_parallel",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.expert_model_parallel_size",
+)
+_EXPERTS: Mapping[str, Any] = {
+    "recompute.recompute_granularity": "selective",
+    "recompute.recompute_modules": ["layernorm", "moe_act"],
+}
+# What some settings need beside them to have an effect at all. Each is laid over the case in turn.
+COMPANIONS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {_TP: 2, _SP: True},
+    {_PP: 2},
+    {_PP: 2, "parallel.virtual_pipeline_model_parallel_size": 2},
+    {
+        _TP: 1,
+        _SP: False,
+        _PP: 8,
+    },
+    {"parallel.context_parallel_size": 2},
+    {"recompute.recompute_granularity": "full"},
+    {"recompute.recompute_granularity": "full", "recompute.recompute_method": "block"},
+    {"recompute.recompute_granularity": "full", "recompute.recompute_num_layers": 4},
+    {"recompute.recompute_granularity": "selective"},
+    {"optimizer.optimizer": "sgd"},
+    {"optimizer.optimizer_cpu_offload": True},
+    {"experts.moe_expert_capacity_factor": 1.5},
+)
+
+
+Assumed: TypeAlias = Literal["", "case", "machines"]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A case, and how much of it the user asked for.
+
+    Attributes:
+        assumed: what nobody named, the model and all else or the machines; said with every number.
+        why_not: what keeps the case from being planned; no costs are told then.
+        architecture, world_size: as far as they are known all the same, for the rules.
+    """
+
+    case: Case | None
+    assumed: Assumed = ""
+    why_not: str = ""
+    architecture: Architecture | None = None
+    world_size: int | None = None
+
+
+def default_grounds(model: str | None = None, gpus: int | None = None, gpu: str | None = None) -> list[Ground]:
+    """The cases that a setting is weighed in where no file says more, the first one first.
+
+    Without a model there are several: a dense one, and for what needs experts some that have them.
+
+    Raises:
+        MegatuneError: INPUT, where model or device are not known.
+    """
+    machine = find_machine(gpu or DEFAULT_GPU)
+    names = [model] if model else [DEFAULT_MODEL, *_WITH_EXPERTS]
+    assumed: Assumed = "case" if model is None else "" if gpus and gpu else "machines"
+    return [_plannable(_usual(find_model(name), gpus, machine), assumed) for name in names]
+
+
+def _usual(model: PlannedModel, world_size: int | None, machine: Machine) -> Case:
+    """A model as it is usually trained, in the first of the usual layouts that fits, or else the smallest."""
+    moe = model.architecture.moe
+    world = world_size or (DEFAULT_GPUS if moe is None else 2 * DEFAULT_GPUS)
+    usual = {**_USUAL, "data.cutoff_len": min(_LENGTH, model.architecture.max_position_embeddings)}
+    if moe is None:
+        layouts = [{_TP: tp, _SP: True, _PP: pp} for tp, pp in ((2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))]
+    else:
+        ep = gcd(moe.num_experts, DEFAULT_GPUS, world)
+        layouts = [{**_EXPERTS, _EP: ep, _PP: pp} for pp in (1, 2, 4, 8)]
+    cases = [
+        Case(model=model, settings=with_settings(Settings(), {**usual, **layout}), world_size=world, machine=machine)
+        for layout in (*layouts, {})
+    ]
+    valid = [case for case in cases if not problems(case)]
+    planned = [estimate(case) for case in valid]
+    smallest = sorted(planned, key=lambda each: each.fullest.total)[:1]
+    return next((each.case for each in (*(each for each in planned if each.fits), *smallest)), cases[-1])
+
+
+def ground_of_file(
+    loaded: Loaded,
+    machine: Machine,
+    world_size: int | None = None,
+    *,
+    trainable: Trainable = Trainable(),  # noqa: B008 (frozen)
+    is_assumed: bool = False,
+) -> Ground:
+    """The case of a settings file.
+
+    Args:
+        world_size: processes of the whole run; None takes num_processes, or as many as one usual machine has, made
+            up to whole copies of the model.
+        trainable: what is trained; the settings themselves do not know LoRA yet.
+        is_assumed: nobody asked for these machines.
+    """
+    settings, name = loaded.settings, loaded.settings.model.model_name_or_path
+    size = settings.parallel.smallest_world
+    asked = world_size or settings.run.num_processes
+    assumed: Assumed = "machines" if is_assumed or asked is None else ""
+    if name is None:
+        return Ground(None, assumed, "model_name_or_path is missing")
+    try:
+        model = find_model(name)
+    except MegatuneError as error:
+        return Ground(None, assumed, error.findings[0].what)
+    world = asked or size * -(-DEFAULT_GPUS // size)
+    case = Case(model=model, settings=settings, world_size=world, machine=machine, trainable=trainable)
+    return _plannable(case, assumed)
+
+
+def _plannable(case: Case, assumed: Assumed) -> Ground:
+    found = problems(case)
+    known = (case.model.architecture, case.world_size)
+    return Ground(None, assumed, found[0].what, *known) if found else Ground(case, assumed, "", *known)
+
+
+def problems(case: Case) -> list[Problem]:
+    """What the rules have against a case, as far as it is planned."""
+    context = Context(case.settings, case.model.architecture, case.world_size)
+    return [problem for rule in _RULES for problem in rule(context)]

@@ -1,0 +1,98 @@
+"""One setting explained."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from megatune.config.dialects.dialect import Dialect, Refused
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.setting import SettingInfo
+from megatune.config.settings import all_settings
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.explain.cost import weigh
+from megatune.plan.explain.ground import Ground
+from megatune.plan.explain.language import Language, refusal_texts, texts_of
+from megatune.plan.explain.layout import columns_of, padded, shown, wrapped
+from megatune.plan.explain.sentences import cost_lines
+from megatune.plan.explain.words import Words, words_of
+
+
+def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en", dialect: Dialect = LLAMAFACTORY) -> str:
+    """What a key is, how it works, when to change it, and what it costs; for a terminal.
+
+    Args:
+        key: of the dialect, or "group.name"; a dash is an underscore.
+        grounds: the cases to weigh it in: the first in which it has an effect.
+
+    Raises:
+        MegatuneError: SETTINGS, where nobody knows the key, with the nearest names.
+    """
+    name = key.removeprefix("--").replace("-", "_")
+    infos, words = all_settings(), words_of(language)
+    path = dialect.keys.get(name) or (name if name in infos else None)
+    refused = dialect.not_built.get(name)
+    if path is None and refused is None:
+        raise _unknown(key, dialect)
+    lines: list[str] = []
+    if path is not None:
+        lines += _setting(infos[path], grounds, language, dialect)
+        refused = refused or dialect.not_built.get(dialect.key_of(path))
+    if refused is not None:
+        lines += [""] if lines else [name]
+        lines += _refusal(name, refused, words, language)
+    return "\n".join(lines)
+
+
+def knows(key: str, dialect: Dialect = LLAMAFACTORY) -> bool:
+    """Whether `explain_key` has something to say of it."""
+    name = key.removeprefix("--").replace("-", "_")
+    return dialect.knows(name) or name in all_settings()
+
+
+def _unknown(key: str, dialect: Dialect) -> MegatuneError:
+    names = [*dialect.keys, *dialect.not_built]
+    name = key.lower().removeprefix("--").replace("-", "_").rpartition(".")[2]
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
+    near += [each for each in names if name in each and each not in near][: 3 - len(near)]
+    mend = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
+    return MegatuneError(Finding(f"unknown setting {key!r}", mend=mend), ExitCode.SETTINGS)
+
+
+def _setting(info: SettingInfo, grounds: Sequence[Ground], language: Language, dialect: Dialect) -> Iterator[str]:
+    words, texts = words_of(language), texts_of(info, language)
+    names = [key for key, path in dialect.keys.items() if path == info.path]
+    yield wrapped(info.name + words.parentheses.format(f"{words.group}{words.colon}{info.group}"))
+    width = max(map(columns_of, (words.takes, words.default, words.also, words.what, words.when, words.cost))) + 2
+    width = max(width, columns_of(words.values) + 2, columns_of(words.how) + 2)
+
+    def paragraph(heading: str, text: str, hang: int = 0) -> str:
+        return wrapped(text, indent=" " * (width + 2 + hang), first="  " + padded(heading, width))
+
+    yield paragraph(words.takes, texts.type)
+    yield paragraph(words.default, shown(info.default))
+    yield paragraph(words.also, f"{dialect.name}{words.colon}{words.comma.join(names)}")
+    yield ""
+    yield paragraph(words.what, texts.what)
+    yield paragraph(words.how, texts.how)
+    yield paragraph(words.when, texts.when)
+    for index, (value, text) in enumerate(texts.values.items()):
+        yield paragraph("" if index else words.values, f"{value}{words.colon}{text}", hang=2)
+    yield ""
+    for index, line in enumerate(cost_lines(info, weigh(info, grounds), list(grounds), words)):
+        yield paragraph("" if index else words.cost, line, hang=2)
+
+
+def _refusal(key: str, refused: Refused, words: Words, language: Language) -> Iterator[str]:
+    why, mend = refusal_texts(refused.why, refused.mend, language)
+    values = ""
+    if refused.values is not None:
+        listed = words.comma.join(map(shown, refused.values))
+        values = words.parentheses.format(f"{key}{words.colon}{listed}")
+    head = (words.refused_values if values else words.refused) + values
+    yield wrapped(head + words.colon + why, indent="    ", first="  ")
+    passes = [*refused.off, *([] if refused.values else [None])]
+    if passes and refused.values is None:
+        yield wrapped(words.passes + words.colon + words.comma.join(map(shown, passes)), indent="    ", first="  ")
+    if mend:
+        yield wrapped(words.instead + words.colon + mend.removeprefix("write "), indent="    ", first="  ")

@@ -1,0 +1,177 @@
+"""All of an answer, page after page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from megatune.plan.answer import Answer
+from megatune.plan.estimate import Estimate
+from megatune.plan.flops import num_parameters
+from megatune.plan.pages.comparison import comparison_lines
+from megatune.plan.pages.layouts import distinct, frontier_lines, ranked_lines, refused_lines, too_large_lines, wrapped
+from megatune.plan.pages.memory import memory_lines
+from megatune.plan.pages.time import time_lines
+from megatune.plan.pages.units import amount, bytes_unit, count
+from megatune.plan.pages.words import layout_words, machine_words, recompute_words, trained_words
+from megatune.plan.pictures import terminal
+from megatune.plan.question import Question
+
+Draw = Callable[[int], Iterable[terminal.Line]]
+
+
+_LESS_MEMORY = "more devices, a smaller --seq, optimizer_cpu_offload=true, --trainable lora"
+_MORE_MEMORY = "Another layout may be (see below); what needs less: " + _LESS_MEMORY + "."
+
+
+@dataclass(frozen=True)
+class Page:
+    """Lines under a heading.
+
+    Attributes:
+        heading: "" for none.
+        draw: lines for a width, in pieces with styles.
+    """
+
+    heading: str
+    draw: Draw
+
+
+def pages(question: Question, found: Answer, top: int) -> Iterator[Page]:
+    """What the user asked for, then what could be better, then what was assumed."""
+    yield _words("", lambda width: head_lines(question, found))
+    if found.own is not None:
+        yield from _plan(found.own, question)
+        if not found.own.fits:
+            yield _words("What would make it fit", lambda width: _mends(found, width))
+        yield _words("Is there a better layout?", lambda width: _better(found, width))
+    else:
+        yield _words("", lambda width: _searched(found, top, width))
+        if found.best is not None:
+            yield _words("", lambda width: _recommended(found))
+            yield from _plan(found.best, question, f"{layout_words(found.best.case)}. ")
+    if found.own is not None and found.is_better:
+        yield _words(
+            "The fastest layouts that fit",
+            lambda width: ranked_lines(distinct(found.result.ranked, min(top, 5)), width),
+        )
+    yield _words("", lambda width: frontier_lines(found.result, width))
+    yield Page("", lambda width: terminal.frontier_lines(found.result, found.own, width))
+    if found.result.best is None:
+        yield _words("", lambda width: too_large_lines(found.result, width))
+    if found.own is None:
+        yield _words("", lambda width: refused_lines(found.result, width))
+    yield _words("Assumed", lambda width: _assumed(question, found, width))
+
+
+def _words(heading: str, lines: Callable[[int], Iterable[str]]) -> Page:
+    return Page(heading, lambda width: ([terminal.Piece(line)] for line in lines(width)))
+
+
+def _mends(found: Answer, width: int) -> Iterator[str]:
+    for mend in found.mends:
+        yield from wrapped(str(mend), width)
+    if not any(mend.after.fits for mend in found.mends):
+        yield from wrapped(f"No change of one or two settings is enough. {_MORE_MEMORY}", width)
+
+
+def _plan(estimate: Estimate, question: Question, lead: str = "") -> Iterator[Page]:
+    yield _words("", lambda width: memory_lines(estimate, width, lead))
+    steps = question.settings.optimizer.max_steps
+    yield _words("", lambda width: time_lines(estimate, question.dataset_tokens, steps))
+    if len(estimate.stages) > 1:
+        yield Page("The pipeline", lambda width: terminal.schedule_lines(estimate, width))
+
+
+def head_lines(question: Question, found: Answer) -> Iterator[str]:
+    """What is planned."""
+    model, architecture = question.model, question.model.architecture
+    size = num_parameters(architecture) + (0 if model.vision is None else model.vision.num_parameters
+                                           + model.vision.num_projector_parameters)  # fmt: skip
+    yield f"model    {model.name}, {amount(size)} parameters"
+    yield f"trained  {trained_words(question.case)}"
+    yield f"devices  {machine_words(question.machine, question.world_size)}"
+    if found.own is not None:
+        case = found.own.case
+        overlaps = case.settings.parallel
+        more = [
+            name
+            for name, is_on in (
+                ("sequence parallel", overlaps.sequence_parallel),
+                ("gradient reduction overlapped", overlaps.overlap_grad_reduce),
+            )
+            if is_on
+        ]
+        yield f"layout   {', '.join([layout_words(case), *more])}; recompute {recompute_words(case.settings.recompute)}"
+        rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
+        rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
+    else:
+        rows = f"{count(question.global_batch_size, 'row')} a step"
+    yield f"batch    {rows},"
+    yield f"         {question.case.sequence_length:,} tokens a row"
+
+
+def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
+    result, memory = found.result, found.question.machine.device.memory
+    if result.best is None:
+        yield f"NO LAYOUT FITS {bytes_unit(memory).with_name(memory)}: {result.num_considered:,} were judged."
+        yield f"What needs less: {_LESS_MEMORY}."
+        return
+    unit = bytes_unit(memory)
+    yield f"The fastest layouts that fit {unit.with_name(memory)}, of {result.num_considered:,} that were judged"
+    yield from ranked_lines(distinct(result.ranked, top), width)
+    yield "  batch: rows of a micro-batch × micro-batches of a step; ! is tight in memory;"
+    yield "  of each layout and micro-batch the best virtual stages and recomputation"
+
+
+def _recommended(found: Answer) -> Iterator[str]:
+    best = found.best
+    assert best is not None
+    place = distinct(found.result.ranked, len(found.result.ranked)).index(best) + 1
+    why = "the fastest" if place == 1 else f"number {place}, the first that is not tight"
+    yield f"Recommended: {layout_words(best.case)}, {why}."
+
+
+def _better(found: Answer, width: int) -> Iterator[str]:
+    own, best, judged = found.own, found.recommended, f"{found.result.num_considered:,} layouts were judged"
+    assert own is not None
+    if best is None:
+        yield f"No layout fits; {judged}."
+    elif not found.is_better:
+        gain = 1 - best.time.total / own.time.total
+        nearly = f": the fastest would save {gain:.1%} of a step" if gain > 0.001 else ""
+        yield from wrapped(f"None that is worth a change{nearly}; {judged}.", width, "")
+    else:
+        gain = own.time.total / best.time.total
+        faster = f"{gain - 1:.0%} faster" if gain < 2 else f"{gain:.1f} times as fast"
+        slower = "fits, and is the fastest that does" if not own.fits else f"is {faster}"
+        yield from wrapped(f"Yes: {layout_words(best.case)} {slower}; {judged}. What to write:", width, "")
+        yield from comparison_lines(own, best, width)
+
+
+def _assumed(question: Question, found: Answer, width: int) -> Iterator[str]:
+    for note in (*question.notes, *standing_notes(question), *found.result.policy):
+        yield from wrapped(f"- {note}", width)
+
+
+def standing_notes(question: Question) -> Iterator[str]:
+    """What every plan takes for granted, and what this one cannot be trained with."""
+    machine = question.machine
+    device, dtype = machine.device, question.settings.precision.params_dtype
+    unit = bytes_unit(device.memory)
+    yield (
+        f"{device.name}: {unit.with_name(device.memory)} can be used, {device.flops[dtype] / 1e12:,.4g} TFLOP/s in "
+        f"{dtype}, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
+    )
+    yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
+    if device.generation != "cpu" and question.case.model.architecture.moe is not None:
+        yield "tokens go to experts unevenly, as they do early in training: see expert imbalance"
+    runs = machine.calibration.num_runs
+    fitted = (
+        f"fitted to {count(runs, 'run')} on this device" if runs else "of this kind of device, not of your machines"
+    )
+    yield f"efficiencies are {fitted}" + ("" if runs else "; megatune plan --calibrate RUN fits them")
+    if question.trainable.kind == "lora":
+        yield "LoRA can be planned, and not trained yet"
+    if question.model.vision is not None:
+        yield "vision-language models can be planned, and not trained yet"

@@ -1,0 +1,213 @@
+"""`megatune plan` from the command line to what is printed and written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatune.cli.main import main
+from megatune.config.load import load
+from megatune.errors import ExitCode
+
+Run = Callable[..., tuple[int, str, str]]
+
+SETTINGS = """\
+model_name_or_path: Qwen/Qwen2.5-1.5B
+dataset: rows
+output_dir: out
+cutoff_len: 1024
+bf16: true
+pipeline_model_parallel_size: 2
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+"""
+GPUS = ("--gpu", "a100-80g", "--gpus", "8")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    (tmp_path / "run.yaml").write_text(SETTINGS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = main(["plan", *words])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return call
+
+
+def test_a_file_is_planned_as_it_is(run: Run) -> None:
+    code, out, err = run("run.yaml", *GPUS, "--dataset_tokens", "1B")
+    assert (code, err) == (ExitCode.DONE, "")
+    assert "layout   pp2 dp4" in out
+    assert "32 rows a step = 2 a micro-batch x 4 accumulated x 4 data-parallel" in out
+    for said in (
+        "stage 0  stage 1",
+        "activations",
+        "It fits",
+        "tokens/s",
+        "MFU",
+        "likely",
+        "1 B tokens take",
+        "Assumed",
+    ):
+        assert said in out, said
+    assert "Is there a better layout?\nYes: " in out
+    assert "  overlap_grad_reduce: true" in out
+    assert "pipeline bubble saves" in out
+
+
+def test_words_change_the_file(run: Run) -> None:
+    _, out, _ = run("run.yaml", *GPUS, "recompute_granularity=full", "--pipeline_model_parallel_size", "4", "--seq=512")
+    assert "layout   pp4 dp2; recompute full" in out
+    assert "512 tokens a row" in out
+    assert "recomputing" in out
+    _, out, _ = run("run.yaml", *GPUS, "--global_batch", "64")
+    assert "64 rows a step = 2 a micro-batch x 8 accumulated x 4 data-parallel" in out
+
+
+def test_a_model_is_searched_for_its_best_layout(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("Qwen2.5-1.5B", *GPUS, "--seq", "1024", "--global-batch", "32", "--top", "3",
+                       "--output", "new/best.yaml", "--figures", "figures")  # fmt: skip
+    assert code == ExitCode.DONE
+    assert "32 rows a step" in out
+    assert "\n  3  " in out
+    assert "\n  4  " not in out
+    assert "Recommended: " in out
+    assert out.endswith(
+        "written: figures/plan_frontier.png\nwritten: figures/plan_pipeline.png\nwritten: new/best.yaml\n"
+    )
+    written = load("new/best.yaml")
+    assert written.findings == []
+    assert written.settings.data.cutoff_len == 1024
+    assert written.settings.precision.bf16
+    assert (tmp_path / "figures" / "plan_pipeline.png").stat().st_size > 10_000
+
+
+def test_a_layout_among_the_words_is_planned(run: Run) -> None:
+    _, out, _ = run("Qwen2.5-1.5B", *GPUS, "tensor_model_parallel_size=2")
+    assert "layout   tp2 dp4" in out
+    assert "64 rows a step = 1 a micro-batch x 16 accumulated x 4 data-parallel" in out
+    assert "Is there a better layout?" in out
+
+
+def test_what_does_not_fit_is_told_and_ends_with_its_own_code(run: Run) -> None:
+    code, out, err = run("Llama-3-70B", "--gpu", "rtx-4090", "--gpus", "8", "per_device_train_batch_size=1")
+    assert (code, err) == (ExitCode.OUT_OF_MEMORY, "")
+    for said in ("IT DOES NOT FIT", "The largest part is", "What would make it fit", "No layout fits"):
+        assert said in out, said
+    code, out, _ = run("Llama-3-70B", "--gpu", "rtx-4090", "--gpus", "8")
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert "NO LAYOUT FITS" in out
+    assert "Too large for" in out
+
+
+def test_lora_and_images_can_be_planned(run: Run) -> None:
+    full = json.loads(run("Qwen2.5-1.5B", *GPUS, "--json", "per_device_train_batch_size=1")[1])
+    code, text, _ = run("Qwen2.5-1.5B", *GPUS, "--json", "per_device_train_batch_size=1", "--trainable", "lora",
+                        "--lora_rank", "4", "--lora_target", "q_proj,down_proj")  # fmt: skip
+    lora = json.loads(text)
+    assert code == ExitCode.DONE
+    assert lora["model"]["trainable"]["lora_target"] == ["linear_qkv", "linear_fc2"]
+    assert lora["model"]["trainable"]["lora_rank"] == 4
+    assert lora["plan"]["stages"][0]["optimizer_state"] < full["plan"]["stages"][0]["optimizer_state"] / 20
+    _, out, _ = run("Qwen2-VL-7B", *GPUS, "image_max_pixels=451584", "freeze_vision_tower=false")
+    assert "frozen: projector" in out
+    assert "576 tokens (--image_tokens)" in out  # squares of 28 pixels
+    assert "vision-language models can be planned, and not trained yet" in out
+
+
+def test_the_document_holds_everything(run: Run) -> None:
+    code, text, _ = run("run.yaml", *GPUS, "--json", "--top", "2")
+    document = json.loads(text)
+    plan = document["plan"]
+    assert code == ExitCode.DONE
+    assert plan["fits"]
+    assert plan["settings"]["pipeline_model_parallel_size"] == 2
+    assert len(plan["stages"]) == 2
+    for stage in plan["stages"]:
+        parts = {key: value for key, value in stage.items() if key not in ("stage", "num_layers", "total")}
+        assert sum(parts.values()) == stage["total"]
+    assert plan["fullest_bytes"] == max(stage["total"] for stage in plan["stages"])
+    seconds = dict(plan["seconds"])
+    assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
+    assert 0 < plan["bubble_share"] < 1
+    assert len(document["search"]["ranked"]) == 2
+    assert document["search"]["ranked"][0]["tokens_per_second"] > plan["tokens_per_second"]
+    assert document["assumptions"]
+
+
+def test_how_it_is_launched(run: Run) -> None:
+    _, out, _ = run("run.yaml", "--gpu", "a100-80g", "--gpus", "16", "--launch")
+    assert "# On machine 1\n" in out
+    assert "torchrun --nnodes 2 --node_rank 1 --nproc_per_node 8" in out
+    assert "megatune train run.yaml" in out
+    _, out, _ = run("run.yaml", "--gpu", "a100-80g", "--gpus", "16", "--launch", "slurm")
+    assert "#SBATCH --nodes=2" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 64, ["what is to be planned?"]),
+        (("Qwen3-8B", "--gpu", "h100-80g"), 64, ["how many GPUs are there?", "--gpus 8"]),
+        (("Qwen3-8B", "--gpus", "8"), 64, ["which GPUs?", "--gpu KIND"]),
+        (("Qwen3-8B", "--gpu", "h100-80g", "--gpus", "0"), 64, ["--gpus 0 is not a whole number of at least 1"]),
+        (("Qwen3-8B", "--gpu", "h1000", "--gpus", "eight", "--top", "x"), 64,
+         ["--gpus eight is not", "--top x is not", "no device 'h1000'", "3 problems"]),
+        (("Qwen3-8B", "--gpu", "h1000", "--gpus", "8"), 66, ["h100-80g"]),
+        (("Qwen9-8B", "--gpu", "h100-80g", "--gpus", "8"), 66, ["Qwen9-8B", "nearest: Qwen3-8B"]),
+        (("no.yaml", *GPUS), 66, ["there is no settings file no.yaml"]),
+        (("run.yaml", "--gpu", "a100-80g", "--gpus", "7"), 64, ["7 processes are not a multiple", "start 6 or 8"]),
+        (("run.yaml", *GPUS, "tensor_model_parallel_size=5"), 64, ["tensor_model_parallel_size 5 does not split"]),
+        (("run.yaml", *GPUS, "--netwrok", "ib-400"), 64, ["did you mean --network?"]),
+        (("run.yaml", *GPUS, "cutoff_lne=5"), 64, ["did you mean cutoff_len?"]),
+        (("run.yaml", *GPUS, "--trainable", "half", "lora_rank=0", "lora_target=q"), 64,
+         ["--trainable half", "lora_rank is '0'", "lora_target has q", "3 problems"]),
+        (("run.yaml", *GPUS, "--global_batch", "30"), 64, ["--global_batch 30", "--global_batch 32"]),
+        (("--calibrate", "no-such-run"), 66, ["no-such-run"]),
+        (("run.yaml", "--link", "nvlink4"), 64, ["--link without --gpu"]),
+        (("run.yaml", *GPUS, "--launch", "ssh"), 64, ["--launch torchrun or slurm"]),
+        (("run.yaml", *GPUS, "finetuning_type=freeze"), 64, ["finetuning_type: freeze cannot be planned"]),
+        (("run.yaml", *GPUS, "freeze_vision_tower=maybe"), 64, ["freeze_vision_tower is 'maybe'"]),
+    ],
+)  # fmt: skip
+def test_everything_wrong_is_said(run: Run, words: tuple[str, ...], code: int, said: list[str]) -> None:
+    found, out, err = run(*words)
+    assert (found, out) == (code, "")
+    assert [text for text in said if text not in err] == []
+
+
+def test_what_cannot_be_written_is_told_after_the_plan(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, out, err = run("run.yaml", *GPUS, "--output", "file/best.yaml")
+    assert code == ExitCode.CANNOT_WRITE
+    assert "It fits" in out
+    assert "file/best.yaml: cannot write the settings" in err
+
+
+def test_this_machine_without_gpu_flags(run: Run) -> None:
+    code, out, _ = run("run.yaml", "num_processes=2", "bf16=false", "model_name_or_path=Qwen2.5-0.5B", "cutoff_len=64")
+    assert code in (ExitCode.DONE, ExitCode.OUT_OF_MEMORY)  # as this machine's memory has it
+    assert "2 processes on this machine's CPU" in out
+
+
+def test_neither_torch_nor_pictures_are_imported(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from megatune.cli.main import main\n"
+        "assert main(['plan', 'Qwen2.5-1.5B', '--gpus', '4', '--gpu', 'a100-80g']) == 0\n"
+        "wrong = {'torch', 'transformers', 'megatron', 'matplotlib', 'numpy', 'rich'} & sys.modules.keys()\n"
+        "assert not wrong, wrong"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

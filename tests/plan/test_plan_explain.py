@@ -1,0 +1,223 @@
+"""What `explain` says a setting costs is what the planner says, in both languages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatune.config.load import load
+from megatune.config.rules import check
+from megatune.config.settings import all_settings
+from megatune.errors import ExitCode, MegatuneError
+from megatune.plan.catalogue import find_machine
+from megatune.plan.estimate import estimate
+from megatune.plan.explain import Ground, default_grounds, explain_file, explain_key, ground_of_file, language_of
+from megatune.plan.explain.cost import against, value_of, weigh
+from megatune.plan.explain.layout import WIDTH, columns_of, wrapped
+from megatune.plan.explain.page import settings_page
+from megatune.plan.explain.sentences import signed_bytes
+from megatune.plan.variation import with_settings
+
+GROUNDS = default_grounds()
+INFOS = all_settings()
+weighed_once = cache(lambda path: weigh(INFOS[path], GROUNDS))
+FILE = """\
+model_name_or_path: Qwen3-14B
+dataset: identity
+output_dir: out
+bf16: true
+cutoff_len: 4096
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 16
+tensor_model_parallel_size: 4
+sequence_parallel: true
+learning_rate: 1e-5
+recompute_granularity: full
+sgd_momentum: 0.5
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE)
+    return str(path)
+
+
+@pytest.mark.parametrize("path", INFOS)
+def test_costs_are_the_planners(path: str) -> None:
+    """Each number is the difference of two plans of valid settings, which differ in what is said and nothing else."""
+    weighed = weighed_once(path)
+    assert weighed is not None
+    for effect in weighed.effects:
+        before, after = effect.before.case, effect.after.case
+        changes = {**effect.beside, path: effect.value}
+        assert after.settings == with_settings(before.settings, changes)
+        for case in (before, after):
+            wrong = [finding.what for finding in check(case.settings, case.model.architecture, case.world_size)]
+            assert not [what for what in wrong if "is missing" not in what and "max_steps" not in what]
+        assert effect.memory == estimate(after).fullest.total - estimate(before).fullest.total
+        assert effect.after.time == estimate(after).time
+        assert not effect.is_none
+        if effect.same_rows:
+            assert effect.time == pytest.approx(effect.after.time.total / effect.before.time.total - 1)
+
+
+def test_what_costs_and_what_does_not() -> None:
+    """Decided by the plan: nothing of what only learns, saves or reads has a cost, and everything of the layout has."""
+    costly = {path for path in INFOS if (found := weighed_once(path)) and found.effects}
+    groups = {path.partition(".")[0] for path in costly}
+    assert not groups & {"logging", "checkpoint", "evaluation"}
+    assert {path for path in INFOS if path.startswith("parallel.")} <= costly
+    assert {path for path in INFOS if path.startswith("recompute.")} <= costly
+    assert {"data.cutoff_len", "precision.bf16", "optimizer.optimizer_cpu_offload", "run.num_processes"} <= costly
+    assert not costly & {"optimizer.learning_rate", "run.seed", "data.template", "run.output_dir", "data.val_size"}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("path", INFOS)
+def test_every_key_is_explained(path: str, language: str) -> None:
+    # Costs are weighed for some: `test_costs_are_the_planners` does so for all.
+    grounds = GROUNDS[:1] if path.startswith(("parallel.", "recompute.")) else [Ground(None, why_not="")]
+    text = explain_key(path, grounds, language)  # type: ignore[arg-type]
+    assert path.partition(".")[2] in text.splitlines()[0]
+    assert max(map(columns_of, text.splitlines())) <= WIDTH + 2
+    assert not re.search(r"(?<!\{)\{\w+\}(?!\})", text), "a phrase that is not filled in"
+    headings = (
+        ("takes", "default", "what", "how", "when", "cost") if language == "en" else ("取值", "说明", "原理", "代价")
+    )
+    assert all(re.search(rf"^  {heading} ", text, re.MULTILINE) for heading in headings)
+
+
+def test_a_key_by_any_of_its_names() -> None:
+    same = explain_key("packing", GROUNDS)
+    assert "packing, neat_packing" in same
+    for name in ("neat_packing", "data.packing", "--packing", "neat-packing"):
+        assert explain_key(name, GROUNDS) == same
+    assert explain_key("evaluation_strategy", GROUNDS) == explain_key("eval_strategy", GROUNDS)
+
+
+def test_refused_and_unknown_keys() -> None:
+    assert "use_distributed_optimizer" in explain_key("deepspeed", [])
+    assert "尚未实现" in explain_key("lora_rank", [], "zh")
+    text = explain_key("report_to", GROUNDS)
+    assert "wandb" in text
+    assert "report_to: none" in text
+    with pytest.raises(MegatuneError) as raised:
+        explain_key("lerning_rate", GROUNDS)
+    assert raised.value.exit_code == ExitCode.SETTINGS
+    assert raised.value.findings[0].mend == "did you mean learning_rate?"
+
+
+def test_cost_of_the_case_that_was_asked_for() -> None:
+    (ground,) = default_grounds("Qwen3-0.6B", 4, "a100-80g")
+    text = explain_key("use_distributed_optimizer", [ground])
+    assert "for Qwen3-0.6B on 4 × a100-80g" in text
+    assert "assumed" not in text
+    assert ground.case is not None
+    effect = weigh(INFOS["parallel.use_distributed_optimizer"], [ground])
+    assert effect is not None
+    assert f"false: {signed_bytes(effect.effects[0].memory)}" in text
+    assert "assumed" in explain_key("use_distributed_optimizer", default_grounds("Qwen3-0.6B"))
+    large = default_grounds("llama3-70b", 32, "a100-80g")[0].case
+    assert large is not None
+    assert estimate(large).fits
+
+
+def test_a_dense_model_has_no_cost_of_experts() -> None:
+    text = explain_key("expert_model_parallel_size", default_grounds("Qwen3-8B", 8, "h100-80g"))
+    assert "not valid here: expert_model_parallel_size with a dense model" in " ".join(text.split())
+
+
+def test_file(file: str) -> None:
+    loaded = load(file)
+    ground = ground_of_file(loaded, find_machine("h100-80g"), 8)
+    text, findings = explain_file("run.yaml", loaded, ground)
+    assert findings == []
+    written = [line.partition(":")[0] for line in FILE.splitlines()]
+    assert [line.partition(":")[0] for line in text.splitlines() if "(line " in line] == written
+    assert "learning_rate: 1e-05 (line 10; default 5e-05)" in text
+    assert "sgd_momentum has no effect without optimizer: sgd" in text
+    assert ground.case is not None
+    effect = against(ground.case, "recompute.recompute_granularity", None)
+    assert effect is not None
+    assert effect.memory < 0 < effect.time
+    assert f"against null: {signed_bytes(effect.memory)}" in text
+    off, _ = explain_file("run.yaml", load(file, ["bf16=false"]), ground)
+    assert "    off: Compute in bfloat16" in off
+    chinese, _ = explain_file("run.yaml", loaded, ground, "zh")
+    assert "第 10 行；默认 5e-05" in chinese
+    assert "需要 optimizer: sgd，否则 sgd_momentum 不起作用" in chinese
+
+
+def test_file_with_faults(file: str) -> None:
+    """What is wrong is said, what is right is explained, and a layout that is not valid is not planned."""
+    loaded = load(file, ["tensor_model_parallel_size=3", "foo=1", "save_steps=-1"])
+    text, findings = explain_file("run.yaml", loaded, ground_of_file(loaded, find_machine("h100-80g"), 6))
+    assert len(findings) == 3
+    assert all(str(finding) in text for finding in findings)
+    assert "not planned: tensor_model_parallel_size 3" in " ".join(text.split())
+    assert "learning_rate: 1e-05" in text
+    loaded = load(file, ["model_name_or_path=nobody/knows"])
+    text, _ = explain_file("run.yaml", loaded, ground_of_file(loaded, find_machine("h100-80g")))
+    assert "not planned: " in text
+
+
+def test_against_keeps_the_rows_of_a_step(file: str) -> None:
+    case = ground_of_file(load(file), find_machine("h100-80g"), 8).case
+    assert case is not None
+    effect = against(case, "parallel.tensor_model_parallel_size", 1)
+    assert effect is not None
+    assert effect.beside == {"batch.gradient_accumulation_steps": 4, "parallel.sequence_parallel": False}
+    assert effect.before.case.global_batch_size == effect.after.case.global_batch_size == case.global_batch_size
+    assert value_of(effect.before.case, "parallel.tensor_model_parallel_size") == 1
+    assert against(replace(case, world_size=4), "parallel.pipeline_model_parallel_size", 3) is None
+
+
+def test_pages_name_every_setting() -> None:
+    for language in ("en", "zh"):
+        page = settings_page(language)  # type: ignore[arg-type]
+        assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == [path.partition(".")[2] for path in INFOS]
+
+
+@pytest.mark.parametrize(
+    ("environment", "language"),
+    [
+        ({}, "en"),
+        ({"LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"LANG": "C.UTF-8"}, "en"),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "en_GB.UTF-8"}, "en"),
+        ({"LANG": "de_DE", "LC_MESSAGES": "zh_TW"}, "zh"),
+    ],
+)
+def test_language(environment: dict[str, str], language: str) -> None:
+    assert language_of(environment) == language
+
+
+def test_wrapping() -> None:
+    text = "张量并行把每一层切分到 tensor_model_parallel_size 个进程上，" * 8
+    lines = wrapped(text, indent="  ").splitlines()
+    assert len(lines) > 3
+    assert all(columns_of(line) <= WIDTH + 2 and not line.strip().startswith("，") for line in lines)
+    assert "".join(line.strip() for line in lines).replace(" ", "") == text.replace(" ", "")
+
+
+def test_is_quick() -> None:
+    """Under a second on a calm machine; here what this process itself computes is bounded."""
+    script = (
+        "import time\n"
+        "from megatune.cli.main import main\n"
+        "main(['explain', 'moe_router_dtype'])\n"
+        "print(time.process_time())"
+    )
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert float(done.stdout.splitlines()[-1]) < 3
+    assert time.monotonic() - begun < 60
