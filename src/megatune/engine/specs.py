@@ -7,7 +7,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -17,10 +16,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatune.architecture import Architecture, MultiLatentAttention
 from megatune.engine.layers.attention import CoreAttention
 from megatune.engine.layers.decoder_layer import DecoderLayer
+from megatune.engine.layers.feed_forward import FeedForward
 from megatune.engine.layers.mla import MLASelfAttention, ReplicatedLinear
 from megatune.engine.layers.moe.layer import MoELayer
 from megatune.engine.layers.norm import RMSNorm
-from megatune.engine.layers.self_attention import GroupedQueryAttention
+from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNorm
 
 
 def block_spec(
@@ -41,7 +41,7 @@ def _layer(architecture: Architecture, config: TransformerConfig, layer: int) ->
             self_attention=_self_attention(architecture),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=MoELayer if architecture.is_moe_layer(layer) else _mlp(),
+            mlp=MoELayer if architecture.is_moe_layer(layer) else FeedForward,
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -50,7 +50,7 @@ def _layer(architecture: Architecture, config: TransformerConfig, layer: int) ->
 def _self_attention(architecture: Architecture) -> ModuleSpec:
     if architecture.mla is not None:
         return _mla(architecture.mla)
-    qk_norm = RMSNorm if architecture.qk_layernorm else IdentityOp
+    qk_norm = HeadNorm if architecture.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=GroupedQueryAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -79,11 +79,4 @@ def _mla(mla: MultiLatentAttention) -> ModuleSpec:
             q_layernorm=RMSNorm,
             kv_layernorm=RMSNorm,
         ),
-    )
-
-
-def _mlp() -> ModuleSpec:
-    """The dense feed-forward."""
-    return ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )

@@ -156,13 +156,10 @@ def _pipeline_layout(parallel: ParallelSettings, num_layers: int) -> list[list[s
 
 
 def _recompute(recompute: RecomputeSettings) -> dict[str, Any]:
-    granularity = recompute.recompute_granularity
-    if granularity == "full":
+    if recompute.recompute_granularity == "full":
         method = recompute.recompute_method or "uniform"
         # Without a number uniform recomputes layer by layer, and block every layer that a stage has.
         count = recompute.recompute_num_layers or (1 if method == "uniform" else sys.maxsize)
         return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
-    modules = list(recompute.recompute_modules) if granularity == "selective" else []
-    if recompute.moe_layer_recompute and "moe" not in modules:
-        modules.append("moe")
+    modules = list(recompute.selective_modules)
     return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}

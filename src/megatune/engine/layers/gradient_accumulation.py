@@ -44,9 +44,27 @@ def announced_gradient(weight: Tensor) -> Tensor | None:
     return None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
 
 
+_StockLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
+
+
+class _Linear(_StockLinear):  # type: ignore[misc]
+    """Megatron-Core's linear layer, which itself announces gradients by tensors of its own as large as the weights."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.gradient_accumulation_fusion:
+            return _StockLinear.backward(ctx, grad_output)  # type: ignore[no-any-return]
+        _, weight = ctx.saved_tensors
+        # Megatron-Core makes no tensor for a weight that cannot be told.
+        del weight.grad_added_to_main_grad
+        grad_input, _, *others = _StockLinear.backward(ctx, grad_output)
+        return grad_input, announced_gradient(weight), *others
+
+
 def install() -> None:
-    """Let this module stand where Megatron-Core's linear layers look for Apex's extension."""
+    """Let this module stand where Megatron-Core's linear layers look for Apex's extension and for their product."""
     module: Any = layers
+    module.LinearWithGradAccumulationAndAsyncCommunication = _Linear
     module.fused_weight_gradient_mlp_cuda = sys.modules[__name__]
     module._grad_accum_fusion_available = True
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import shared_experts
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -39,10 +38,9 @@ def reference_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def install() -> None:
-    """Stand where Megatron-Core's dense feed-forward and shared experts look for its fusion."""
-    modules: list[Any] = [mlp, shared_experts]
-    for module in modules:
-        module.bias_swiglu_impl = _bias_swiglu
+    """Stand where Megatron-Core's shared experts that compute while tokens travel look for its fusion."""
+    module: Any = shared_experts
+    module.bias_swiglu_impl = _bias_swiglu
 
 
 def _bias_swiglu(gate_up: Tensor, bias: Tensor | None, *unused: bool) -> Tensor:

@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatune.engine.layers.feed_forward import LINEAR, SharedExperts
 from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, Dispatcher
 from megatune.engine.layers.moe.grouped_experts import GroupedExperts
 from megatune.engine.layers.moe.router import Router, capacity_of
@@ -35,9 +33,8 @@ class MoELayer(moe_layer.MoELayer):
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:
         groups = get_default_pg_collection()
         assert groups.tp.size() == 1 or config.sequence_parallel, "refused by the settings' rules"
-        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         submodules = moe_layer.MoESubmodules(
-            router=Router, experts=GroupedExperts, shared_experts=ModuleSpec(SharedExpertMLP, submodules=linear)
+            router=Router, experts=GroupedExperts, shared_experts=ModuleSpec(SharedExperts, submodules=LINEAR)
         )
         super().__init__(config, submodules, pg_collection=groups)
         # Megatron-Core makes the router's weight and the gate of shared experts on the CPU.
