@@ -60,6 +60,15 @@ def test_file(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "write tensor_model_parallel_size: 2" in output
 
 
+def test_a_file_that_cannot_be_read_is_not_said_to_set_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, sets_nothing in (("a: [1\nb", False), ("", True)):
+        (tmp_path / "odd.yaml").write_text(text)
+        assert main(["explain", str(tmp_path / "odd.yaml")]) == ExitCode.SETTINGS
+        assert ("It sets nothing" in capsys.readouterr().out) == sets_nothing
+
+
 def test_lora_is_planned_before_it_is_built(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "recompute_granularity", file, "--gpus", "8", "--gpu", "h100-80g"]
     assert main(words) == ExitCode.DONE
@@ -76,6 +85,14 @@ def test_a_run_that_nothing_was_planned_for(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "run.yaml").write_text("stage: sft\n")
     assert main(["explain", str(tmp_path)]) == ExitCode.INPUT
     assert "nothing was planned for" in capsys.readouterr().err
+    (tmp_path / "checkpoint-3").mkdir()
+    assert main(["explain", str(tmp_path / "checkpoint-3")]) == ExitCode.INPUT
+    assert f"megatune explain {tmp_path}: that is the run's" in capsys.readouterr().err
+    (tmp_path / "plan.json").write_text("{}")
+    assert main(["explain", str(tmp_path / "plan.json")]) == ExitCode.INPUT  # of the run, and not a settings file
+    assert "its plan.json cannot be read" in capsys.readouterr().err
+    assert main(["explain", str(tmp_path / "nowhere")]) == ExitCode.INPUT
+    assert "there is no folder or file" in capsys.readouterr().err
 
 
 def test_all_is_the_page_of_the_documents(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ WRONG = [
     ("lerning_rate: 1e-5", "run.yaml:1: unknown setting 'lerning_rate'\n    mend: did you mean learning_rate?"),
     (
         "zzz: 1",
-        "run.yaml:1: unknown setting 'zzz'\n    mend: remove it; docs/settings.md lists every setting",
+        "run.yaml:1: unknown setting 'zzz'\n    mend: remove it; `megatune explain --all` lists every setting",
     ),
     (
         "seed: x",

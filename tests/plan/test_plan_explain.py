@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,13 +16,13 @@ from megatune.config.rules import check
 from megatune.config.settings import all_settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import find_machine
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.explain import Ground, default_grounds, explain_file, explain_key, ground_of_file, language_of
 from megatune.plan.explain.cost import against, value_of, weigh
 from megatune.plan.explain.layout import WIDTH, columns_of, wrapped
 from megatune.plan.explain.page import settings_page
 from megatune.plan.explain.sentences import signed_bytes
-from megatune.plan.variation import with_settings
 
 GROUNDS = default_grounds()
 INFOS = all_settings()
@@ -65,9 +64,9 @@ def test_costs_are_the_planners(path: str) -> None:
             assert not [what for what in wrong if "is missing" not in what and "max_steps" not in what]
         assert effect.memory == estimate(after).fullest.total - estimate(before).fullest.total
         assert effect.after.time == estimate(after).time
-        assert not effect.is_none
         if effect.same_rows:
             assert effect.time == pytest.approx(effect.after.time.total / effect.before.time.total - 1)
+    assert not weighed.effects or not all(effect.is_none for effect in weighed.effects)
 
 
 def test_what_costs_and_what_does_not() -> None:
@@ -102,6 +101,11 @@ def test_a_key_by_any_of_its_names() -> None:
     for name in ("neat_packing", "data.packing", "--packing", "neat-packing"):
         assert explain_key(name, GROUNDS) == same
     assert explain_key("evaluation_strategy", GROUNDS) == explain_key("eval_strategy", GROUNDS)
+
+
+def test_short_names_of_layouts_lead_to_the_key() -> None:
+    with pytest.raises(MegatuneError, match=r"did you mean tensor_model_parallel_size\?"):
+        explain_key("tp", GROUNDS)
 
 
 def test_refused_and_unknown_keys() -> None:
@@ -209,15 +213,27 @@ def test_wrapping() -> None:
     assert "".join(line.strip() for line in lines).replace(" ", "") == text.replace(" ", "")
 
 
-def test_is_quick() -> None:
-    """Under a second on a calm machine; here what this process itself computes is bounded."""
+def test_needs_no_slow_library() -> None:
     script = (
-        "import time\n"
+        "import sys\n"
         "from megatune.cli.main import main\n"
         "main(['explain', 'moe_router_dtype'])\n"
-        "print(time.process_time())"
+        "print(sorted({'torch', 'transformers', 'datasets', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
-    begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert float(done.stdout.splitlines()[-1]) < 3
-    assert time.monotonic() - begun < 60
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_values_that_are_compared_are_those_that_people_try() -> None:
+    weighed = {
+        path: weighed_once(path)
+        for path in ("experts.moe_router_bias_update_rate", "experts.moe_expert_capacity_factor")
+    }
+    for found in weighed.values():
+        assert found is not None
+        assert all(effect.before.fits for effect in found.effects), found.ground.case
+    [rate] = weighed["experts.moe_router_bias_update_rate"].effects  # type: ignore[union-attr]
+    assert rate.value == 0.001
+    # 1.5 changes nothing, which is worth knowing beside 1.0, which does.
+    factors = weighed["experts.moe_expert_capacity_factor"].effects  # type: ignore[union-attr]
+    assert [(effect.value, effect.is_none) for effect in factors] == [(1.0, False), (1.5, True)]

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatune.plan.explain import language_of, settings_page
     from megatune.plan.explain.key import knows
+    from megatune.plan.runs.record import PLAN_NAME
 
     args = args.parser.parse_intermixed_args(args.words)  # options between and behind the words, too
     if isinstance(sys.stdout, TextIOWrapper):
@@ -78,10 +79,14 @@ def run(args: argparse.Namespace) -> int:
     subject, *words = args.words
     if knows(subject):
         return _key(subject, words, args, language)
-    if Path(subject).is_dir():
-        return _run_folder(Path(subject))
-    if subject.endswith((".yaml", ".yml")) or Path(subject).is_file():
+    path = Path(subject)
+    if path.is_dir() or path.name == PLAN_NAME:
+        return _run_folder(path if path.is_dir() else path.parent)
+    if subject.endswith((".yaml", ".yml")) or path.is_file():
         return _file(subject, words, args, language)
+    if os.sep in subject:  # no setting's name
+        finding = Finding(f"there is no folder or file {subject}", mend="name the output_dir of a run, or a file")
+        raise MegatuneError(finding, ExitCode.INPUT)
     return _key(subject, words, args, language)
 
 
@@ -146,10 +151,12 @@ def _this_machine() -> Machine | None:
 def _run_folder(folder: Path) -> int:
     if not (folder / "run.yaml").is_file():
         mend = "name the output_dir of a run, a settings file, or a setting"
+        if (folder.absolute().parent / "run.yaml").is_file():
+            mend = f"megatune explain {folder.parent}: that is the run's"
         raise MegatuneError(
             Finding(f"{folder} is not the folder of a run: it has no run.yaml", mend=mend), ExitCode.INPUT
         )
-    from megatune.plan.trouble import diagnose
+    from megatune.plan.runs.trouble import diagnose
 
     print("\n".join(diagnose(folder)))
     return ExitCode.DONE

@@ -18,7 +18,7 @@ from megatune.config.entry import Entry
 from megatune.config.rules import DATA_RULES, check
 from megatune.config.setting import Group, SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
-from megatune.config.values import coerce
+from megatune.config.values import coerce, shown
 from megatune.config.yaml_file import read_file
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -163,15 +163,15 @@ class _Reading:
 
 def _unknown_key(entry: Entry, dialect: Dialect) -> Finding:
     near = difflib.get_close_matches(entry.key.lower(), [*dialect.keys, *dialect.not_built], n=1, cutoff=0.6)
-    mend = f"did you mean {near[0]}?" if near else "remove it; docs/settings.md lists every setting"
+    mend = f"did you mean {near[0]}?" if near else "remove it; `megatune explain --all` lists every setting"
     return Finding(f"unknown setting {entry.key!r}", entry.where, mend=mend)
 
 
 def _refused(entry: Entry, refused: Refused) -> Finding:
-    value = _shown(entry.value.text if entry.value.text is not None else entry.value.data)
+    value = shown(entry.value.text if entry.value.text is not None else entry.value.data)
     mend = refused.mend
     if not mend:
-        mend = f"remove {entry.key}" + (f", or write {entry.key}: {_shown(refused.off[0])}" if refused.off else "")
+        mend = f"remove {entry.key}" + (f", or write {entry.key}: {shown(refused.off[0])}" if refused.off else "")
     return Finding(f"{entry.key}: {value} is not supported", entry.where, refused.why, mend)
 
 
@@ -181,19 +181,17 @@ def _wrong_value(entry: Entry, info: SettingInfo, value: Any, items: Sequence[An
     Args:
         items: of a list, those that are wrong; (), where all of it is.
     """
-    written = entry.value.data
-    shown = _quoted(written)
     nearest = nearest_valid(value, info)
     if nearest is not None:
-        mend = f"write {entry.key}: {_shown(nearest)}" + (", or null" if info.optional else "")
+        mend = f"write {entry.key}: {shown(nearest)}" + (", or null" if info.optional else "")
     elif info.default is None or info.default == []:
         mend = f"remove {entry.key}, or give it {info.expected.removesuffix(', or null')}"
     else:
-        mend = f"write {entry.key}: {_shown(info.default)}, the default"
+        mend = f"write {entry.key}: {shown(info.default)}, the default"
     why = f"expected {info.expected}"
     if items and len(value) > 1:
         why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
-    return Finding(f"{entry.key} is {shown}", entry.where, why, mend)
+    return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, mend)
 
 
 def nearest_valid(value: Any, info: SettingInfo) -> Any:
@@ -226,18 +224,4 @@ def _line(finding: Finding) -> float:
 
 def _quoted(value: Any) -> str:
     """A value that was not expected: text in quotes, anything else as YAML writes it."""
-    return repr(value) if isinstance(value, str) else _shown(value)
-
-
-def _shown(value: Any) -> str:
-    """A value as YAML writes it."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case list():
-            return "[" + ", ".join(map(_shown, value)) + "]"
-        case dict():
-            return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    return repr(value) if isinstance(value, str) else shown(value)

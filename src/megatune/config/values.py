@@ -161,3 +161,19 @@ def _texts(value: Value) -> Iterator[Any]:
         yield from (part for part in (piece.strip() for piece in value.text.split(",")) if part)
     else:
         yield value.data
+
+
+def shown(value: Any) -> str:
+    """A value as people write it in YAML, text without quotes."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case list() | tuple():
+            return f"[{', '.join(map(shown, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{key}: {shown(item)}' for key, item in value.items())}}}"
+        case str():
+            return value or '""'
+    return str(value)

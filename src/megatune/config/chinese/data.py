@@ -7,7 +7,7 @@ from megatune.config.chinese.translation import Translation
 TEXTS = {
     "data.dataset": Translation(
         english="8d0c0515",
-        what="训练用的数据集：dataset_info.json 中的名字、路径，或 hf::OWNER/NAME:SUBSET 这样的 hub 编号，逐个列出或"
+        what="训练用的数据集：dataset_info.json 中的名字、路径，或 hf::OWNER/NAME:SUBSET 这样的 hub ID，逐个列出或"
         "用逗号分隔。",
         how="每个数据集只分词一次并存入缓存，之后的训练可以立即开始。NAME#500 随机取 500 行。",
         when="必填。多个数据集按 mix_strategy 和 dataset_weights 混合。",
@@ -15,7 +15,7 @@ TEXTS = {
     "data.dataset_dir": Translation(
         english="320db0c3",
         what="存放 dataset_info.json 及其所列文件的文件夹。",
-        how="ONLINE 把所有名字当作 hub 编号；REMOTE:OWNER/NAME 从 hub 上的数据集读取 dataset_info.json。",
+        how="ONLINE 把所有名字当作 hub ID；REMOTE:OWNER/NAME 从 hub 上的数据集读取 dataset_info.json。",
         when="数据不在 ./data 时设置。`dataset` 里写路径则不需要它。",
     ),
     "data.eval_dataset": Translation(
@@ -92,7 +92,7 @@ TEXTS = {
         english="8eb17ce8",
         what="每个 epoch 中各数据集训练几遍，顺序与 `dataset` 相同：2 是两遍，0.5 是随机的一半。",
         how="整数部分重复数据集；小数部分随机取一部分，每个 epoch 相同。",
-        when="与 mix_strategy: concat 一起用，重复小而好的数据，或抽稀大的数据。",
+        when="与 mix_strategy: concat 一起用，重复小而好的数据，或缩减大的数据。",
     ),
     "data.streaming": Translation(
         english="21067b89",
@@ -133,7 +133,7 @@ TEXTS = {
         english="ed4a85d8",
         what="每个数据集最多使用前这么多行。",
         how="其余的不读取。",
-        when="试跑时设小。想抽稀数据用 dataset_weights，它是随机抽取。",
+        when="试跑时设小。想缩减数据用 dataset_weights，它是随机抽取。",
     ),
     "data.val_size": Translation(
         english="f44b6435",

@@ -9,10 +9,10 @@ TEXTS = {
         english="f625c6a9",
         what="token 怎样到达专家。",
         how="数值结果相同，区别在于发送什么：每个 token 的专家多时，大多数进程本来就需要大多数 token。",
-        when="用 alltoall，除非共享专家的进程很少。",
+        when="用 alltoall，除非分担专家的进程很少。",
         values={
             "alltoall": "只把 token 发给其专家所在的进程",
-            "allgather": "到处收集全部 token；更简单，进程少或每个 token 专家多时更快",
+            "allgather": "到处收集全部 token；进程少或每个 token 专家多时更快",
             "alltoall_seq": "alltoall 的旧名",
         },
     ),

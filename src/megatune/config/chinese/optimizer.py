@@ -69,20 +69,20 @@ TEXTS = {
     ),
     "optimizer.adam_beta1": Translation(
         english="b4dcb863",
-        what="Adam 的梯度平均忘得多慢。",
+        what="Adam 的一阶矩（梯度的滑动平均）衰减得多慢。",
         how="大约是最近 1 / (1 − beta1) 步的平均。",
         when="保持 0.9。",
     ),
     "optimizer.adam_beta2": Translation(
         english="60c5e6a1",
-        what="Adam 的梯度平方平均忘得多慢。",
+        what="Adam 的二阶矩（梯度平方的滑动平均）衰减得多慢。",
         how="大约是最近 1 / (1 − beta2) 步的平均。",
-        when="大批次和长训练常用 0.95：梯度尖峰忘得更快。",
+        when="大批次和长训练常用 0.95：梯度尖峰的影响消退得更快。",
     ),
     "optimizer.adam_epsilon": Translation(
         english="c8ba04af",
         what="防止 Adam 除以接近 0 的数。",
-        how="加在梯度平方平均的平方根上。",
+        how="加在二阶矩的平方根上。",
         when="保持默认；16 位训练出现尖峰时有人提高到 1e-6。",
     ),
     "optimizer.sgd_momentum": Translation(
@@ -94,7 +94,7 @@ TEXTS = {
     "optimizer.num_train_epochs": Translation(
         english="4338639f",
         what="训练数据过几遍，可以是小数。设置了 max_steps 时以它为准。",
-        how="每个 epoch 有自己的顺序，最后一批可能较小。学习率在最后一步走完。",
+        how="每个 epoch 有自己的顺序，最后一批可能较小。学习率调度在最后一步结束。",
         when="微调通常 1 到 3。注意评估损失：过多遍会把数据背下来。",
     ),
     "optimizer.max_steps": Translation(
@@ -105,7 +105,7 @@ TEXTS = {
     ),
     "optimizer.exp_avg_dtype": Translation(
         english="2dc0f382",
-        what="Adam 的梯度平均的数据类型。",
+        what="Adam 的一阶矩（梯度的滑动平均）的数据类型。",
         how="更新用 fp32 计算，平均值以该类型保存。",
         when="显存紧张且少量舍入无害时用 bf16；先用 use_distributed_optimizer 分摊状态。",
         values={
@@ -115,7 +115,7 @@ TEXTS = {
     ),
     "optimizer.exp_avg_sq_dtype": Translation(
         english="05a3649b",
-        what="Adam 的梯度平方平均的数据类型。",
+        what="Adam 的二阶矩（梯度平方的滑动平均）的数据类型。",
         how="更新用 fp32 计算，平均值以该类型保存。beta2 接近 1 时，每步变化小于 bf16 的精度，因此跟不上梯度的变化。",
         when="除非显存紧张，保持 fp32；用 bf16 时降低 adam_beta2。",
         values={

@@ -13,7 +13,7 @@ TEXTS = {
     ),
     "logging.report_to": Translation(
         english="d438e174",
-        what="除日志文件外，数字还送到哪里。",
+        what="除日志文件外，指标还记录到哪里。",
         how="日志文件总会写：output_dir 中的 trainer_log.jsonl 和 metrics.jsonl。",
         when="没人看 TensorBoard 时用 none。",
         values={
@@ -51,8 +51,8 @@ TEXTS = {
         when="磁盘小时设为 2 或 3：8B 模型的一个检查点约 115 GB。",
     ),
     "checkpoint.save_only_model": Translation(
-        english="13e16d90",
-        what="不保存训练状态：检查点只有四分之一大小或更小，但不能恢复训练。",
+        english="aad6ad0d",
+        what="不保存训练状态：检查点只有七分之一大小（fp32 为三分之一），但不能恢复训练。",
         how="只写出 Hugging Face 模型。",
         when="每个检查点都只用来评估、不会恢复时使用。",
     ),

@@ -63,13 +63,13 @@ TEXTS = {
     ),
     "parallel.cp_comm_type": Translation(
         english="019b4670",
-        what="上下文并行的进程怎样注意到彼此的 token。",
+        what="上下文并行的各进程怎样对彼此的 token 计算注意力。",
         how="数值结果相同，区别在于发送什么、能否被计算隐藏，以及对头数的要求。",
         when="长行用 p2p；key/value 头少用 all_gather；头数足够且互联快用 a2a。",
         values={
             "p2p": "计算的同时沿环传递 key 和 value",
             "all_gather": "先收集所有 key 和 value",
-            "a2a": "用头换序列（Ulysses）：发送最少；每个进程至少要有一个头",
+            "a2a": "把按序列切分换成按头切分（Ulysses）：发送最少；每个进程至少要有一个头",
         },
     ),
     "parallel.expert_model_parallel_size": Translation(

@@ -6,13 +6,14 @@ from megatune.config.chinese.translation import Translation
 
 TEXTS = {
     "recompute.recompute_granularity": Translation(
-        english="7efd46ef",
+        english="e5e0b12a",
         what="重计算：反向传播时重新计算激活，而不是保存它们。null 全部保存。",
         how="被重计算的部分只保存输入，前向多算一次。数值逐位不变。",
-        when="放不下时先用 selective，还不够再用 full。放得下就不要重计算，更快。",
+        when="放不下时先用 selective，选真正省显存的模块（`recompute_modules`），还不够再用 full。"
+        "放得下就不要重计算，更快。",
         values={
             "full": "只保存各层的输入：显存最少，时间约多三分之一",
-            "selective": "只重计算 recompute_modules：代价小",
+            "selective": "只重计算 recompute_modules；其默认值几乎不省显存",
         },
     ),
     "recompute.recompute_method": Translation(
@@ -34,12 +35,14 @@ TEXTS = {
         when="uniform 保持 1；block 取显存需要的层数。",
     ),
     "recompute.recompute_modules": Translation(
-        english="6c2aa04a",
+        english="899e0f56",
         what="selective 时重计算哪些模块。",
-        how="每个模块只保存输入，前向多算一次。mla_up_proj、moe、moe_act、shared_experts 只用于有它们的模型。",
-        when="逐个加入直到放得下，代价小的在先：layernorm 和 moe_act，然后 core_attn，再后 mlp 和 moe。",
+        how="每个模块只保存输入，前向多算一次。mla_up_proj、moe、moe_act、shared_experts 只用于有它们的模型。"
+        "默认的 core_attn 花时间却几乎不省显存：没有内核保存注意力分数，例外只有 torch 在不支持 "
+        "flash attention 时（V100、T4、fp32）自带的实现。",
+        when="逐个加入直到放得下，代价小的在先：layernorm、moe_act 和 mla_up_proj，然后 mlp、shared_experts 和 moe。",
         values={
-            "core_attn": "注意力，从其输入到输出",
+            "core_attn": "注意力，从其输入到输出；几乎不省显存",
             "layernorm": "每层的两个归一化",
             "mlp": "稠密前馈层",
             "moe": "稀疏前馈层，包括 token 的通信",
@@ -80,11 +83,11 @@ TEXTS = {
         when="在 GPU 上打开。",
     ),
     "performance.cross_entropy_loss_fusion": Translation(
-        english="ed845541",
+        english="075528a6",
         what="输出层和损失一起计算，每次一段 token。",
         how="全部 token 的 logits 从不同时在显存中；反向时逐段重新计算。false 先算出全部 logits：数倍于 token 数 × "
         "词表 × 4 字节。",
-        when="保持打开：词表 15 万时省下数 GB，几乎不增加时间。",
+        when="保持打开：词表 15 万、微批次 token 多时省下数 GB，几乎不增加时间。",
     ),
     "performance.rms_norm_fusion": Translation(
         english="85f70171",

@@ -39,7 +39,7 @@ def expected(info: SettingInfo) -> str:
         listed = "、".join(
             "true" if value is True else "false" if value is False else str(value) for value in info.choices
         )
-        words = f"列表，取自：{listed}" if list in info.kinds else f"取值之一：{listed}"
+        words = f"列表，取自：{listed}" if list in info.kinds else f"可选：{listed}"
     elif list in info.kinds and info.items is float:
         words = "数的列表，或用逗号分隔的数"
     else:

@@ -67,8 +67,8 @@ class CheckpointSettings(Group):
     )
     save_only_model: bool = setting(
         False,
-        advice="Leave out the training state: checkpoints are a quarter of the size or less, and cannot be resumed "
-        "from.",
+        advice="Leave out the training state: checkpoints are a seventh of the size (in fp32 a third), and cannot be "
+        "resumed from.",
         how="Only the Hugging Face model is written.",
         when="Where every checkpoint is to be evaluated and none will be resumed.",
     )

@@ -13,11 +13,11 @@ class RecomputeSettings(Group):
         advice="Compute activations again in the backward pass instead of keeping them. null keeps all.",
         how="What is recomputed keeps only its inputs, and its forward pass runs once more. The numbers stay the "
         "same, bit for bit.",
-        when="selective first, where a run does not fit; full where that is not enough. A run that fits without is "
-        "faster without.",
+        when="selective with modules that save something (`recompute_modules`) first, where a run does not fit; full "
+        "where that is not enough. A run that fits without is faster without.",
         values={
             "full": "keeps only the inputs of layers: the least memory, about a third more time",
-            "selective": "recomputes recompute_modules only: cheap",
+            "selective": "recomputes recompute_modules only; their default saves next to nothing",
         },
     )
     recompute_method: Literal["uniform", "block"] | None = setting(
@@ -47,11 +47,12 @@ class RecomputeSettings(Group):
         ["core_attn"],
         advice="With selective: what is recomputed.",
         how="Each module keeps its inputs and runs its forward pass once more. mla_up_proj, moe, moe_act and "
-        "shared_experts are of the models that have them.",
-        when="Add modules until the run fits, the cheap ones first: layernorm and moe_act, then core_attn, then mlp "
-        "and moe.",
+        "shared_experts are of the models that have them. The default, core_attn, costs time and saves next to "
+        "nothing: no kernel keeps attention's scores but torch's own on GPUs without flash attention (V100, T4, fp32).",
+        when="Add modules until the run fits, the cheap ones first: layernorm, moe_act and mla_up_proj, then mlp, "
+        "shared_experts and moe.",
         values={
-            "core_attn": "attention between its inputs and its output",
+            "core_attn": "attention between its inputs and its output; frees hardly anything",
             "layernorm": "the two norms of a layer",
             "mlp": "the dense feed-forward",
             "moe": "the sparse feed-forward, tokens' travel included",
@@ -66,6 +67,14 @@ class RecomputeSettings(Group):
         how="Tokens travel to their experts a second time.",
         when="Where the activations of experts do not fit, above all when experts are unevenly busy.",
     )
+
+    @property
+    def selective_modules(self) -> tuple[str, ...]:
+        """What is recomputed inside of layers, moe_layer_recompute among it; nothing where layers are as a whole."""
+        if self.recompute_granularity == "full":
+            return ()
+        modules = self.recompute_modules if self.recompute_granularity == "selective" else []
+        return tuple(dict.fromkeys((*modules, *(("moe",) if self.moe_layer_recompute else ()))))
 
 
 class PerformanceSettings(Group):
@@ -100,7 +109,8 @@ class PerformanceSettings(Group):
         advice="Compute the output layer and the loss together, a chunk of tokens at a time.",
         how="The logits of all tokens are never in memory; the backward pass computes each chunk's again. false "
         "computes all logits first: several times tokens × vocabulary × 4 bytes.",
-        when="Leave it on: with vocabularies of 150,000 it saves gigabytes at hardly any time.",
+        when="Leave it on: with vocabularies of 150,000 and micro-batches of many tokens it saves gigabytes for hardly "
+        "any time.",
     )
     rms_norm_fusion: bool = setting(
         True,

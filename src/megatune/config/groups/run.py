@@ -31,7 +31,7 @@ class RunSettings(Group):
         None,
         advice="Folder for checkpoints, logs and the final model.",
         how="A run started again on the same folder goes on from its newest whole checkpoint. Every checkpoint kept "
-        "takes the model's size on disk, and with its training state about 12 bytes per parameter more.",
+        "takes the model's size on disk, and with its training state about 12 bytes per parameter more (8 in fp32).",
         when="Name a new folder for every new run, on a disk that every machine of the run sees. Name the old one to "
         "go on with a run.",
     )

@@ -10,10 +10,10 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.plan.case import Case
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.ground import COMPANIONS, Ground, problems
 from megatune.plan.memory.estimate import MEMORY_PARTS
-from megatune.plan.variation import with_settings
 
 _ACCUMULATION = "batch.gradient_accumulation_steps"
 _PROCESSES = "run.num_processes"
@@ -99,8 +99,8 @@ def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
                 continue
             effects, why = _effects(info, case)
             now = value_of(case, info.path)
-            if changed := tuple(effect for effect in effects if not effect.is_none):
-                return Weighed(ground, companions, now, changed)
+            if not all(effect.is_none for effect in effects):
+                return Weighed(ground, companions, now, tuple(effects))
             compared = compared or bool(effects)
             if not companions and (answer is None or info.group == "experts"):
                 refused, answer = why, Weighed(ground, {}, now, ())
@@ -162,11 +162,11 @@ def _candidates(info: SettingInfo, now: Any, case: Case) -> Iterable[Any]:
         return (True, False)
     if int in info.kinds and now is None and info.unit == "layers":
         share = -(-case.model.architecture.num_layers // case.settings.parallel.pipeline_model_parallel_size)
-        return (share // 2, share - 1)
+        return (2, 4, share // 2) if info.group == "recompute" else (share - 1, share - 2)
     if int in info.kinds:
         return (1, 2, 4) if now is None else (now // 2, now * 2) if now > 0 else (1,)
     if float in info.kinds:
-        return (1.0, 1.5) if now is None else (now / 2, now * 2) if now else (0.1, 1.0)
+        return (1.0, 1.5) if now is None else (now / 2, now * 2) if now else (0.001,)
     return ()
 
 

@@ -9,16 +9,17 @@ from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import Loaded
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import all_settings
+from megatune.config.values import shown
 from megatune.errors import Finding
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.cost import against, setting_of
 from megatune.plan.explain.effectless import EXPERTS, without_effect
 from megatune.plan.explain.ground import Ground
 from megatune.plan.explain.language import Language, texts_of
-from megatune.plan.explain.layout import shown, wrapped
+from megatune.plan.explain.layout import wrapped
 from megatune.plan.explain.sentences import against_words, fullest, ground_line
 from megatune.plan.explain.words import words_of
-from megatune.plan.wording import percent, seconds
+from megatune.plan.pages.wording import percent, seconds
 
 
 def explain_file(
@@ -47,7 +48,7 @@ def explain_file(
         lines.append(wrapped(text + words.stop))
         uncertainty = words.uncertainty.format(percent=percent(whole.time.uncertainty))
         lines.append(wrapped(uncertainty[:1].upper() + uncertainty[1:] + words.stop))
-    if not written:
+    if not written and not loaded.findings:  # otherwise nobody knows what it would set
         lines += ["", words.none_set]
     for path in sorted(written - loaded.invalid, key=lambda path: _place(loaded.origins[path])):
         lines += ["", *_setting(all_settings()[path], loaded, ground, language, dialect)]

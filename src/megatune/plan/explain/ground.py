@@ -9,15 +9,15 @@ from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
-from megatune.config.rules import attention, experts, layout, memory, pipeline, schedule
+from megatune.config.rules import attention, experts, layout, memory, pipeline, run, schedule
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case, PlannedModel, Trainable
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.estimate import estimate
+from megatune.plan.changes.variation import with_settings
+from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
-from megatune.plan.variation import with_settings
 
 DEFAULT_MODEL, DEFAULT_GPUS, DEFAULT_GPU = "Qwen3-8B", 8, "h100-80g"
 # For settings of experts, of shared ones, and of a bias on them.
@@ -29,6 +29,7 @@ _RULES: tuple[Rule, ...] = (
     *experts.RULES,
     *memory.RULES,
     *attention.RULES,
+    run.stage,
     schedule.precision,
     schedule.cutoff,
 )
@@ -41,6 +42,7 @@ _USUAL: Mapping[str, Any] = {
     "parallel.overlap_param_gather": True,
 }
 _LENGTH = 4096
+_DOUBLINGS = 7  # of the fewest GPUs, until a model fits
 _TP, _SP, _PP, _EP = (
     "parallel.tensor_model_parallel_size",
     "parallel.sequence_parallel",
@@ -108,23 +110,38 @@ def default_grounds(model: str | None = None, gpus: int | None = None, gpu: str 
 
 
 def _usual(model: PlannedModel, world_size: int | None, machine: Machine) -> Case:
-    """A model as it is usually trained, in the first of the usual layouts that fits, or else the smallest."""
+    """A model as it is usually trained: on as few GPUs as it fits on in one of the usual layouts, or on those named, in
+    the layout that takes least memory where none fits."""
+    fewest = DEFAULT_GPUS if model.architecture.moe is None else 2 * DEFAULT_GPUS
+    worlds = [world_size] if world_size else [fewest * 2**power for power in range(_DOUBLINGS + 1)]
+    smallest: list[Estimate] = []
+    cases: list[Case] = []
+    for world in worlds:
+        cases = _usual_cases(model, world, machine)
+        planned = [estimate(case) for case in cases if not problems(case)]
+        if fitting := next((each for each in planned if each.fits), None):
+            return fitting.case
+        smallest = sorted((*smallest, *planned), key=lambda each: each.fullest.total)[:1]
+    return smallest[0].case if smallest else cases[-1]
+
+
+def _usual_cases(model: PlannedModel, world: int, machine: Machine) -> list[Case]:
+    """The usual layouts, the simplest first, and last the defaults."""
     moe = model.architecture.moe
-    world = world_size or (DEFAULT_GPUS if moe is None else 2 * DEFAULT_GPUS)
     usual = {**_USUAL, "data.cutoff_len": min(_LENGTH, model.architecture.max_position_embeddings)}
     if moe is None:
-        layouts = [{_TP: tp, _SP: True, _PP: pp} for tp, pp in ((2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))]
+        layouts: list[Mapping[str, Any]] = [
+            {_TP: tp, _SP: True, _PP: pp} for tp, pp in ((2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))
+        ]
     else:
         ep = gcd(moe.num_experts, DEFAULT_GPUS, world)
         layouts = [{**_EXPERTS, _EP: ep, _PP: pp} for pp in (1, 2, 4, 8)]
-    cases = [
+        wide = gcd(moe.num_experts, 8 * DEFAULT_GPUS, world)
+        layouts += [{"recompute.recompute_granularity": "full", _EP: wide, _PP: pp} for pp in (4, 8) if wide > ep]
+    return [
         Case(model=model, settings=with_settings(Settings(), {**usual, **layout}), world_size=world, machine=machine)
         for layout in (*layouts, {})
     ]
-    valid = [case for case in cases if not problems(case)]
-    planned = [estimate(case) for case in valid]
-    smallest = sorted(planned, key=lambda each: each.fullest.total)[:1]
-    return next((each.case for each in (*(each for each in planned if each.fits), *smallest)), cases[-1])
 
 
 def ground_of_file(

@@ -9,11 +9,12 @@ from megatune.config.dialects.dialect import Dialect, Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import all_settings
+from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.explain.cost import weigh
 from megatune.plan.explain.ground import Ground
 from megatune.plan.explain.language import Language, refusal_texts, texts_of
-from megatune.plan.explain.layout import columns_of, padded, shown, wrapped
+from megatune.plan.explain.layout import columns_of, padded, wrapped
 from megatune.plan.explain.sentences import cost_lines
 from megatune.plan.explain.words import Words, words_of
 
@@ -50,11 +51,26 @@ def knows(key: str, dialect: Dialect = LLAMAFACTORY) -> bool:
     return dialect.knows(name) or name in all_settings()
 
 
+# As plans write layouts, and people say.
+_SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "sp": "sequence_parallel",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "dp": "num_processes",
+    "lr": "learning_rate",
+}
+
+
 def _unknown(key: str, dialect: Dialect) -> MegatuneError:
     names = [*dialect.keys, *dialect.not_built]
     name = key.lower().removeprefix("--").replace("-", "_").rpartition(".")[2]
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
-    near += [each for each in names if name in each and each not in near][: 3 - len(near)]
+    near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
+    if name not in _SHORT:
+        near += [each for each in names if name in each and each not in near][: 3 - len(near)]
     mend = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
     return MegatuneError(Finding(f"unknown setting {key!r}", mend=mend), ExitCode.SETTINGS)
 
@@ -95,4 +111,6 @@ def _refusal(key: str, refused: Refused, words: Words, language: Language) -> It
     if passes and refused.values is None:
         yield wrapped(words.passes + words.colon + words.comma.join(map(shown, passes)), indent="    ", first="  ")
     if mend:
-        yield wrapped(words.instead + words.colon + mend.removeprefix("write "), indent="    ", first="  ")
+        yield wrapped(
+            words.instead + words.colon + mend.removeprefix("write ").removeprefix("写 "), indent="    ", first="  "
+        )

@@ -6,7 +6,6 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Iterator
-from typing import Any
 
 WIDTH = 100
 # What does not begin a line.
@@ -48,19 +47,3 @@ def _words(text: str) -> Iterator[str]:
     """What stays together: words of other scripts with their space, and single Chinese characters."""
     for match in re.finditer(r"[^\s\u2e80-\uffef]+\s*|[\u2e80-\uffef]\s*|\s+", text):
         yield match[0]
-
-
-def shown(value: Any) -> str:
-    """A value as people write it in YAML, without quotes."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case list() | tuple():
-            return f"[{', '.join(map(shown, value))}]"
-        case dict():
-            return f"{{{', '.join(f'{key}: {shown(item)}' for key, item in value.items())}}}"
-        case str():
-            return value or '""'
-    return str(value)

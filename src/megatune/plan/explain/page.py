@@ -8,8 +8,8 @@ from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import GROUPS, all_settings
+from megatune.config.values import shown
 from megatune.plan.explain.language import Language, refusal_texts, texts_of
-from megatune.plan.explain.layout import shown
 from megatune.plan.explain.words import Words, words_of
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from megatune.config.setting import SettingInfo
+from megatune.config.values import shown
+from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.cost import Effect, Weighed
 from megatune.plan.explain.ground import Ground
-from megatune.plan.explain.layout import shown
 from megatune.plan.explain.words import Words
 from megatune.plan.pages.units import bytes_unit
+from megatune.plan.pages.wording import percent, seconds
 from megatune.plan.pages.words import layout_words
-from megatune.plan.variation import written
-from megatune.plan.wording import percent, seconds
 
 _HARDLY_BYTES, _HARDLY_TIME = 2**20, 0.0005
 
