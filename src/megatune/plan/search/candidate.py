@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import cached_property, lru_cache
 
-from megatune.config.pipeline import PipelineChunk, pipeline_chunks
+from megatune.architecture import Architecture
+from megatune.config.settings import ParallelSettings
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
-from megatune.plan.memory.estimate import StageMemory, memory_of_stage, stage_memory
+from megatune.plan.memory.estimate import StageMemory, fullest_bytes, stage_memory
+from megatune.plan.memory.tensors import stage_chunks
 from megatune.plan.search.request import TIGHT
 from megatune.plan.time import StepTime, step_time
 
@@ -33,12 +35,8 @@ class Candidate:
     def bytes(self) -> int:
         """Of the fullest rank. Of stages that hold the same one after the other, the first one holds it for most
         micro-batches."""
-        architecture = self.case.model.architecture
-        sparse = architecture.moe.layers if architecture.moe is not None else (False,) * architecture.num_layers
-        parallel = self.case.settings.parallel
-        chunks = pipeline_chunks(parallel, architecture.num_layers)
-        unlike = _unlike_stages(chunks, parallel.pipeline_model_parallel_size, sparse)
-        return max(memory_of_stage(self.case, stage).total for stage in unlike)
+        unlike = _unlike_stages(self.case.settings.parallel, self.case.model.architecture)
+        return fullest_bytes(self.case, unlike)
 
     @property
     def seconds(self) -> float:
@@ -63,12 +61,10 @@ class Candidate:
 
 
 @lru_cache(maxsize=1024)
-def _unlike_stages(chunks: tuple[PipelineChunk, ...], pp: int, sparse: tuple[bool, ...]) -> tuple[int, ...]:
+def _unlike_stages(parallel: ParallelSettings, architecture: Architecture) -> tuple[int, ...]:
     """Stages that hold other things than the one before."""
-    held: list[list[tuple[int, int, bool, bool]]] = [[] for _ in range(pp)]
-    first = 0
-    for index, chunk in enumerate(chunks):
-        layers = sparse[first : first + chunk.num_layers]
-        held[index % pp].append((len(layers), sum(layers), chunk.embedding, chunk.loss))
-        first += chunk.num_layers
-    return tuple(stage for stage in range(pp) if stage == 0 or held[stage] != held[stage - 1])
+    held = [
+        [(len(chunk.layers), sum(chunk.layers), chunk.embedding, chunk.loss) for chunk in stage]
+        for stage in stage_chunks(parallel, architecture)
+    ]
+    return tuple(stage for stage in range(len(held)) if stage == 0 or held[stage] != held[stage - 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
@@ -23,12 +24,18 @@ class Frontier:
         position = bisect_right(self._bytes, memory * _TOLERANCE)
         return position > 0 and self.candidates[position - 1].seconds <= seconds * _TOLERANCE
 
-    def add(self, candidate: Candidate) -> None:
-        """Take it in, and leave out what it dominates; nothing where it is dominated itself."""
-        memory, seconds = candidate.bytes, candidate.seconds
+    def add(self, candidate: Candidate, shortest: float = 0.0) -> None:
+        """Take it in, and leave out what it dominates; nothing where it is dominated itself.
+
+        Args:
+            shortest: seconds that it takes at least; they may spare working out its own.
+        """
+        memory = candidate.bytes
         before = bisect_right(self._bytes, memory)
-        if before and self.candidates[before - 1].seconds <= seconds:
+        fastest = self.candidates[before - 1].seconds if before else math.inf
+        if fastest <= shortest or fastest <= candidate.seconds:
             return
+        seconds = candidate.seconds
         start = stop = bisect_left(self._bytes, memory)
         while stop < len(self.candidates) and self.candidates[stop].seconds >= seconds:
             stop += 1

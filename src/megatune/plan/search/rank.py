@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from heapq import heapify, heappop, heappush
 
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.settings import Settings
@@ -17,8 +18,10 @@ from megatune.plan.search.frontier import Frontier
 from megatune.plan.search.refusals import refusals
 from megatune.plan.search.request import Request, SearchResult
 from megatune.plan.search.space import NUM_RESHAPED, Batch, Layout, Space
+from megatune.plan.time import micro_batch_seconds
 
 _NUM_TOO_LARGE = 10
+_ROUNDING = 1 - 1e-9  # keeps a bound below what it bounds, in whatever order its parts are added up
 
 
 def search(request: Request) -> SearchResult:
@@ -29,8 +32,7 @@ def search(request: Request) -> SearchResult:
     frontier, is left out.
     """
     found = _Search(request, Space(request))
-    for point in sorted(found.points(), key=lambda point: point.seconds):
-        found.judge(point)
+    found.judge_all()
     found.reshape()
     found.fill_frontier()
     return SearchResult(
@@ -43,20 +45,46 @@ def search(request: Request) -> SearchResult:
     )
 
 
-class _Point(NamedTuple):
+@dataclass
+class _Point:
     """A layout and batch.
 
     Attributes:
-        seconds, state: no way to interleave or to recompute it takes less time, or fewer bytes.
-        kept, least: it with nothing and with everything recomputed, without virtual stages.
+        state: no way to interleave or to recompute it takes fewer bytes.
+        shortest: nor less time than this, which is quickly known, or than `seconds`, which is nearer.
     """
 
-    seconds: float
-    state: int
+    space: Space
     layout: Layout
     batch: Batch
-    kept: Candidate
-    least: Candidate
+    state: int
+    shortest: float
+    _made: dict[tuple[int | None, bool], Candidate] = field(default_factory=dict)
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.kept.seconds - self.kept.time.pipeline
+
+    @cached_property
+    def kept(self) -> Candidate:
+        """With nothing recomputed, without virtual stages."""
+        return self.candidate(None, recompute.NONE)
+
+    @cached_property
+    def least(self) -> Candidate:
+        """With everything recomputed, without virtual stages."""
+        return self.candidate(None, recompute.FULL)
+
+    @cached_property
+    def virtual_stages(self) -> list[int]:
+        return self.space.virtual_stages(self.layout, self.batch)
+
+    def candidate(self, virtual: int | None, how: RecomputeSettings) -> Candidate:
+        """With nothing or with everything recomputed; the same one every time."""
+        key = virtual, how is recompute.FULL
+        if key not in self._made:
+            self._made[key] = self.space.candidate(self.layout, self.batch, virtual, how)
+        return self._made[key]
 
 
 @dataclass
@@ -68,6 +96,7 @@ class _Search:
     num_considered: int = 0
     _without_room: list[tuple[int, Layout, Batch]] = field(default_factory=list)
     _misses: dict[Layout, Candidate] = field(default_factory=dict)
+    _whole: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def points(self) -> Iterator[_Point]:
         """Layouts and batches whose weights, gradients and optimizer fit."""
@@ -79,9 +108,35 @@ class _Search:
                 self._without_room.append((state, layout, batches[0]))
                 continue
             for batch in batches:
-                kept = self.space.candidate(layout, batch, None)
-                least = self.space.candidate(layout, batch, None, recompute.FULL)
-                yield _Point(kept.seconds - kept.time.pipeline, state, layout, batch, kept, least)
+                yield _Point(self.space, layout, batch, state, self._shortest(layout, batch))
+
+    def _shortest(self, layout: Layout, batch: Batch) -> float:
+        """Seconds that a step takes at least: those of all layers, evenly shared by the stages."""
+        key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
+        if key not in self._whole:
+            self._whole[key] = micro_batch_seconds(self.space.candidate(layout, batch, None).case)
+        return batch.accumulation * self._whole[key] / layout.pp * _ROUNDING
+
+    def judge_all(self) -> None:
+        """Every point in the order of its seconds, which are worked out when its shortest time's turn comes."""
+        queue = [(point.shortest, False, number, point) for number, point in enumerate(self.points())]
+        heapify(queue)
+        while queue:
+            seconds, is_known, number, point = heappop(queue)
+            if not self._may_be_better(point, seconds):
+                continue
+            if is_known:
+                self.judge(point)
+            else:
+                heappush(queue, (point.seconds, True, number, point))
+
+    def _may_be_better(self, point: _Point, seconds: float) -> bool:
+        """Whether it may be ranked, or be on the frontier, if it takes so long; once it may not, it never may."""
+        if not self._may_be_ranked(seconds) and self.frontier.dominates(point.state, seconds):
+            return False
+        miss = self._misses.get(point.layout)
+        # A larger micro-batch does not fit where a smaller one does not.
+        return miss is None or miss.case.micro_batch_size > point.batch.micro_batch
 
     def _state(self, layout: Layout, batch: Batch) -> int:
         """Bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
@@ -92,11 +147,6 @@ class _Search:
     def judge(self, point: _Point) -> None:
         """Estimate what the bounds do not rule out."""
         ranks = self._may_be_ranked(point.seconds)
-        if not ranks and self.frontier.dominates(point.state, point.seconds):
-            return
-        miss = self._misses.get(point.layout)
-        if miss is not None and miss.case.micro_batch_size <= point.batch.micro_batch:
-            return  # a larger micro-batch does not fit where a smaller one does not
         if not (ranks and point.kept.fits) and not point.least.fits:
             self._misses[point.layout] = point.least
         elif ranks:
@@ -110,14 +160,11 @@ class _Search:
     def _rank(self, point: _Point) -> None:
         """The best numbers of virtual stages and ways to recompute, by the bound of each."""
         best: Candidate | None = None
-        numbers = self.space.virtual_stages(point.layout, point.batch)
-        interleaved = [(self.space.candidate(point.layout, point.batch, number), number) for number in numbers]
-        for kept, virtual in sorted([(point.kept, None), *interleaved], key=lambda pair: pair[0].seconds):
+        numbers = [(point.candidate(virtual, recompute.NONE), virtual) for virtual in (None, *point.virtual_stages)]
+        for kept, virtual in sorted(numbers, key=lambda pair: pair[0].seconds):
             if not self._may_be_ranked(kept.seconds) or (best is not None and kept.seconds >= best.rank_key[0]):
                 break
-            least = point.least
-            if virtual is not None:
-                least = self.space.candidate(point.layout, point.batch, virtual, recompute.FULL)
+            least = point.candidate(virtual, recompute.FULL)
             for candidate in fastest_fit(self.space, point.layout, point.batch, virtual, kept, least):
                 self.frontier.add(candidate)
                 best = candidate if best is None else min(best, candidate, key=lambda candidate: candidate.rank_key)
@@ -130,16 +177,18 @@ class _Search:
         """Take to the frontier what is too slow to be ranked first and smaller than what is."""
         if self.frontier.dominates(point.least.bytes, point.seconds):
             return
-        for virtual in (None, *self.space.virtual_stages(point.layout, point.batch)[-1:]):
+        for virtual in (None, *point.virtual_stages[-1:]):
             for how in (recompute.NONE, recompute.FULL):
-                candidate = self.space.candidate(point.layout, point.batch, virtual, how)
+                candidate = point.candidate(virtual, how)
                 if candidate.fits:
-                    self.frontier.add(candidate)
+                    self.frontier.add(candidate, point.shortest)
 
     def fill_frontier(self) -> None:
         """Ways between nothing and everything recomputed, of the layouts that are on the frontier."""
         ways = recompute.selective(self.request.model.architecture, self.request.settings.experts)
-        for settings in [candidate.case.settings for candidate in self.frontier.candidates]:
+        each = {(settings.parallel, settings.batch): settings
+                for settings in (candidate.case.settings for candidate in self.frontier.candidates)}  # fmt: skip
+        for settings in each.values():
             layers = self.request.model.architecture.num_layers // settings.parallel.pipeline_model_parallel_size
             blocks = [recompute.block(number) for number in (layers // 2, 3 * layers // 4) if number]
             kept = self._recomputed(settings, recompute.NONE)
@@ -155,14 +204,17 @@ class _Search:
         del self.ranked[self.request.keep :]
 
     def reshape(self) -> None:
-        """Other numbers of layers at the ends of the first few: the first stage embeds, the last one has the loss."""
-        for candidate in self.ranked[:NUM_RESHAPED]:
-            others = [Candidate(self.request.case(other)) for other in self.space.reshaped(candidate.case.settings)]
-            better = min((other for other in others if other.fits), key=lambda other: other.rank_key, default=candidate)
-            if better.rank_key < candidate.rank_key:
-                self.ranked.remove(candidate)
-                self._insert(better)
-                self.frontier.add(better)
+        """Of the first few, other exchanges of context parallelism, then other numbers of layers at the ends: the first
+        stage embeds, the last one has the loss."""
+        for variants in (self.space.exchanged, self.space.reshaped):
+            for candidate in self.ranked[:NUM_RESHAPED]:
+                others = [Candidate(self.request.case(other)) for other in variants(candidate.case.settings)]
+                fitting = (other for other in others if other.fits)
+                better = min(fitting, key=lambda other: other.rank_key, default=candidate)
+                if better.rank_key < candidate.rank_key:
+                    self.ranked.remove(candidate)
+                    self._insert(better)
+                    self.frontier.add(better)
 
     def nearest_misses(self) -> list[Candidate]:
         """Of layouts that nothing makes fit, those that miss by least."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megatune.architecture import Architecture
 from megatune.config.groups.experts import ExpertSettings
 from megatune.config.groups.performance import RecomputeSettings
@@ -18,13 +20,15 @@ def selective(architecture: Architecture, experts: ExpertSettings) -> list[Recom
     wide = [*(["mlp"] if moe is None or not all(moe.layers) else []), *(["moe"] if moe is not None else [])]
     attention = ["core_attn"]
     chosen = [cheapest, attention, cheapest + attention, wide, cheap + wide, cheap + wide + attention]
-    return [_selective(modules) for modules in chosen]
+    return [_selective(tuple(modules)) for modules in chosen]
 
 
-def _selective(modules: list[str]) -> RecomputeSettings:
-    return RecomputeSettings.model_validate({"recompute_granularity": "selective", "recompute_modules": modules})
+@lru_cache(maxsize=64)
+def _selective(modules: tuple[str, ...]) -> RecomputeSettings:
+    return RecomputeSettings.model_validate({"recompute_granularity": "selective", "recompute_modules": list(modules)})
 
 
+@lru_cache(maxsize=1024)
 def block(num_layers: int) -> RecomputeSettings:
     """The first layers of each stage."""
     return RecomputeSettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import divisors
-from megatune.config.settings import Settings
+from megatune.config.settings import BatchSettings, ParallelSettings, Settings
 from megatune.plan.search import recompute
 from megatune.plan.search.candidate import Candidate
 from megatune.plan.search.request import Request
@@ -51,9 +51,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Space:
-    """The candidates of a request."""
+    """The candidates of a request. Groups of settings that many of them share are made once: keys of many caches."""
 
     request: Request
+    _made: dict[tuple[Layout, int | None], ParallelSettings] = field(default_factory=dict, compare=False, repr=False)
+    _batches: dict[Batch, BatchSettings] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def tensor_sizes(self) -> list[int]:
@@ -136,9 +138,19 @@ class Space:
 
     def settings(self, layout: Layout, batch: Batch, virtual: int | None, how: RecomputeSettings) -> Settings:
         """The request's settings in this layout."""
-        base = self.request.settings
+        update = {
+            "parallel": self._parallel(layout, virtual),
+            "batch": self._batch(batch),
+            "recompute": how,
+            "run": self._run,
+        }
+        return self.request.settings.model_copy(update=update)
+
+    def _parallel(self, layout: Layout, virtual: int | None) -> ParallelSettings:
+        if found := self._made.get((layout, virtual)):
+            return found
         dense = self.request.model.architecture.moe is None
-        parallel = {
+        update = {
             **_EVEN_STAGES,
             **self._overlaps(self.request.world_size > layout.tp * layout.pp * layout.cp),
             "tensor_model_parallel_size": layout.tp,
@@ -150,17 +162,17 @@ class Space:
             "expert_tensor_parallel_size": None if dense or layout.etp == layout.tp else layout.etp,
             "cp_comm_type": self._cp_comm_type(layout),
         }
-        rows = {
-            "per_device_train_batch_size": batch.micro_batch,
-            "gradient_accumulation_steps": batch.accumulation,
-        }
-        update = {
-            "parallel": base.parallel.model_copy(update=parallel),
-            "batch": base.batch.model_copy(update=rows),
-            "recompute": how,
-            "run": self._run,
-        }
-        return base.model_copy(update=update)
+        self._made[layout, virtual] = made = self.request.settings.parallel.model_copy(update=update)
+        return made
+
+    def _batch(self, batch: Batch) -> BatchSettings:
+        if batch not in self._batches:
+            rows = {
+                "per_device_train_batch_size": batch.micro_batch,
+                "gradient_accumulation_steps": batch.accumulation,
+            }
+            self._batches[batch] = self.request.settings.batch.model_copy(update=rows)
+        return self._batches[batch]
 
     def _overlaps(self, has_replicas: bool) -> dict[str, bool]:
         """All of them between GPUs; on a CPU, where nothing runs beside the computing, what the settings say."""
@@ -179,6 +191,17 @@ class Space:
         asked = self.request.settings.parallel.cp_comm_type
         heads = self.request.model.architecture.num_attention_heads
         return "p2p" if asked == "a2a" and heads % (layout.tp * layout.cp) else asked
+
+    def exchanged(self, settings: Settings) -> Iterator[Settings]:
+        """The same layout with the other ways in which context-parallel processes attend to each other's tokens."""
+        parallel = settings.parallel
+        if parallel.context_parallel_size == 1 or settings.performance.attention_backend == "fused":
+            return  # what there is for whole rows is a2a
+        heads = self.request.model.architecture.num_attention_heads
+        for kind in ("p2p", "all_gather", "a2a"):
+            share = parallel.tensor_model_parallel_size * parallel.context_parallel_size if kind == "a2a" else 1
+            if kind != parallel.cp_comm_type and heads % share == 0:
+                yield settings.model_copy(update={"parallel": parallel.model_copy(update={"cp_comm_type": kind})})
 
     def reshaped(self, settings: Settings) -> Iterator[Settings]:
         """The same layout with other numbers of layers in the first and the last stage."""
@@ -209,5 +232,7 @@ class Space:
             f"micro-batches of at most {LARGEST_MICRO_BATCH} rows, at most {MOST_VIRTUAL_STAGES} virtual stages",
             "experts are whole, or cut as the rest of a layer is",
             "the distributed optimizer and its overlaps are on, on GPUs",
-            f"first and last stages of other sizes are tried for the first {NUM_RESHAPED} layouts",
+            "experts' tokens travel as moe_token_dispatcher_type says",
+            f"first and last stages of other sizes, and other exchanges of context parallelism (cp_comm_type), are "
+            f"tried for the first {NUM_RESHAPED} layouts",
         )

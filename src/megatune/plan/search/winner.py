@@ -71,9 +71,9 @@ def _not_built(case: Case) -> list[Finding]:
     """What can be planned, and not trained."""
     problems = []
     if case.trainable.kind == "lora":
-        problems.append(("training LoRA adapters is not built yet", "plan with --trainable full"))
+        problems.append(("training LoRA adapters is not built yet", "plan without --output, or full training"))
     if case.model.vision is not None:
-        problems.append(("training vision-language models is not built yet", "plan a language model"))
+        problems.append(("training vision-language models is not built yet", "plan without --output"))
     elif case.trainable.freeze_language_model:
         problems.append(("a frozen language model leaves nothing to train", "plan without freeze_language_model"))
     return [
@@ -93,7 +93,8 @@ def _short(case: Case) -> str:
             _line(f"# {LLAMAFACTORY.key_of(path)}: {example}", note.format(name=case.model.name))
             for path, example, note in missing
         ]
-    written = dump(settings, dict.fromkeys(_CHOSEN, "plan")).splitlines()
+    asked = {path: "asked for" for path in all_settings() if _is_written(settings, path)}
+    written = dump(settings, {**asked, **dict.fromkeys(_CHOSEN, "plan")}).splitlines()
     keys = {LLAMAFACTORY.key_of(path) for path in all_settings() if path in _ALWAYS or _is_written(settings, path)}
     lines += [line for line in written if line.partition(":")[0] in keys]
     return "\n".join(lines) + "\n"
