@@ -17,6 +17,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, DTYPES, GENERATIONS, CatalogueDevice, Peaks
 from megatune.plan.catalogue.links import CATALOGUE_LINKS, CatalogueLink, split_ports
 from megatune.plan.machine import Device, Link
+from megatune.plan.user_folder import user_folder
 
 VARIABLE = "MEGATUNE_DEVICES"
 _DEVICE_KEYS = (
@@ -35,14 +36,14 @@ class OwnCatalogue:
 
 
 def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.environ) -> OwnCatalogue:
-    """The devices and links of one file: this one, or that of MEGATUNE_DEVICES, or ~/.config/megatune/devices.yaml
-    where there is one.
+    """The devices and links of one file: this one, or that of MEGATUNE_DEVICES, or devices.yaml in the user's
+    folder where there is one.
 
     Raises:
         MegatuneError: INPUT, where the file named cannot be read; SETTINGS, with everything that is wrong in it.
     """
     named = path or env.get(VARIABLE)
-    file = Path(named) if named else Path.home() / ".config" / "megatune" / "devices.yaml"
+    file = Path(named) if named else user_folder(env) / "devices.yaml"
     if not named and not file.is_file():
         return OwnCatalogue()
     try:

@@ -10,12 +10,16 @@ network ports, and the library lays as many rings as use them all: the ring runs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatune.plan.case import Case
 from megatune.plan.machine import Link
 from megatune.plan.time.efficiency import EFFICIENCIES
+
+# Of what collectives reach elsewhere: over PCIe they share switches, bridges and the hosts' memory. Eight RTX 5090 pass
+# on 28 of 63 GB/s, four 35 (NCCL issue 1639). A link of a user's own has a number of its own.
+_PCIE, _PCIE_SHARE = ("pcie3", "pcie4", "pcie5"), 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,8 @@ def group_of(case: Case, size: int, stride: int) -> Group:
 @lru_cache(maxsize=4096)
 def _group(size: int, stride: int, gpus_per_node: int, link: Link, network: Link, efficiency: float) -> Group:
     per_node = min(size, max(1, gpus_per_node // stride))
+    if link.name in _PCIE:
+        link = replace(link, bandwidth=_PCIE_SHARE * link.bandwidth)
     return Group(size=size, per_node=per_node, link=link, network=network, efficiency=efficiency)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatune.architecture import MixtureOfExperts
 from megatune.plan.time.efficiency import grouped_seconds, grouped_weight_seconds, matmul_seconds, memory_seconds
-from megatune.plan.time.work import Work, expert_imbalance
+from megatune.plan.time.work import Work
 
 
 class Operator(NamedTuple):
@@ -35,7 +35,7 @@ class Seconds:
     Attributes:
         recompute: what the backward pass computes again, by module; "" is the whole layer.
         weight_gradient: seconds of weight gradients behind each exchange of the backward pass, in which it hides.
-        attention: forward, of attention's kernel alone: exchanges of a ring hide in it.
+        attention: forward, of attention alone: exchanges of a ring hide in it.
     """
 
     forward: float
@@ -185,6 +185,8 @@ def _attention_block(work: Work) -> Iterator[Operator]:
     else:
         yield from _latent(work)
     yield _core_attention(work)
+    if work.ring > 1:
+        yield _merging(work)
     yield linear_operator(work, "proj", work.tokens, shape.hidden_size, shape.attention_size / tp, "linear_proj")
     yield _residual(work)
 
@@ -225,6 +227,21 @@ def _core_attention(work: Work) -> Operator:
     forward, backward = efficiency.packed_attention if work.packed else efficiency.attention
     seconds = flops / work.rates.peak
     return Operator("core_attn", seconds / forward, 2.5 * seconds / backward, 0.0, 3)
+
+
+def _merging(work: Work) -> Operator:
+    """What the turns of a ring add up in fp32: three of four queries take part in a turn after the first.
+
+    Forward their outputs are widened and interpolated with what is there (26 bytes a channel), before and after all
+    turns once more (12); backward gradients of queries (10), and of keys and values with their copies (16), are added.
+    """
+    shape, later = work.architecture, 0.75 * (work.ring - 1)
+    tokens = work.tokens / work.tp
+    keys_values = 2 * shape.key_value_size if shape.mla is None else shape.query_size + shape.attention_size
+    forward = (26 * later + 12) * shape.attention_size
+    backward = (10 * later + 14) * shape.query_size + 16 * (later + 1) * keys_values
+    seconds = [memory_seconds(work.rates, tokens * data) for data in (forward, backward)]
+    return Operator("core_attn", seconds[0], seconds[1], 0.0, 20 * (work.ring - 1))
 
 
 def _residual(work: Work) -> Operator:
@@ -269,7 +286,7 @@ def _routed(work: Work, moe: MixtureOfExperts) -> Iterator[Operator]:
     yield linear_operator(work, "moe", tokens, moe.num_experts, hidden)
     # Softmax, choice and counts over all experts' scores, in fp32: some ten passes.
     yield pass_operator(work, "moe", tokens * moe.num_experts, 20, 20, 25)
-    rows = tokens * moe.router_topk * work.etp * expert_imbalance(work, moe)
+    rows = tokens * moe.router_topk * work.etp * work.imbalance
     # Rows are copied into the experts' order and back; between ranks once more on either side.
     copies = 2 if work.ep == 1 else 4
     yield pass_operator(work, "moe", rows * hidden, 2 * copies, 2 * copies, 10 * copies)

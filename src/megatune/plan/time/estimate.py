@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import NamedTuple
 
-from megatune.architecture import Architecture
-from megatune.config.groups.parallel import ParallelSettings
-from megatune.config.pipeline import pipeline_chunks
 from megatune.plan.case import Case
+from megatune.plan.memory.parameters import stage_parameters
+from megatune.plan.memory.tensors import ChunkContent, stage_chunks
 from megatune.plan.time.communication import group_of, send
 from megatune.plan.time.compute import Seconds, embedding_seconds, layer_seconds, loss_seconds
 from megatune.plan.time.exchange import (
@@ -23,7 +22,7 @@ from megatune.plan.time.exchange import (
 from megatune.plan.time.model_flops import model_flops
 from megatune.plan.time.optimizer import exposed_seconds, optimizer_seconds, reduction
 from megatune.plan.time.pipeline import ChunkTime, bubble_seconds, exchange_seconds, slowest_stage
-from megatune.plan.time.recompute import module_seconds, recomputed_layers, recomputed_modules
+from megatune.plan.time.recompute import module_seconds, recomputed_layers
 from megatune.plan.time.uncertainty import uncertainty
 from megatune.plan.time.vision import vision_seconds
 from megatune.plan.time.work import Work, work_of
@@ -116,7 +115,16 @@ class _Parts(NamedTuple):
         return ChunkTime(forward, total - forward)
 
     def plus(self, other: _Parts, times: int = 1) -> _Parts:
-        return _Parts(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+        # Written out: every plan adds up thousands of these.
+        return _Parts(
+            self.forward + times * other.forward,
+            self.backward + times * other.backward,
+            self.recompute + times * other.recompute,
+            self.tensor + times * other.tensor,
+            self.context + times * other.context,
+            self.expert + times * other.expert,
+            self.exchange_forward + times * other.exchange_forward,
+        )
 
 
 def step_time(case: Case) -> StepTime:
@@ -126,27 +134,30 @@ def step_time(case: Case) -> StepTime:
         MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
     """
     work, groups = work_of(case), groups_of(case)
-    contents = _contents(case.settings.parallel, case.model.architecture)
-    chunks = [[_chunk(case, work, groups, content) for content in stage] for stage in contents]
-    times = tuple(tuple(chunk.time for chunk in stage) for stage in chunks)
+    contents = stage_chunks(case.settings.parallel, case.model.architecture)
+    chunks = {content: _chunk(case, work, groups, content) for content in set(itertools.chain(*contents))}
+    seconds = {content: chunk.time for content, chunk in chunks.items()}
+    times = tuple(tuple(seconds[content] for content in stage) for stage in contents)
     slowest = slowest_stage(times)
     total = _Parts()
-    for chunk in chunks[slowest]:
-        total = total.plus(chunk)
+    for content in contents[slowest]:
+        total = total.plus(chunks[content])
     count, calibration = case.num_micro_batches, case.machine.calibration
     forward = sum(chunk.forward for chunk in times[slowest])
     backward = sum(chunk.backward for chunk in times[slowest])
     settings = case.settings
+    # Of the stages that may hold most parameters.
+    ends = [stage_parameters(case, stage) for stage in sorted({0, len(times) // 2, len(times) - 1})]
     return StepTime(
         compute=count * (total.forward + total.backward),
         recompute=count * total.recompute,
         tensor_parallel=count * total.tensor,
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
-        pipeline=bubble_seconds(times) + _hops(case, work, len(times[0])),
+        pipeline=bubble_seconds(times) + _hops(case, work, len(times[0]), count * (forward + backward)),
         data_parallel=calibration.communication
-        * max(exposed_seconds(case, reduction(case, stage), forward, backward) for stage in _ends(len(times))),
-        optimizer=calibration.compute * max(optimizer_seconds(case, work, stage) for stage in _ends(len(times))),
+        * max(exposed_seconds(case, reduction(case, elements), forward, backward) for elements in ends),
+        optimizer=calibration.compute * max(optimizer_seconds(case, work, elements) for elements in ends),
         overhead=_OVERHEAD,
         tokens=case.global_batch_size * case.sequence_length,
         model_flops=model_flops(case),
@@ -157,40 +168,24 @@ def step_time(case: Case) -> StepTime:
     )
 
 
-def _ends(stages: int) -> tuple[int, ...]:
-    """The stages that may hold most parameters."""
-    return tuple(sorted({0, stages // 2, stages - 1}))
+def micro_batch_seconds(case: Case) -> float:
+    """Of one micro-batch in all stages together, forward and backward; however many stages there are.
+
+    The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
+    """
+    architecture = case.model.architecture
+    layers = tuple(map(architecture.is_moe_layer, range(architecture.num_layers)))
+    whole = ChunkContent(embedding=True, layers=layers, loss=True)
+    return _chunk(case, work_of(case), groups_of(case), whole).time.total
 
 
-class _Content(NamedTuple):
-    """What a chunk holds."""
-
-    dense: int
-    sparse: int
-    embedding: bool
-    loss: bool
-
-
-@lru_cache(maxsize=4096)
-def _contents(parallel: ParallelSettings, architecture: Architecture) -> tuple[tuple[_Content, ...], ...]:
-    """By stage and virtual stage."""
-    stages: list[list[_Content]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
-    first = 0
-    for index, chunk in enumerate(pipeline_chunks(parallel, architecture.num_layers)):
-        layers = range(first, first + chunk.num_layers)
-        sparse = sum(architecture.is_moe_layer(layer) for layer in layers)
-        stages[index % len(stages)].append(_Content(len(layers) - sparse, sparse, chunk.embedding, chunk.loss))
-        first += chunk.num_layers
-    return tuple(tuple(stage) for stage in stages)
-
-
-def _chunk(case: Case, work: Work, groups: Groups, content: _Content) -> _Parts:
+def _chunk(case: Case, work: Work, groups: Groups, content: ChunkContent) -> _Parts:
     """All layers of a chunk, with the word embedding and the output layer where it has them."""
     parts = _Parts()
-    layers = content.dense + content.sparse
+    layers, num_sparse = len(content.layers), sum(content.layers)
     # Layers of both kinds are recomputed in proportion: which of them come first matters to few settings.
     again = recomputed_layers(case.settings, layers) / layers if layers else 0.0
-    for count, sparse in ((content.dense, False), (content.sparse, True)):
+    for count, sparse in ((layers - num_sparse, False), (num_sparse, True)):
         if count:
             parts = parts.plus(_layer(case, work, groups, sparse, again), count)
     sequence_parallel = case.settings.parallel.sequence_parallel
@@ -219,7 +214,7 @@ def _layer(case: Case, work: Work, groups: Groups, sparse: bool, again: float) -
     """One layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
     seconds = layer_seconds(work, sparse)
     exchange = layer_exchange(case, work, groups, seconds, sparse)
-    modules = recomputed_modules(case.settings)
+    modules = case.settings.recompute.selective_modules
     computing, exchanging = module_seconds(modules, seconds, exchange, sparse)
     whole = exchange if again else Exchange()
     calibration = case.machine.calibration
@@ -227,7 +222,7 @@ def _layer(case: Case, work: Work, groups: Groups, sparse: bool, again: float) -
     return _Parts(
         forward=compute * seconds.forward,
         backward=compute * seconds.backward,
-        recompute=compute * (again * seconds.forward + (1 - again) * computing) + communication * exchanging,
+        recompute=compute * (again * seconds.forward + computing) + communication * exchanging,
         tensor=communication * (sum(exchange.tensor) + again * whole.tensor[0]),
         context=communication * (sum(exchange.context) + again * whole.context[0]),
         expert=communication * (sum(exchange.expert) + again * whole.expert[0]),
@@ -235,11 +230,11 @@ def _layer(case: Case, work: Work, groups: Groups, sparse: bool, again: float) -
     )
 
 
-def _hops(case: Case, work: Work, virtual: int) -> float:
+def _hops(case: Case, work: Work, virtual: int, busy: float) -> float:
     """Exchanges between stages that nothing hides."""
     parallel = case.settings.parallel
     stages = parallel.pipeline_model_parallel_size
     group = group_of(case, stages, case.world_size // stages)
     hop = send(group, work.outer_tokens * work.architecture.hidden_size * work.itemsize)
-    exposed = exchange_seconds(stages, virtual, case.num_micro_batches, parallel.overlap_p2p_comm, hop)
-    return case.machine.calibration.communication * exposed
+    hop *= case.machine.calibration.communication
+    return exchange_seconds(stages, virtual, case.num_micro_batches, parallel.overlap_p2p_comm, hop, busy)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from megatune.plan.case import Case
 from megatune.plan.time.communication import Group, all_gather, all_reduce, all_to_all, group_of, send
 from megatune.plan.time.compute import Seconds
-from megatune.plan.time.work import Work, expert_imbalance
+from megatune.plan.time.work import Work
 
 
 class Exchange(NamedTuple):
@@ -79,7 +80,8 @@ def _tensor(case: Case, work: Work, group: Group, seconds: Seconds, blocks: int)
 def _context(case: Case, work: Work, group: Group, seconds: Seconds) -> tuple[float, float]:
     """Of keys and values, or of all heads' channels (a2a).
 
-    A ring passes them on n - 1 times while attention computes on those that are there; backward their gradients too.
+    A ring passes them on n - 1 times while attention computes on those that are there. Backward their gradients go
+    around as well, in fp32, and the last of n messages, which brings them home, has nothing to hide behind.
     """
     n = group.size
     if n == 1:
@@ -89,13 +91,17 @@ def _context(case: Case, work: Work, group: Group, seconds: Seconds) -> tuple[fl
     size = work.tokens * keys_values / work.tp * work.itemsize
     if kind == "all_gather":
         once = all_gather(group, n * size)
-        return once, 2 * once
+        return once, once
     if kind == "a2a":
-        channels = keys_values + shape.query_size + shape.attention_size
+        # Ranks that outnumber the key/value heads get copies of them.
+        heads = max(shape.num_query_groups // work.tp, 1) if shape.mla is None else n
+        channels = keys_values * (math.lcm(heads, n) // heads) + shape.query_size + shape.attention_size
         once = all_to_all(group, work.tokens * channels / work.tp * work.itemsize)
         return once, once
-    step, computing = send(group, size), seconds.attention / n
-    return (n - 1) * max(0.0, step - computing), (n - 1) * max(0.0, 2 * step - 2.5 * computing)
+    keys, gradients = send(group, size), send(group, size * 4 / work.itemsize)
+    computing = seconds.attention / n
+    forward, backward = max(0.0, keys - computing), max(0.0, keys + gradients - 2.5 * computing)
+    return (n - 1) * forward, (n - 1) * backward + gradients
 
 
 def _expert(case: Case, work: Work, groups: Groups) -> tuple[float, float]:
@@ -107,7 +113,7 @@ def _expert(case: Case, work: Work, groups: Groups) -> tuple[float, float]:
         ranks = work.ep * work.etp
         once = 2 * all_gather(groups.expert if work.ep > 1 else groups.expert_tensor, ranks * size)
         return (once, once) if ranks > 1 else (0.0, 0.0)
-    rows = size * shape.moe.router_topk * expert_imbalance(work, shape.moe)
+    rows = size * shape.moe.router_topk * work.imbalance
     once = 2 * all_to_all(groups.expert, rows) + 2 * all_gather(groups.expert_tensor, rows * work.etp)
     return once, once
 

@@ -38,17 +38,21 @@ def bubble_seconds(chunks: Sequence[Sequence[ChunkTime]]) -> float:
     return (sum(totals) - max(totals)) / len(chunks[0])
 
 
-def exchange_seconds(stages: int, virtual: int, num_micro_batches: int, overlap: bool, hop: float) -> float:
+def exchange_seconds(
+    stages: int, virtual: int, num_micro_batches: int, overlap: bool, hop: float, busy: float
+) -> float:
     """What of the exchanges between stages is not hidden.
 
     The way to the last stage and back is in nobody's shadow. Between, a stage waits for two exchanges a micro-batch and
-    virtual stage, unless they run beside computing, as only the interleaved schedule can.
+    virtual stage, unless they run beside computing, as only the interleaved schedule can: then for what of them takes
+    longer than all that is computed.
 
     Args:
         hop: seconds of one message to the next stage.
+        busy: seconds that a stage computes in a step.
     """
     if stages == 1:
         return 0.0
     through = 2 * (stages - 1) * hop
-    steady = 0.0 if overlap and virtual > 1 else 2 * virtual * num_micro_batches * hop
-    return through + steady
+    steady = 2 * virtual * num_micro_batches * hop
+    return through + (max(0.0, steady - busy) if overlap and virtual > 1 else steady)

@@ -17,15 +17,6 @@ def recomputed_layers(settings: Settings, num_layers: int) -> int:
     return num_layers
 
 
-def recomputed_modules(settings: Settings) -> tuple[str, ...]:
-    """With recompute_granularity selective: the modules that are computed again."""
-    recompute = settings.recompute
-    moe = ("moe",) if recompute.moe_layer_recompute else ()
-    if recompute.recompute_granularity != "selective":
-        return moe
-    return tuple(dict.fromkeys((*recompute.recompute_modules, *moe)))
-
-
 def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchange, sparse: bool) -> tuple[float, float]:
     """Computing and exchanging again, of one layer with these modules recomputed."""
     computing = exchanging = 0.0

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megatune.architecture import Architecture, MixtureOfExperts
-from megatune.config.groups.experts import ExpertSettings
-from megatune.config.settings import Settings
+from megatune.architecture import Architecture
 from megatune.plan.case import Case
+from megatune.plan.routing import expert_imbalance
 from megatune.plan.time.efficiency import Rates, rates_of
 
 PLAIN_BACKENDS = ("unfused", "local")
-
-# Coefficients of variation of the experts' tokens, with and without something that balances them: assumptions.
-# Published runs of Qwen3-30B-A3B over 16 expert-parallel ranks take 1.5 times as long as with forced balance; 0.5 gives
-# 1.42 for the fullest rank.
-BALANCED_VARIATION, FREE_VARIATION = 0.2, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +21,7 @@ class Work:
         outer_tokens: where sequence parallelism splits them once more.
         document: tokens that a document has, in the mean weighted by tokens.
         packed: rows hold several documents, or parts of one: the kernels are those with variable lengths.
+        ring: ranks that pass keys and values around, each attending in as many turns; 1 without.
         tp: ranks that share each matrix.
         ep, etp: ranks that share the experts, and each expert.
         itemsize: bytes of an activation.
@@ -35,7 +29,7 @@ class Work:
         fused_*: the settings of these fusions.
         trained: the decoder's weights have gradients.
         lora_rank: of adapters; 0 without. lora_target: the matrices that have them.
-        variation: of the tokens of experts, over their mean. capacity: what bounds them, over their mean.
+        imbalance: rows of the fullest expert rank over an even share.
     """
 
     architecture: Architecture
@@ -44,6 +38,7 @@ class Work:
     outer_tokens: float
     document: float
     packed: bool
+    ring: int
     plain_attention: bool
     tp: int
     ep: int
@@ -59,8 +54,7 @@ class Work:
     trained: bool
     lora_rank: int
     lora_target: tuple[str, ...]
-    variation: float
-    capacity: float | None
+    imbalance: float
 
 
 def work_of(case: Case) -> Work:
@@ -69,21 +63,22 @@ def work_of(case: Case) -> Work:
     parallel, performance, precision = settings.parallel, settings.performance, settings.precision
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tokens = case.micro_batch_size * case.sequence_length / cp
-    itemsize = 4 if precision.params_dtype == "float32" else 2
-    lora = trainable.kind == "lora"
+    lora, moe = trainable.kind == "lora", case.model.architecture.moe
     return Work(
         architecture=case.model.architecture,
         rates=rates_of(case.machine, precision.params_dtype),
         tokens=tokens,
         outer_tokens=tokens / tp if parallel.sequence_parallel else tokens,
         document=min(case.document_length or case.sequence_length, case.sequence_length),
-        packed=settings.packing or cp > 1,
+        # Heads that were exchanged for the sequence (a2a) see whole rows.
+        packed=settings.packing or (cp > 1 and parallel.cp_comm_type != "a2a"),
+        ring=cp if parallel.cp_comm_type == "p2p" else 1,
         plain_attention=performance.attention_backend in PLAIN_BACKENDS,
         tp=tp,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_size,
-        itemsize=itemsize,
-        gradient_itemsize=gradient_itemsize(settings),
+        itemsize=case.itemsize,
+        gradient_itemsize=case.gradient_itemsize,
         fused_activation=performance.bias_activation_fusion,
         fused_rope=performance.apply_rope_fusion,
         fused_norm=performance.rms_norm_fusion,
@@ -93,33 +88,5 @@ def work_of(case: Case) -> Work:
         trained=not lora and not trainable.freeze_language_model,
         lora_rank=trainable.lora_rank if lora else 0,
         lora_target=trainable.lora_target if lora else (),
-        variation=_variation(settings.experts),
-        capacity=settings.experts.moe_expert_capacity_factor,
+        imbalance=expert_imbalance(settings, moe) if moe else 1.0,
     )
-
-
-def gradient_itemsize(settings: Settings) -> int:
-    """Bytes of an element of the buffers that gradients are added up and exchanged in."""
-    precision = settings.precision
-    return 4 if precision.params_dtype == "float32" or precision.accumulate_allreduce_grads_in_fp32 else 2
-
-
-def _variation(experts: ExpertSettings) -> float:
-    balanced = (
-        experts.moe_aux_loss_coeff
-        or experts.moe_router_bias_update_rate
-        or experts.moe_router_load_balancing_type == "sinkhorn"
-    )
-    return BALANCED_VARIATION if balanced else FREE_VARIATION
-
-
-def expert_imbalance(work: Work, moe: MixtureOfExperts) -> float:
-    """Tokens of the fullest expert-parallel rank over those of an even share.
-
-    Each of ep ranks sums E / ep experts; the largest of ep normal variables lies about √(2 · ln ep) deviations up.
-    """
-    if work.ep == 1:
-        return 1.0
-    spread = work.variation / math.sqrt(moe.num_experts / work.ep)
-    factor = 1 + spread * math.sqrt(2 * math.log(work.ep))
-    return min(factor, work.capacity) if work.capacity else factor
