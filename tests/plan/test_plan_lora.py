@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_SIZES, SIZES
 from layouts import Layout
+from model_sizes import FAMILY_SIZES, SIZES
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILY_SIZES, SIZES
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from layouts import (
     SEQUENCE_LAYOUTS,
     Layout,
 )
+from model_sizes import FAMILY_SIZES, SIZES
 
 from megatune.architecture import Architecture
 from megatune.config.rules import attention, check, experts, layout, pipeline
@@ -179,10 +179,6 @@ def by_groups(cases: dict[str, tuple[Architecture, Settings]]) -> list[dict[str,
         )
         together.setdefault(key, {})[name] = (model, settings)
     return list(together.values())
-
-
-# How ranks cut and exchange activations: no weight depends on it.
-_ACTIVATIONS_ONLY = {"cp_comm_type": "p2p", "overlap_p2p_comm": True, "sequence_parallel": True}
 
 
 def of_layouts(world_size: int) -> dict[str, tuple[Architecture, Settings]]:

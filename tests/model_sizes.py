@@ -1,0 +1,75 @@
+"""Sizes of the tiny models that tests go through, by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Short enough that rows of the tests are longer: every branch of the scaling is computed with.
+    "original_max_position_embeddings": 16,
+}
+# Odd on purpose: tp divides no vocabulary, heads are not hidden / heads wide, tp 4 exceeds the key/value heads.
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 301,
+    "max_position_embeddings": 128,
+    # Wide enough that attention is far from uniform: a wrong position or mask must show.
+    "initializer_range": 0.125,
+}
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    # Unequal: one part of the factor stretches cosine and sine, another one the scores.
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+# Of families with sizes of their own. Dense layers among sparse ones, at the start and in the middle.
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3_ROPE},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [2],
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 40,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "rope_parameters": YARN_ROPE,
+    },
+}
