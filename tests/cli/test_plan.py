@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,10 @@ def test_a_model_is_searched_for_its_best_layout(run: Run, tmp_path: Path) -> No
     assert written.findings == []
     assert written.settings.data.cutoff_len == 1024
     assert written.settings.precision.bf16
+    # What was asked for is not said to be a default.
+    text = Path("new/best.yaml").read_text(encoding="utf-8")
+    assert re.search(r"^cutoff_len: 1024 +# asked for$", text, re.M)
+    assert re.search(r"^per_device_train_batch_size: \d+ +# plan$", text, re.M)
     assert (tmp_path / "figures" / "plan_pipeline.png").stat().st_size > 10_000
 
 
@@ -103,12 +108,87 @@ def test_a_layout_among_the_words_is_planned(run: Run) -> None:
 def test_what_does_not_fit_is_told_and_ends_with_its_own_code(run: Run) -> None:
     code, out, err = run("Llama-3-70B", "--gpu", "rtx-4090", "--gpus", "8", "per_device_train_batch_size=1")
     assert (code, err) == (ExitCode.OUT_OF_MEMORY, "")
-    for said in ("IT DOES NOT FIT", "The largest part is", "What would make it fit", "No layout fits"):
+    for said in ("IT DOES NOT FIT", "The largest part is", "What helps most", "No layout fits"):
         assert said in out, said
+    assert "What would make it fit" not in out  # none of these changes is enough
     code, out, _ = run("Llama-3-70B", "--gpu", "rtx-4090", "--gpus", "8")
     assert code == ExitCode.OUT_OF_MEMORY
     assert "NO LAYOUT FITS" in out
     assert "Too large for" in out
+
+
+def test_too_few_devices_are_told_how_many_would_do(run: Run) -> None:
+    words = ("Qwen2.5-7B", "--gpu", "rtx-4090", "--gpus")
+    code, out, _ = run(*words, "2")
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert "\n8 devices hold it, as " in out
+    assert run(*words, "4")[0] == ExitCode.OUT_OF_MEMORY
+    assert run(*words, "8")[0] == ExitCode.DONE
+    assert json.loads(run(*words, "2", "--json")[1])["enough"]["world_size"] == 8
+
+
+def test_what_the_run_has_not_is_not_assumed(run: Run) -> None:
+    said = ("(--gpus_per_node)", "(--link)", "(--network)", "Left out of the search")
+    for gpus, expected in (("1", (False, False, False, False)), ("8", (True, True, False, True)), ("16", (True,) * 4)):
+        _, out, _ = run("Qwen2.5-0.5B", "--gpu", "h100", "--gpus", gpus)
+        assert tuple(word in out for word in said) == expected, gpus
+    assert "experts" not in out
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "told"),
+    [
+        ("v100", ("bf16=true",), "(fp16: true computes 7.96 times as fast on this device)"),
+        ("v100", (), ""),
+        ("h100", ("bf16=false",), "(bf16: true computes 14.8 times as fast on this device)"),
+    ],
+)
+def test_a_precision_that_the_device_hardly_computes_is_told(run: Run, gpu: str, words: tuple[str, ...], told: str):
+    _, out, _ = run("Qwen2.5-0.5B", "--gpu", gpu, "--gpus", "1", *words)
+    assert told in out
+    assert ("times as fast on this device" in out) == bool(told)
+
+
+def test_machines_that_are_not_full_are_noted_and_not_launched(run: Run) -> None:
+    code, out, _ = run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12")
+    assert code == ExitCode.DONE
+    assert "12 devices do not fill machines of 8: 4 of the last one stay idle" in out
+    code, out, err = run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12", "--launch")
+    assert (code, out) == (ExitCode.SETTINGS, "")
+    assert "mend: --gpus 8, --gpus 16, or --gpus_per_node 6" in err
+    assert run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12", "--gpus_per_node", "6", "--launch")[0] == ExitCode.DONE
+
+
+def test_a_model_is_planned_for_rows_beyond_its_positions_with_or_without_a_layout(run: Run) -> None:
+    for words in ((), ("context_parallel_size=2", "recompute_granularity=full")):
+        code, out, _ = run("Llama-3-8B", *GPUS, "--seq", "16384", *words)
+        assert code == ExitCode.DONE
+        assert "Llama-3-8B has 8,192 positions, and megatune train refuses longer rows" in out
+
+
+def test_no_line_is_longer_than_a_page(run: Run) -> None:
+    layout = ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "sequence_parallel=true",
+              "virtual_pipeline_model_parallel_size=2", "gradient_accumulation_steps=8")  # fmt: skip
+    for words in (("Qwen3-VL-8B", *layout, "overlap_grad_reduce=true"), ("DeepSeek-V3",)):
+        _, out, _ = run(*words, "--gpu", "h20", "--gpus", "8")
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_every_refused_number_has_one_that_would_do(run: Run) -> None:
+    _, _, err = run(
+        "Qwen2.5-0.5B", "--gpu", "h100", "--gpus", "x", "--seq", "-3", "--global_batch", "1.5", "--top", "0"
+    )
+    assert err.count("is not a whole number of at least 1\n    mend: --") == 4
+    code, _, err = run("Qwen2.5-7B", "--gpu", "h100", "--gpus", "12", "pipeline_model_parallel_size=4",
+                       "--global_batch", "64")  # fmt: skip
+    assert code == ExitCode.SETTINGS
+    assert "1 row a micro-batch times 3 data-parallel processes" in err
+
+
+def test_what_a_calibration_does_not_take_is_told(run: Run) -> None:
+    code, _, err = run("run.yaml", "--calibrate", "out")
+    assert code == ExitCode.SETTINGS
+    assert "'run.yaml' says nothing to --calibrate" in err
 
 
 def test_lora_and_images_can_be_planned(run: Run) -> None:

@@ -17,7 +17,7 @@ import yaml
 from safetensors import safe_open
 
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.plan.record import read_records
+from megatune.plan.run.record import read_records
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 LIMIT = 240.0  # seconds for one run; the machine may be busy with other tests

@@ -21,7 +21,8 @@ import json, os, sys
 from pathlib import Path
 from megatune.launch.rank_main import run_joined
 from megatune.launch.world import joined
-sys.exit(run_joined(f"launch_targets:{sys.argv[1]}", json.loads(sys.argv[3]), joined(os.environ), Path(sys.argv[2])))
+target, payload, run_dir = f"launch_targets:{sys.argv[1]}", json.loads(sys.argv[3]), Path(sys.argv[2])
+sys.exit(run_joined(target, payload, joined(os.environ), run_dir, out_of_memory_advice="ask for help"))
 """
 PLACE = RankEnv(1, 1, 2, 2, "127.0.0.1", 29500, 0).variables() | {"OMP_NUM_THREADS": "1"}
 
@@ -66,3 +67,10 @@ def test_a_joined_rank_tells_findings_without_a_traceback(join, tmp_path):
     assert process.returncode == ExitCode.DATA
     assert stderr == "megatune: data.json: no row is left\n    mend: raise cutoff_len\n"
     assert read_failure(error_path(tmp_path, 1)).rank == 1
+
+
+def test_a_joined_rank_that_ran_out_of_memory_says_where_help_is(join, tmp_path):
+    process = join("fail_memory")
+    _, stderr = process.communicate(timeout=LIMIT)
+    assert process.returncode == ExitCode.OUT_OF_MEMORY
+    assert stderr.endswith("ask for help\n")

@@ -103,6 +103,7 @@ PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
 VPP2: dict[str, Any] = {"virtual_pipeline_model_parallel_size": 2}
 CP2: dict[str, Any] = {"context_parallel_size": 2}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
+EP8: dict[str, Any] = {"expert_model_parallel_size": 8}
 ETP1: dict[str, Any] = {"expert_tensor_parallel_size": 1}
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 # Random routers send every rank of experts as many tokens as the next one only if they are told to.
@@ -189,7 +190,8 @@ def _experts() -> dict[str, Measured]:
     found = _both("experts", "experts", SPARSE, Layout(1))
     found |= _both("ep2", "experts", SPARSE, Layout(2, EP2, EVEN))
     for name, layout in {
-        "ep2 allgather": Layout(2, EP2, EVEN | {"moe_token_dispatcher_type": "allgather"}),
+        # With ep 2 as many tokens are gathered as travel otherwise.
+        "ep8 allgather": Layout(8, EP8, EVEN | {"moe_token_dispatcher_type": "allgather"}),
         "one by one": Layout(1, experts={"moe_grouped_gemm": False}),
         "fused": _kernels(bias_activation_fusion=True),
         "ep2 etp1 tp2 sp": Layout(2, EP2 | ETP1 | TP2 | SP, EVEN),

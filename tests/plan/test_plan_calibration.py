@@ -13,10 +13,10 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.calibration import calibrate, calibration_for, default_path, read, write
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration, Machine
-from megatune.plan.record import Measured, RankMemory, RunRecord, comparable, dump_records
-from megatune.plan.variation import with_settings
+from megatune.plan.run.record import Measured, RankMemory, RunRecord, comparable, dump_records
 
 H100S = find_machine("h100-80g", gpus_per_node=8)
 CPU = cpu_machine(16 * 2**30, cores=4)
@@ -133,6 +133,9 @@ def test_a_calibration_is_kept_and_taken_for_its_device(tmp_path: Path, monkeypa
     assert calibration_for("cpu") == Calibration()
     with pytest.raises(MegatuneError, match="was fitted to h100-80g"):
         calibration_for("cpu", path)
+    path.write_text("device: h100-80g\ncompute: [1\n")
+    with pytest.raises(MegatuneError, match=r"yaml:3: cannot be read\n    why: [^\n]*\n    mend: [^\n]*$"):
+        read(path)
     path.write_text("compute: -1\nframework: 1.5\nspeed: 3\n")
     with pytest.raises(MegatuneError) as caught:
         read(path)

@@ -29,6 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
 @pytest.fixture(autouse=True)
 def no_file_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATUNE_DEVICES", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 

@@ -108,7 +108,8 @@ def test_sbatch_file_runs(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_ID": "12345", "SLURM_CPUS_ON_NODE": "64"}
     done = subprocess.run(
         ["bash", "run.sbatch"],
-        cwd=tmp_path, env={**environment(str(tmp_path)), **slurm}, capture_output=True, text=True, timeout=LIMIT,
+        cwd=tmp_path, env={**environment(str(tmp_path)), **slurm, "LC_ALL": "C"},
+        capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
     assert done.stderr == ""
     assert done.stdout.splitlines() == [

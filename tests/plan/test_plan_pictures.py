@@ -103,6 +103,20 @@ def test_the_frontier_names_its_layouts(found: Answer) -> None:
     assert all(low < each.fullest.total / unit.size < high for each in found.result.frontier[-3:])
 
 
+@pytest.mark.parametrize("plans_own", [True, False])
+def test_the_devices_memory_is_seen_where_nothing_fits(plans_own: bool) -> None:
+    asked = question("Qwen2.5-72B", plans_own=plans_own)
+    found = answer(asked)
+    assert not found.result.ranked
+    axes = frontier_figure(found.result, found.own).axes[0]
+    low, high = axes.get_xlim()
+    bottom, top = axes.get_ylim()
+    assert low < found.result.too_large[0].case.machine.device.memory / 2**30 < high
+    for each in found.result.too_large:
+        assert low < each.fullest.total / 2**30 < high
+        assert bottom < each.time.total < top
+
+
 @pytest.mark.parametrize(("pp", "vpp", "num_micro_batches", "panels"), [(1, 1, 3, 1), (4, 2, 8, 1), (4, 1, 64, 2)])
 def test_the_pipeline_has_a_row_for_each_stage(pp: int, vpp: int, num_micro_batches: int, panels: int) -> None:
     figure = pipeline_figure(view(chunks(pp, vpp), num_micro_batches), "title")
@@ -125,7 +139,7 @@ def test_pages_say_the_parts_and_stay_narrow(name: str, plans_own: bool) -> None
     said = ["Assumed", "GiB"]
     said += ["activations", "optimizer state", "tokens/s", "MFU", "likely"] if plans_own or fits else ["NO LAYOUT FITS"]
     said += ["stage 1", "The pipeline"] if plans_own else []
-    said += ["IT DOES NOT FIT", "What would make it fit"] if plans_own and not fits else []
+    said += ["IT DOES NOT FIT", "What helps most"] if plans_own and not fits else []
     assert [words for words in said if words not in text] == []
 
 

@@ -15,11 +15,11 @@ from megatune.config.rules import check
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch import devices
 from megatune.plan.catalogue import cpu_machine, find_machine
+from megatune.plan.changes.mends import TIGHT, savings, speedups
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Machine
-from megatune.plan.mends import TIGHT, savings, speedups
-from megatune.plan.preflight import Preflight, longest_row, preflight
-from megatune.plan.record import RunRecord, dump_records, read_records
+from megatune.plan.run.preflight import Preflight, longest_row, preflight
+from megatune.plan.run.record import RunRecord, dump_records, read_records
 
 LLAMA_8B = {
     "model_type": "llama",

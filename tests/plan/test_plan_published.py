@@ -15,7 +15,6 @@ from megatune.plan.time.uncertainty import UNCERTAINTIES, regime_of
 # The benchmarks are scripts: their folder is where they import from.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from planner.examples import EXAMPLES
 from planner.fit import fitted, generations, halves
 from planner.predict import predict
 from planner.published import ROWS
@@ -55,9 +54,3 @@ def test_rows_are_planned_as_their_sources_ran_them():
         assert time.tokens == row.rows * row.steps * prediction.case.dp_size * row.length, row.name
         assert row.source
         assert prediction.case.world_size % prediction.case.settings.parallel.smallest_world == 0
-
-
-def test_examples_have_the_batches_that_were_published():
-    batches = [(example.case.global_batch_size, example.case.dp_size) for example in EXAMPLES[::2]]
-    # 32 GPUs: 64 rows each, with 8, 4 and 8 data-parallel ranks; expert parallelism does not divide the batch.
-    assert batches == [(16, 2), (8, 1), (64, 8), (64, 4), (64, 8)]

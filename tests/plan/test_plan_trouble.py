@@ -20,11 +20,11 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine
+from megatune.plan.changes.mends import savings
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.mends import savings
-from megatune.plan.record import Measured, RankMemory, RunRecord, dump_records, read_rank_memory, read_records
-from megatune.plan.trouble import diagnose, ran_out_of_memory
-from megatune.plan.variation import with_settings
+from megatune.plan.run.record import Measured, RankMemory, RunRecord, dump_records, read_rank_memory, read_records
+from megatune.plan.run.trouble import diagnose, ran_out_of_memory
 
 LIMIT = 240.0
 MODEL = Architecture(
@@ -197,3 +197,55 @@ def test_a_run_that_really_runs_out_of_memory(tmp_path: Path) -> None:
     assert "far from the" in text  # what was free: the limit was lower
     assert "per_device_train_batch_size: " in text
     assert text.count(" a step (") == 3
+
+
+def test_a_run_that_torchrun_started_is_explained_by_what_its_ranks_noted(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "run", outcome="failed", memory=RankMemory(rank=1, peak=2**34))
+    noted: dict[str, Any] = {"host": "here", "phase": "train", "step": 3, "findings": [], "traceback": ""}
+    lost = {**noted, "rank": 0, "exit_code": 76, "kind": "collective", "time": 1.0, "summary": "peer is gone"}
+    first = {**noted, "rank": 1, "exit_code": 71, "kind": "error", "time": 2.0, "summary": "tried to allocate 2 GiB"}
+    earlier = {**noted, "rank": 8, "exit_code": 70, "kind": "error", "time": 0.0, "summary": "of a larger run"}
+    for each in (lost, first, earlier):
+        (folder / "launch" / f"rank-{each['rank']}.error.json").write_text(json.dumps(each))
+    text = "\n".join(diagnose(folder))
+    assert "rank 1 on host here ran out of memory at step 3 (train): tried to allocate 2 GiB" in text
+    assert "failed     an allocation of 2.00 GiB" in text
+    assert "helps, by the planner:" in text
+
+
+def test_more_than_planned_is_no_reason_where_memory_ended_far_below_what_there_is(tmp_path: Path) -> None:
+    stage = estimate(CASE).stages[0]
+    loaded = stage.weights + stage.gradients + stage.master_weights + 3 * 2**30
+    folder = leave(
+        tmp_path / "run", memory=RankMemory(rank=0, loaded=loaded, peak=loaded + 2**20), exit_code=71, culprit=0
+    )
+    [line] = [line for line in diagnose(folder) if line.startswith("larger")]
+    assert "3.00 GiB more than planned, and yet memory ended at" in line
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (None, "nothing was planned for it"),
+        ('{"format": 1, "runs": []}', "its plan.json cannot be read"),
+        ('{"format": 1, "ru', "its plan.json cannot be read"),
+        ("worldless", "its plan.json cannot be read"),
+    ],
+)
+def test_a_run_without_a_plan_says_how_it_ended_and_what_it_measured(
+    tmp_path: Path, plan: str | None, words: str
+) -> None:
+    folder = leave(tmp_path / "run", memory=RankMemory(rank=0, peak=2**33), exit_code=0)
+    (folder / "run.yaml").write_text("stage: sft\n")
+    if plan == "worldless":
+        plan = (folder / "plan.json").read_text().replace('"world_size": 8', '"world_size": 0')
+    (folder / "plan.json").write_text(plan) if plan else (folder / "plan.json").unlink()
+    with pytest.raises(MegatuneError, match=words) as caught:
+        diagnose(folder)
+    [finding] = caught.value.findings
+    assert "run: finished; it took" in finding.what
+    assert " a step and 8.00 GiB; " in finding.what
+    assert f"`megatune plan {folder}/run.yaml`" in finding.mend
+    (folder / "run.yaml").write_text('memory_check: "off"   # run.yaml:1\n')
+    with pytest.raises(MegatuneError, match="memory_check: off plans nothing"):
+        diagnose(folder)

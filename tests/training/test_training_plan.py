@@ -12,13 +12,14 @@ from pool import RankPool
 from runs import settings_of, train
 
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.calibration import calibrate, read, write
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine
 from megatune.plan.estimate import estimate
-from megatune.plan.record import RunRecord, read_rank_memory, read_records
-from megatune.plan.trouble import diagnose
+from megatune.plan.run.record import RunRecord, read_rank_memory, read_records
+from megatune.plan.run.trouble import diagnose
 
 
 def run(
@@ -85,6 +86,12 @@ def test_a_run_that_goes_on_keeps_what_was_noted_before(pool: RankPool, model: P
     assert (second.outcome, second.first_step) == ("finished", 4)
     again = run(pool, model, output, max_steps=2, save_steps=2, overwrite_output_dir=True)
     assert read_records(output) == [again]
+    values = {"max_steps": 3, "save_steps": 3, "overwrite_output_dir": True}
+    assert pool.run(1, train, settings_of(model, output, **values), output / "launch", None, None) == [0]
+    with pytest.raises(
+        MegatuneError, match="nothing was planned for it"
+    ):  # the plan of the run before is not this one's
+        diagnose(output)
 
 
 def test_tiny_runs_calibrate_this_cpu_for_another_one(pool: RankPool, tmp_path: Path) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatune.cli.own_flags import split_words
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -90,7 +87,10 @@ def preview(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS, DATA or INPUT, with everything that is wrong.
     """
-    options, words, wrong = _split(args.words, _add_preview_options)
+    from megatune.config.dialects.llamafactory import LLAMAFACTORY
+
+    # The first word is the verb.
+    options, words, wrong = split_words(args.words[1:], _add_preview_options, LLAMAFACTORY)
     wrong += [
         Finding(f"--{name} {value} is too few", mend=f"--{name} {least} or more")
         for name, value, least in (
@@ -119,7 +119,10 @@ def stats(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS, DATA, INPUT or CANNOT_WRITE, with everything that is wrong.
     """
-    options, words, wrong = _split(args.words, _add_stats_options)
+    from megatune.config.dialects.llamafactory import LLAMAFACTORY
+
+    # The first word is the verb.
+    options, words, wrong = split_words(args.words[1:], _add_stats_options, LLAMAFACTORY)
     if options.plot is not None and not options.plot.lower().endswith(".png"):
         wrong.append(Finding(f"--plot {options.plot}: pictures are PNG files", mend="--plot FILE.png"))
     settings = _settings(words, wrong)
@@ -144,32 +147,6 @@ def stats(args: argparse.Namespace) -> int:
 def _help(parser: argparse.ArgumentParser) -> int:
     parser.print_help(sys.stderr)
     return ExitCode.SETTINGS
-
-
-def _split(
-    words: list[str], add_options: Callable[[argparse.ArgumentParser], None]
-) -> tuple[argparse.Namespace, Arguments, list[Finding]]:
-    """This verb's flags, the settings among the words, and flags that are neither and like one of this verb's."""
-    from megatune.config.arguments import split_arguments
-    from megatune.config.dialects.llamafactory import LLAMAFACTORY
-
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_options(options)
-    own = sorted(set(re.findall(r"--[a-z][\w-]*", options.format_help())))
-    known, rest = options.parse_known_args(words[1:])  # words[0] is the verb
-    arguments = split_arguments(rest)
-    flags: list[str] = []
-    wrong: list[Finding] = []
-    passed_over = False  # the words of a wrong flag go with it
-    for word in arguments.flags:
-        if word.startswith("--"):
-            flag = word.partition("=")[0]
-            near = difflib.get_close_matches(flag, [*own, *(f"--{key}" for key in LLAMAFACTORY.keys)], n=1)
-            passed_over = not LLAMAFACTORY.knows(flag[2:].replace("-", "_")) and bool(near) and near[0] in own
-            if passed_over:
-                wrong.append(Finding(f"{flag!r} is not known here", mend=f"did you mean {near[0]}?"))
-        flags += [] if passed_over else [word]
-    return known, replace(arguments, flags=flags), wrong
 
 
 def _settings(words: Arguments, wrong: list[Finding]) -> Settings:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatune.plan.explain import language_of, settings_page
     from megatune.plan.explain.key import knows
-    from megatune.plan.runs.record import PLAN_NAME
+    from megatune.plan.run.record import PLAN_NAME
 
     args = args.parser.parse_intermixed_args(args.words)  # options between and behind the words, too
     if isinstance(sys.stdout, TextIOWrapper):
@@ -156,7 +156,7 @@ def _run_folder(folder: Path) -> int:
         raise MegatuneError(
             Finding(f"{folder} is not the folder of a run: it has no run.yaml", mend=mend), ExitCode.INPUT
         )
-    from megatune.plan.runs.trouble import diagnose
+    from megatune.plan.run.trouble import diagnose
 
     print("\n".join(diagnose(folder)))
     return ExitCode.DONE

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
-from dataclasses import replace
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatune.cli.own_flags import split_words
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
-    from megatune.config.arguments import Arguments
     from megatune.plan.answer import Answer
 
 _DESCRIPTION = """Says whether a run fits, how fast it will be and which layout is best, from the numbers of the model
@@ -84,8 +82,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS, INPUT or CANNOT_WRITE, with everything that is wrong.
     """
-    options, words, findings = _split(args.words)
+    from megatune.plan.question import DIALECT
+
+    options, words, findings = split_words(args.words, _add_options, DIALECT)
     if options.calibrate:
+        given = [words.source, *words.overrides, *words.flags]
+        findings += [Finding(f"{word!r} says nothing to --calibrate") for word in given if word is not None]
         return _calibrate(options, findings)
 
     from megatune.cli.plan_question import ask
@@ -93,7 +95,11 @@ def run(args: argparse.Namespace) -> int:
     from megatune.plan.pages.document import document
 
     question = ask(options, words, findings)
-    found = answer(question)
+    gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
+    try:
+        found = answer(question)
+    finally:
+        gc.enable()
     if options.json:
         print(document(question, found, options.top))
     else:
@@ -158,27 +164,3 @@ def _calibrate(options: argparse.Namespace, findings: list[Finding]) -> int:
     print("\n".join([*report.lines(), f"written: {path}; plans for {report.device} use it"
                      + (" with --calibration" if options.calibration else "")]))  # fmt: skip
     return ExitCode.DONE
-
-
-def _split(words: list[str]) -> tuple[argparse.Namespace, Arguments, list[Finding]]:
-    """This verb's flags, the settings among the words, and flags that are neither and like one of this verb's."""
-    from megatune.config.arguments import split_arguments
-    from megatune.plan.question import DIALECT
-
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_options(options)
-    own = sorted(set(re.findall(r"--[a-z]\w*", options.format_help())))
-    known, rest = options.parse_known_args(words)
-    arguments = split_arguments(rest, DIALECT)
-    flags: list[str] = []
-    wrong: list[Finding] = []
-    passed_over = False  # the words of a wrong flag go with it
-    for word in arguments.flags:
-        if word.startswith("--"):
-            flag = word.partition("=")[0]
-            near = difflib.get_close_matches(flag, [*own, *(f"--{key}" for key in DIALECT.keys)], n=1)
-            passed_over = not DIALECT.knows(flag[2:].replace("-", "_")) and bool(near) and near[0] in own
-            if passed_over:
-                wrong.append(Finding(f"{flag!r} is not known here", mend=f"did you mean {near[0]}?"))
-        flags += [] if passed_over else [word]
-    return known, replace(arguments, flags=flags), wrong

@@ -15,7 +15,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
 from megatune.plan.machine import Machine
-from megatune.plan.pages.units import amount
+from megatune.plan.pages.units import amount, count
 from megatune.plan.question import Asked, Question, image_tokens, read_settings
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ T = TypeVar("T")
 # What a plan does without; rules about it have nothing to say here.
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path", "run.num_processes")
 _ROWS = 64
+_EXAMPLES = {"gpus": "8", "gpus_per_node": "8", "seq": "4096", "global_batch": "64", "image_tokens": "441", "top": "10",
+             "document_length": "512", "dataset_tokens": "1B, 250M or 3000000"}  # fmt: skip
 _AMOUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # Generations without bfloat16.
 _OLD = ("volta", "turing")
@@ -93,9 +95,8 @@ class _Reader:
         least = 0 if name == "image_tokens" else 1
         if not math.isfinite(value) or value < least or (whole and value != int(value)):
             kind = "a whole number" if whole else "a number"
-            example = "1B, 250M or 3000000" if name == "dataset_tokens" else {"gpus": "8", "top": "10"}.get(name, "")
             what = f"--{name} {text} is not {kind} of at least {least}"
-            self.findings.append(Finding(what, mend=f"--{name} {example}" if example else ""))
+            self.findings.append(Finding(what, mend=f"--{name} {_EXAMPLES[name]}"))
             return None
         return int(value) if whole else value
 
@@ -143,18 +144,24 @@ class _Reader:
                 if self.file is None and smallest == 1:
                     if not any(finding.what.startswith("--gpus ") for finding in self.findings):
                         self.findings.append(Finding("how many GPUs are there?", mend="--gpus 8"))
-                    return None, self._found(self._catalogued)
+                    return None, self._found(lambda: self._catalogued(None))
                 world = smallest
                 self.notes.append(f"{world} devices, the fewest that hold the layout (--gpus)")
-            return world, self._found(self._catalogued)
+            return world, self._found(lambda: self._catalogued(world))
         return self._this_machine(world, smallest)
 
-    def _catalogued(self) -> Machine:
+    def _catalogued(self, world: int | None) -> Machine:
         options = self.options
         given = {"gpus_per_node": options.gpus_per_node, "link": options.link, "network": options.network}
         machine = find_machine(options.gpu, **given, devices_file=options.devices)
-        assumed = machine_assumptions(machine, **given)
-        self.notes += assumed
+        # What joins devices is nothing to a run that has one of them, or one machine.
+        inside, across = world != 1, world is None or world > machine.gpus_per_node
+        self.notes += machine_assumptions(
+            machine,
+            gpus_per_node=options.gpus_per_node if inside else machine.gpus_per_node,
+            link=options.link if inside else machine.link.name,
+            network=options.network if across else machine.network.name,
+        )
         from megatune.plan.calibration import calibration_for
 
         return replace(machine, calibration=calibration_for(machine.device.name, options.calibration))
@@ -191,13 +198,16 @@ class _Reader:
             named = settings.model.model_copy(update={"model_name_or_path": given})
             settings = settings.model_copy(update={"model": named})
         if plans_own:
-            invalid = {*_NOT_HERE, *asked.loaded.invalid}
+            # A model that is only named is planned for rows longer than it was trained on, with a note.
+            longer = {"data.cutoff_len"} if self.file is None else set()
+            invalid = {*_NOT_HERE, *asked.loaded.invalid, *longer}
             self.findings += check(
                 settings, model.architecture, world, origins=asked.loaded.origins, invalid=invalid - {_NOT_HERE[-1]}
             )
         limit = model.architecture.max_position_embeddings
         if settings.data.cutoff_len > limit:
-            self.notes.append(f"{model.name} was trained on {limit:,} positions; rows here have more")
+            self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")
+        self._whole_machines(machine, world)
         self._stop()
         return Question(
             model=model,
@@ -214,6 +224,20 @@ class _Reader:
             notes=tuple(self.notes),
             file=self.file,
         )
+
+    def _whole_machines(self, machine: Machine, world: int) -> None:
+        """Devices that fill no machine are noted, and refused where the lines that start them are asked for."""
+        size = machine.gpus_per_node
+        if world <= size or world % size == 0:
+            return
+        what = f"{world} devices do not fill machines of {size}"
+        if self.options.launch is None:
+            self.notes.append(f"{what}: {-world % size} of the last one stay idle")
+            return
+        per_node = next(each for each in range(size, 0, -1) if world % each == 0)
+        why = "every machine starts as many processes"
+        mend = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
+        self.findings.append(Finding(what, "--launch", why, mend))
 
     def _precision(self, asked: Asked, machine: Machine) -> Settings:
         """bf16 for a bare model on GPUs, where nothing is written."""
@@ -239,7 +263,7 @@ class _Reader:
         size = batch.per_device_train_batch_size if self.file or "batch" in asked.written else 1
         if rows % (size * replicas):
             near = max(1, round(rows / (size * replicas))) * size * replicas
-            why = f"{size} rows a micro-batch times {replicas} data-parallel processes do not divide it"
+            why = f"{count(size, 'row')} a micro-batch times {replicas} data-parallel processes do not divide it"
             self.findings.append(Finding(f"--global_batch {rows}", "", why, f"--global_batch {near}"))
             return settings, rows
         changed = {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // (size * replicas)}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatune.config.load import Loaded
     from megatune.config.settings import Settings
     from megatune.launch.world import RankEnv, World
-    from megatune.plan.preflight import Preflight
+    from megatune.plan.run.preflight import Preflight
 
 _EPILOG = """Settings are LLaMA-Factory's keys. From a file, with changes to it:
 
@@ -26,8 +26,9 @@ From flags:
 
     megatune sft --model_name_or_path Qwen3-0.6B --dataset my.jsonl --output_dir out/first
 
-Every setting is explained in docs/settings.md. Started by torchrun, the command joins its processes; otherwise it
-starts its own: one for each GPU, or on a CPU as few as the layout allows (num_processes)."""
+`megatune explain KEY` explains a setting, `megatune explain FILE.yaml` a whole file; docs/settings.md has all of them.
+Started by torchrun, the command joins its processes; otherwise it starts its own: one for each GPU, or on a CPU as few
+as the layout allows (num_processes)."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
-    from megatune.plan.trouble import ran_out_of_memory
+    from megatune.plan.run.trouble import ran_out_of_memory
     from megatune.training.storage import OutputLock
 
     words = split_arguments(args.words)
@@ -79,17 +80,20 @@ def run(args: argparse.Namespace) -> int:
     first = place.rank == 0 if place else world is not None and world.node_rank == 0
     if first and checked.lines:
         print("\n".join(checked.lines), flush=True)
+    why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
+    advice = f"megatune: `megatune explain {output_dir}` {why}"
     with OutputLock(output_dir) if first else contextlib.nullcontext():
+        if first:  # the last run's; whoever asks how this one ended must not be told of that
+            (run_dir / "report.json").unlink(missing_ok=True)
         if place is not None:
-            return run_joined(target, payload, place, run_dir, stop_file=stop_file)
+            return run_joined(target, payload, place, run_dir, stop_file=stop_file, out_of_memory_advice=advice)
         assert world is not None, "its findings ended the preflight"
         # Files in the wild set ddp_timeout to years; a rank that shows no step for half an hour hangs all the same.
         hang_timeout = min(settings.run.ddp_timeout, HANG_SECONDS)
         code = run_ranks(target, payload, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
     # What the kernel kills for want of memory has the exit code of any process that died.
     if code in (ExitCode.OUT_OF_MEMORY, ExitCode.PROCESS_DIED) and first and ran_out_of_memory(output_dir):
-        why = "says which part was larger than planned, and what helps"
-        print(f"megatune: `megatune explain {output_dir}` {why}", file=sys.stderr)
+        print(advice, file=sys.stderr)
     return code
 
 
@@ -107,7 +111,7 @@ def _preflight(
     """
     from megatune.cli.this_machine import this_machine
     from megatune.launch.world import World
-    from megatune.plan.preflight import preflight
+    from megatune.plan.run.preflight import preflight
 
     if place is None or loaded.settings.run.memory_check == "off":
         return preflight(loaded, place.world_size if place else None, problems)

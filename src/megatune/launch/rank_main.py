@@ -31,13 +31,20 @@ def load_target(target: str) -> Target:
 
 
 def run_joined(
-    target: str, payload: dict[str, Any], env: RankEnv, run_dir: Path, *, stop_file: Path | None = None
+    target: str,
+    payload: dict[str, Any],
+    env: RankEnv,
+    run_dir: Path,
+    *,
+    stop_file: Path | None = None,
+    out_of_memory_advice: str = "",
 ) -> int:
     """Runs the target in this process, which torchrun started; nobody else reports, so each rank prints its error.
 
     Args:
         target, payload, run_dir, stop_file: as in `supervisor.run_ranks`.
         env: `world.joined(os.environ)`.
+        out_of_memory_advice: what a rank says that ran out of memory.
 
     Returns:
         DONE or STOPPED; anything else ends the process here (`end_unless_well`).
@@ -49,6 +56,8 @@ def run_joined(
     context.beat("start", 0)
     with rank_log(context):
         code = run_target(target, payload, context, log=sys.stderr)
+        if code == ExitCode.OUT_OF_MEMORY and out_of_memory_advice:
+            print(out_of_memory_advice, file=sys.stderr)
         end_unless_well(code)
     return code
 

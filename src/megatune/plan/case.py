@@ -9,6 +9,8 @@ from megatune.architecture import Architecture
 from megatune.config.settings import Settings
 from megatune.plan.machine import Machine
 
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionTower:
@@ -104,6 +106,16 @@ class Case:
     def expert_shard_size(self) -> int:
         """Processes that hold the same experts, and share out their optimizer."""
         return self.world_size // self.settings.parallel.expert_parallel_size
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the dtype that the model computes in."""
+        return _BYTES[self.settings.precision.params_dtype]
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an element of the buffers that gradients are added up and exchanged in."""
+        return 4 if self.settings.precision.accumulate_allreduce_grads_in_fp32 else self.itemsize
 
     @property
     def micro_batch_size(self) -> int:

@@ -99,6 +99,4 @@ def _recompute(recompute: RecomputeSettings) -> str:
     if recompute.recompute_granularity == "full":
         count = recompute.recompute_num_layers
         return f"full, {recompute.recompute_method or 'uniform'}{f', {count} layers' if count else ''}"
-    modules = list(recompute.recompute_modules) if recompute.recompute_granularity else []
-    modules += ["moe"] if recompute.moe_layer_recompute else []
-    return ", ".join(dict.fromkeys(modules))
+    return ", ".join(recompute.selective_modules)

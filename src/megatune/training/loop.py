@@ -26,7 +26,7 @@ from megatune.launch.context import RankContext
 from megatune.objectives.language_model import token_sum
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
-from megatune.plan.record import RankMemory
+from megatune.plan.run.record import RankMemory
 from megatune.training.agreement import on_rank_0
 from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainInfo, TrainSummary
 from megatune.training.checkpoint import TrainState, save_checkpoint

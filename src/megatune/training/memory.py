@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatune.engine import device
-from megatune.plan.record import RankMemory, rank_memory_path
+from megatune.plan.run.record import RankMemory, rank_memory_path
 
 _GROWTH = 1.02  # the file is written again when the peak has grown so much
 

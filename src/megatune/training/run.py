@@ -16,6 +16,7 @@ from megatune.engine import device, groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.plan.case import Case
+from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
 from megatune.training.callbacks import CallbackList, begin_record, build_callbacks
@@ -78,6 +79,8 @@ def _train(context: RankContext, settings: Settings, run_yaml: str, case: Case |
     resumed, notes = on_rank_0(lambda: _choose_checkpoint(settings, output_dir))
     if case is not None:
         on_rank_0(lambda: _note_plan(output_dir, case, resumed))
+    else:  # an earlier run's plan is not this one's
+        on_rank_0(lambda: (output_dir / PLAN_NAME).unlink(missing_ok=True))
     try:
         with opened_data(context, settings, source, resumed) as data:
             return _train_on(data, context, settings, resumed, notes, memory, planned=case is not None)

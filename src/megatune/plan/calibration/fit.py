@@ -18,7 +18,7 @@ from megatune.plan.calibration.report import CalibrationReport, Errors, RunError
 from megatune.plan.case import Case
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration
-from megatune.plan.record import RunRecord, comparable, read_records
+from megatune.plan.run.record import RunRecord, comparable, read_records
 
 _SEEN = 0.1  # share of the measured that a factor must scale, to be told
 _APART = 0.05  # how far two factors' shares must move apart between runs, to be told from each other

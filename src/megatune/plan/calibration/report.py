@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatune.plan.machine import Calibration
 from megatune.plan.pages.units import columns
-from megatune.plan.wording import percent, size
+from megatune.plan.pages.wording import percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

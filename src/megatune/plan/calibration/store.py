@@ -13,15 +13,15 @@ import yaml
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.machine import Calibration
+from megatune.plan.user_folder import user_folder
 
 _HEAD = "# Written by megatune plan --calibrate; docs/trouble.md says what the numbers are.\n"
 _NAMES = tuple(field.name for field in fields(Calibration))
 
 
 def default_path(device: str, env: Mapping[str, str] = os.environ) -> Path:
-    """Where the planner looks for the calibration of a device: below XDG_CONFIG_HOME, which is ~/.config."""
-    base = env.get("XDG_CONFIG_HOME") or str(Path(env.get("HOME") or "~").expanduser() / ".config")
-    return Path(base) / "megatune" / "calibration" / f"{device}.yaml"
+    """Where the planner looks for the calibration of a device."""
+    return user_folder(env) / "calibration" / f"{device}.yaml"
 
 
 def write(calibration: Calibration, path: str | Path, device: str = "") -> None:
@@ -84,7 +84,10 @@ def _content(path: Path) -> dict[str, Any]:
             Finding("there is no such file", str(path), mend="megatune plan --calibrate RUN writes one"), ExitCode.INPUT
         ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
+        mark, why = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        mend = "megatune plan --calibrate RUN writes it anew"
+        raise MegatuneError(Finding("cannot be read", where, why, mend), ExitCode.INPUT) from None
     if not isinstance(content, dict):
         raise MegatuneError(Finding("is not a mapping of factors", str(path)), ExitCode.INPUT)
     return content

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from typing import TypeVar
 
 from megatune.config.settings import Settings
 from megatune.plan.case import Case
-from megatune.plan.memory.experts import IMBALANCE, IMBALANCE_WITHOUT_LOSS
 from megatune.plan.memory.layer import decoder_layer
 from megatune.plan.memory.linear import norm
 from megatune.plan.memory.loss import head, vocabulary_rows
@@ -17,7 +17,10 @@ from megatune.plan.memory.operators import Operator, chain, recomputed, repeat
 from megatune.plan.memory.shapes import Shapes, shapes_of
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
 from megatune.plan.memory.vision import vision_tower
+from megatune.plan.routing import expert_imbalance
 from megatune.plan.schedule import in_flight
+
+T = TypeVar("T")
 
 _ALL_LAYERS = 10**9
 
@@ -49,44 +52,57 @@ class _Recompute:
 
 
 def activation_bytes(case: Case, stage: int) -> StageActivations:
-    """Activations of a stage at its fullest moment.
+    """As `stage_activations`, of one stage."""
+    return stage_activations(case, (stage,))[0].parts
+
+
+def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes]:
+    """Activations of each of these stages at its fullest moment.
 
     That is, with 1F1B, when so many micro-batches are held as the schedule ever holds, and one of them is at the
     fullest moment of its forward or backward pass. Every token is taken to be trained, and every row to be as long as
     the longest.
 
     Returns:
-        `logits_and_loss` is what the output layer and the loss add to the stage's fullest moment, `expert_imbalance`
-        what the fullest expert rank has beyond an even share; `activations` is all the rest. Times the machine's
-        calibrated factor.
+        In `parts` `logits_and_loss` is what the output layer and the loss add to the stage's fullest moment,
+        `expert_imbalance` what the fullest expert rank has beyond an even share; `activations` is all the rest. Times
+        the machine's calibrated factor.
     """
     architecture, parallel = case.model.architecture, case.settings.parallel
-    chunks, recompute = stage_chunks(parallel, architecture)[stage], _recompute(case.settings)
-    schedule = _Schedule(parallel.pipeline_model_parallel_size, stage, case.num_micro_batches)
-    vision = vision_tower(case) if case.image_tokens and stage == 0 else None
-    even = shapes_of(case)
-    bare, loss = _stage(even, chunks, schedule, recompute, vision)
-    imbalance = 0
+    contents, recompute = stage_chunks(parallel, architecture), _recompute(case.settings)
+    even, uneven = shapes_of(case), None
     if architecture.moe is not None and parallel.expert_model_parallel_size > 1:
-        uneven = replace(even, imbalance=assumed_imbalance(case.settings))
-        imbalance = sum(_stage(uneven, chunks, schedule, recompute, vision)) - bare - loss
-    factor = case.machine.calibration.activations
-    return StageActivations(
-        activations=round(bare * factor),
-        logits_and_loss=round(loss * factor),
-        expert_imbalance=round(imbalance * factor),
-    )
+        uneven = replace(even, imbalance=expert_imbalance(case.settings, architecture.moe))
+    found = []
+    for stage in stages:
+        schedule = _Schedule(parallel.pipeline_model_parallel_size, stage, case.num_micro_batches)
+        vision = vision_tower(case) if case.image_tokens and stage == 0 else None
+        rest = (contents[stage], schedule, recompute, vision)
+        found.append(ActivationBytes(case.machine.calibration.activations, even, uneven, rest))
+    return found
 
 
-def assumed_imbalance(settings: Settings) -> float:
-    """Rows of the fullest expert rank over an even share."""
-    experts = settings.experts
-    balanced = (
-        experts.moe_aux_loss_coeff
-        or experts.moe_router_bias_update_rate
-        or experts.moe_router_load_balancing_type == "sinkhorn"
-    )
-    return IMBALANCE if balanced else IMBALANCE_WITHOUT_LOSS
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """Of a stage at its fullest moment, before and after the machine's calibrated factor."""
+
+    factor: float
+    even: Shapes
+    uneven: Shapes | None
+    rest: tuple[tuple[ChunkContent, ...], _Schedule, _Recompute | None, Operator | None]
+
+    @property
+    def total(self) -> int:
+        return round(sum(_stage(self.uneven or self.even, *self.rest)) * self.factor)
+
+    @property
+    def parts(self) -> StageActivations:
+        """They add up to `total`."""
+        bare, loss = _stage(self.even, *self.rest)
+        activations, both = round(bare * self.factor), round((bare + loss) * self.factor)
+        return StageActivations(
+            activations=activations, logits_and_loss=both - activations, expert_imbalance=self.total - both
+        )
 
 
 def _recompute(settings: Settings) -> _Recompute | None:
@@ -158,19 +174,33 @@ def _embedding(shapes: Shapes) -> Operator:
 
 def _decoder(shapes: Shapes, sparse: tuple[bool, ...], recompute: _Recompute | None) -> list[Operator]:
     """The layers of a chunk, in runs of one kind."""
+    groups, rest = _groups(sparse, recompute)
+    again = [
+        repeat(recomputed(chain(_runs(shapes, group)), shapes.hidden, shapes.hidden), times) for group, times in groups
+    ]
+    return again + _runs(shapes, rest)
+
+
+def _runs(shapes: Shapes, runs: _Runs) -> list[Operator]:
+    return [repeat(_layer(shapes, kind), times) for kind, times in runs]
+
+
+_Runs = tuple[tuple[bool, int], ...]  # kinds of layers, and how many there are one after the other
+
+
+@lru_cache(4096)
+def _groups(sparse: tuple[bool, ...], recompute: _Recompute | None) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
+    """Groups of layers that are recomputed together, equal ones counted, and the layers that are not."""
     if recompute is None:
-        return _runs(shapes, sparse)
+        return (), _run_lengths(sparse)
     size, last = (recompute.count, len(sparse)) if recompute.uniform else (1, recompute.count)
     groups = [sparse[first : min(first + size, last)] for first in range(0, min(last, len(sparse)), size)]
-    again = [
-        repeat(recomputed(chain(_runs(shapes, group)), shapes.hidden, shapes.hidden), len(list(same)))
-        for group, same in groupby(groups)
-    ]
-    return again + _runs(shapes, sparse[last:])
+    again = tuple((_run_lengths(group), times) for group, times in _run_lengths(groups))
+    return again, _run_lengths(sparse[last:])
 
 
-def _runs(shapes: Shapes, sparse: tuple[bool, ...]) -> list[Operator]:
-    return [repeat(_layer(shapes, kind), len(list(same))) for kind, same in groupby(sparse)]
+def _run_lengths(values: Iterable[T]) -> tuple[tuple[T, int], ...]:
+    return tuple((value, len(list(same))) for value, same in groupby(values))
 
 
 @lru_cache(4096)

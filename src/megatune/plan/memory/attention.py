@@ -33,12 +33,12 @@ def _grouped_query(shapes: Shapes) -> Iterator[Operator]:
     # Queries of several groups do not lie side by side: they are copied.
     copied = query if groups > 1 else 0
     if architecture.qk_layernorm:
-        for vectors, saved in ((tokens * heads, copied), (tokens * groups, 0)):
+        for vectors, saved in ((tokens * heads, query), (tokens * groups, key)):
             one = norm(shapes, vectors, d, saved)
             yield one._replace(forward=one.forward + source, backward=one.backward + query + key)
     # Both passes make two products and their sum, or fused two of them.
     yield Operator(0, source + copied + 2 * query, source + 2 * query)
-    yield from _core(Heads(shapes, heads, groups, d, d, source))
+    yield from _core(Heads(shapes, heads, groups, d, d))
     yield linear(
         shapes, "linear_proj", heads * d, architecture.hidden_size, scatters=spread, saved=0, shares_gradient=True
     )
@@ -54,9 +54,9 @@ def _latent(shapes: Shapes) -> Iterator[Operator]:
     # The input, which both projections save.
     yield Operator(shapes.hidden if "linear_qkv" in shapes.keeps else 0, shapes.hidden)
     if mla.q_lora_rank is not None:
-        yield linear(shapes, "linear_qkv", hidden, mla.q_lora_rank, saved=0, vectors=part)
+        yield linear(shapes, "linear_qkv", hidden, mla.q_lora_rank, saved=0, vectors=part, adds_gradient=False)
         yield norm(shapes, part, mla.q_lora_rank, part * mla.q_lora_rank * size)
-    yield linear(shapes, "linear_qkv", hidden, architecture.latent_size, saved=0, vectors=part)
+    yield linear(shapes, "linear_qkv", hidden, architecture.latent_size, saved=0, vectors=part, adds_gradient=False)
     yield norm(shapes, part, mla.kv_lora_rank, part * architecture.latent_size * size)
     into_queries, into_others = heads * d, heads * (mla.qk_head_dim + d_v)
     saved = None if mla.q_lora_rank else 0
@@ -65,7 +65,7 @@ def _latent(shapes: Shapes) -> Iterator[Operator]:
     yield Operator(0, 2 * query, 3 * query)
     yield linear(shapes, "linear_qkv", mla.kv_lora_rank, into_others, gathers=spread)
     yield Operator(0, query + others, query + others)
-    attended = Heads(shapes, heads, heads, d, d_v, 0)
+    attended = Heads(shapes, heads, heads, d, d_v)
     if "mla_up_proj" in shapes.modules:
         yield _made_again(attended)
     else:
@@ -87,7 +87,7 @@ def _core(heads: Heads) -> Iterator[Operator]:
     core, context = core_attention(heads)
     if "core_attn" in heads.shapes.modules:
         # The context is made again, too, and gone before the projection's is.
-        yield recomputed(core, heads.query + heads.key + heads.kept_value, heads.context)
+        yield recomputed(core, heads.query + heads.key + heads.value, heads.context)
         yield Operator(heads.context)
     else:
         yield core

@@ -34,12 +34,17 @@ def pad(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def full_bucket(dp_size: int) -> int:
+    """Elements after which a bucket is full, where gradients are reduced bucket by bucket."""
+    return max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * dp_size)
+
+
 def bucket_size(overlap_grad_reduce: bool, stage: int, virtual_stage: int, dp_size: int) -> int | None:
     """Elements after which a bucket is full; None for one bucket."""
     # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
     if not overlap_grad_reduce or stage or virtual_stage:
         return None
-    return max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * dp_size)
+    return full_bucket(dp_size)
 
 
 def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int | None) -> list[Bucket]:

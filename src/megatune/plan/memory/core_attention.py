@@ -20,7 +20,6 @@ class Heads:
     Attributes:
         queries, groups: heads of queries, and of keys and values.
         channels, value_channels: of a query's and key's head, and of a value's.
-        source: bytes that stay because the values are a part of them; 0 where values lie alone.
     """
 
     shapes: Shapes
@@ -28,7 +27,6 @@ class Heads:
     groups: int
     channels: int
     value_channels: int
-    source: int
 
     @property
     def query(self) -> int:
@@ -42,13 +40,8 @@ class Heads:
 
     @property
     def value(self) -> int:
-        """Bytes of values alone."""
+        """Bytes of values."""
         return self.shapes.tokens * self.groups * self.value_channels * self.shapes.size
-
-    @property
-    def kept_value(self) -> int:
-        """Bytes of the tensor that values are in."""
-        return self.source or self.value
 
     @property
     def context(self) -> int:
@@ -86,7 +79,7 @@ def core_attention(heads: Heads) -> tuple[Operator, int]:
 
 
 def _whole_rows(heads: Heads) -> tuple[Operator, int]:
-    kept = heads.query + heads.key + heads.kept_value + heads.padded + heads.sums
+    kept = heads.query + heads.key + heads.value + heads.padded + heads.sums
     match heads.shapes.kernel:
         case "plain":
             return _plain(heads, kept), 0
@@ -116,7 +109,7 @@ def _math(heads: Heads) -> Operator:
     shapes = heads.shapes
     scores = 4 * shapes.rows * heads.queries * shapes.length**2
     repeated = 4 * shapes.tokens * heads.queries * (2 * heads.channels + heads.value_channels)
-    kept = heads.kept_value + repeated + scores + heads.context
+    kept = repeated + scores + heads.context
     return Operator(kept, 2 * scores, heads.gradients + repeated + 2 * scores)
 
 
@@ -138,7 +131,7 @@ def _ring(heads: Heads) -> tuple[Operator, int]:
     wide = moving * 4 // heads.shapes.size
     # 16-bit outputs are merged in fp32, and rounded into memory of their own.
     output, copy = (heads.context, 0) if heads.shapes.wide else (heads.padded, heads.context_copy)
-    kept = heads.query + heads.key + heads.kept_value + output + heads.sums
+    kept = heads.query + heads.key + heads.value + output + heads.sums
     return Operator(kept, 2 * (moving + heads.context), heads.gradients + 2 * moving + 3 * wide), copy
 
 
@@ -151,4 +144,4 @@ def _all_to_all(heads: Heads) -> tuple[Operator, int]:
     # Values that a kernel fills up are no longer a part of the rows.
     filled = copies * heads.key if shapes.kernel == "padded" else 0
     kept = rows + filled + heads.padded + heads.sums
-    return Operator(kept, 2 * rows + heads.source, 3 * rows + heads.context), heads.context
+    return Operator(kept, 2 * rows, 3 * rows + heads.context), heads.context

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from megatune.plan.case import Case
-from megatune.plan.memory.activations import activation_bytes
-from megatune.plan.memory.parameters import state_bytes
-from megatune.plan.memory.workspace import workspace_bytes
+from megatune.plan.memory.activations import ActivationBytes, StageActivations, stage_activations
+from megatune.plan.memory.parameters import StageState, stage_states
+from megatune.plan.memory.workspace import Workspace, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class StageMemory:
         logits_and_loss: the output layer's at their fullest.
         communication: buffers of exchanges, of the communication library's among them.
         expert_imbalance: activations of the fullest expert rank beyond those of an even share.
-        framework: the device's context, the library's handles, fragments between tensors.
+        framework: the device's context and the libraries; on a CPU the process itself.
     """
 
     stage: int
@@ -51,12 +52,25 @@ MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name n
 
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Memory of each pipeline stage, the first stage first."""
-    return tuple(memory_of_stage(case, stage) for stage in range(case.settings.parallel.pipeline_model_parallel_size))
+    parts = _parts(case, range(case.settings.parallel.pipeline_model_parallel_size))
+    return tuple(_memory(stage, state, kept.parts, work) for stage, (state, kept, work) in enumerate(parts))
 
 
-def memory_of_stage(case: Case, stage: int) -> StageMemory:
-    """Memory of one pipeline stage."""
-    state, kept, work = state_bytes(case, stage), activation_bytes(case, stage), workspace_bytes(case, stage)
+def fullest_bytes(case: Case, stages: Sequence[int]) -> int:
+    """The largest `StageMemory.total` of these stages, without its parts."""
+    return max(
+        state.weights + state.gradients + state.master_weights + state.optimizer_state + kept.total + work.communication
+        + work.framework
+        for state, kept, work in _parts(case, stages)
+    )  # fmt: skip
+
+
+def _parts(case: Case, stages: Iterable[int]) -> Iterator[tuple[StageState, ActivationBytes, Workspace]]:
+    workspaces = (workspace_bytes(case, stage) for stage in stages)
+    return zip(stage_states(case, stages), stage_activations(case, stages), workspaces, strict=True)
+
+
+def _memory(stage: int, state: StageState, kept: StageActivations, work: Workspace) -> StageMemory:
     return StageMemory(
         stage=stage,
         num_layers=state.num_layers,

@@ -14,11 +14,6 @@ from megatune.plan.memory.linear import ADAPTERS
 from megatune.plan.memory.operators import Operator, chain, recomputed
 from megatune.plan.memory.shapes import Shapes
 
-# Rows of the fullest expert rank over an even share: assumptions, of routers that a loss, a bias or Sinkhorn's
-# normalization balances, and of others.
-IMBALANCE = 1.2
-IMBALANCE_WITHOUT_LOSS = 1.5
-
 
 def expert_layer(shapes: Shapes) -> Operator:
     """From the normalized hidden states to what is added to the residual stream."""
@@ -37,9 +32,10 @@ def expert_rows(shapes: Shapes) -> int:
     rows of the ranks that share out the experts."""
     moe = shapes.architecture.moe
     assert moe is not None
-    even = shapes.part * shapes.topk * shapes.etp
+    topk = moe.router_topk
+    even = shapes.part * topk * shapes.etp
     if shapes.capacity_factor is not None:
-        capacity = min(shapes.part, math.ceil(shapes.part * shapes.topk / moe.num_experts * shapes.capacity_factor))
+        capacity = min(shapes.part, math.ceil(shapes.part * topk / moe.num_experts * shapes.capacity_factor))
         most = capacity * shapes.etp * moe.num_experts
         if shapes.pads:
             return most
@@ -61,7 +57,7 @@ def _router(shapes: Shapes, saves_input: bool) -> Operator:
     """It saves its input, scores in fp32, and choices in int64."""
     moe = shapes.architecture.moe
     assert moe is not None
-    scores, choices = 4 * shapes.part * moe.num_experts, 8 * shapes.part * shapes.topk
+    scores, choices = 4 * shapes.part * moe.num_experts, 8 * shapes.part * moe.router_topk
     input_copy = shapes.part * shapes.architecture.hidden_size * (shapes.router_size - shapes.size)
     kept = (shapes.hidden if saves_input else 0) + scores + 5 * choices
     return Operator(kept, 2 * scores + input_copy + shapes.hidden, 2 * scores + input_copy + 2 * shapes.hidden)
@@ -76,13 +72,19 @@ def _routed(shapes: Shapes) -> Iterator[Operator]:
     channels = moe.moe_ffn_hidden_size // shapes.etp
     local = moe.num_experts // shapes.ep
     tokens_in_rows, numbers = rows * hidden * size, rows * channels
-    sent = shapes.part * shapes.topk * hidden * size
+    sent = shapes.part * moe.router_topk * hidden * size
     travels = shapes.ep * shapes.etp > 1
-    places = 8 * (4 * rows + 2 * shapes.part * shapes.topk)
+    passing = 2 * sent if travels else 0
+    returning = tokens_in_rows
+    if travels and shapes.gathers_tokens:
+        # Tokens of all ranks; and where they are summed up, a row for each of their choices, wherever it went.
+        passing = shapes.hidden * shapes.ep * shapes.etp
+        returning = tokens_in_rows + (1 + moe.router_topk) * passing
+    places = 8 * (4 * rows + 2 * shapes.part * moe.router_topk)
     if travels:
         places += 8 * 6 * rows
     weight = local * channels * hidden * size if shapes.weights_trained else 0
-    yield Operator(places, tokens_in_rows + (2 * sent if travels else 0), 3 * tokens_in_rows)
+    yield Operator(places, tokens_in_rows + passing, 2 * tokens_in_rows + returning)
     yield Operator(
         _kept_input(shapes, "linear_fc1", rows, hidden),
         2 * numbers * size,
@@ -101,7 +103,8 @@ def _routed(shapes: Shapes) -> Iterator[Operator]:
     else:
         yield activation
     yield second
-    yield Operator(0, 2 * tokens_in_rows + shapes.hidden, 2 * tokens_in_rows + shapes.hidden)
+    around = tokens_in_rows + returning + shapes.hidden
+    yield Operator(0, around, around)
 
 
 def _kept_input(shapes: Shapes, name: str, rows: int, channels: int) -> int:

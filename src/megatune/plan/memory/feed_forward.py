@@ -7,22 +7,14 @@ from megatune.plan.memory.operators import Operator, chain
 from megatune.plan.memory.shapes import Shapes
 
 
-def swiglu(shapes: Shapes, numbers: int, *, overlapped: bool = False) -> Operator:
-    """silu(gate) · up of so many numbers f · T.
-
-    Fused it keeps gate and up, 2 · f. Operator by operator silu(gate), too, and a copy of up: Megatron-Core adds an
-    offset of 0 to it.
-
-    Args:
-        overlapped: of shared experts, where Megatron-Core adds no offset.
-    """
+def swiglu(shapes: Shapes, numbers: int) -> Operator:
+    """silu(gate) · up of so many numbers f · T. Fused it keeps gate and up, 2 · f, otherwise silu(gate), too."""
     size = shapes.size
     if shapes.activation_fusion:
         # Operator by operator, gradients of gate and up are made apart, then joined.
         one, both = (2, 5) if shapes.on_cpu else (1, 3)
         return Operator(2 * numbers * size, one * numbers * size, both * numbers * size)
-    copied = 0 if overlapped else numbers * size
-    return Operator(3 * numbers * size + copied, numbers * size, 3 * numbers * size)
+    return Operator(3 * numbers * size, numbers * size, 3 * numbers * size)
 
 
 def feed_forward(shapes: Shapes, channels: int, *, overlapped: bool = False) -> Operator:
@@ -37,7 +29,7 @@ def feed_forward(shapes: Shapes, channels: int, *, overlapped: bool = False) -> 
     return chain(
         (
             linear(shapes, "linear_fc1", hidden, 2 * channels, gathers=spread and not overlapped),
-            swiglu(shapes, numbers, overlapped=overlapped),
+            swiglu(shapes, numbers),
             linear(shapes, "linear_fc2", channels, hidden, scatters=spread, shares_gradient=True),
         )
     )

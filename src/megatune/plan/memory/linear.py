@@ -46,6 +46,7 @@ def linear(
     scatters: bool = False,
     keeps: bool | None = None,
     shares_gradient: bool = False,
+    adds_gradient: bool = True,
 ) -> Operator:
     """A matrix product with weights [outputs, inputs] of this rank.
 
@@ -57,6 +58,7 @@ def linear(
         scatters: its output is summed and cut from T to P.
         keeps: whether the backward pass needs the input.
         shares_gradient: the gradient of its output is one that is counted elsewhere.
+        adds_gradient: gradient_accumulation_fusion adds the weight's gradient to the buffer, without a tensor.
     """
     tokens = shapes.tokens if vectors is None else vectors
     size = shapes.size
@@ -67,10 +69,10 @@ def linear(
     kept = mine if needed else 0
     if shapes.adapter and needed:
         kept += tokens * shapes.adapter * size * ADAPTERS.get(name, 1)
-    # What autograd hands over as the weight's gradient; with gradient_accumulation_fusion it is never written to.
     weight = inputs * outputs * size if shapes.weights_trained else 0
-    if weight and shapes.gradient_fusion and shapes.on_cpu and shapes.wide and shapes.wide_gradients:
-        weight = max(weight, 4 * tokens * (inputs + outputs))
+    if weight and shapes.gradient_fusion and adds_gradient:
+        # A CPU has no product of 16-bit numbers that adds to fp32 ones.
+        weight = 4 * tokens * (inputs + outputs) if shapes.on_cpu and shapes.wide and shapes.wide_gradients else 0
     forward = out + (out // shapes.tp if scatters else 0) + (0 if needed else mine)
     backward = (0 if shares_gradient and not scatters else out) + into + (of_rank if gathers else 0) + weight
     return Operator(kept, forward, backward)

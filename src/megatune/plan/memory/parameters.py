@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,14 +58,20 @@ class StageParameters:
 
 
 def state_bytes(case: Case, stage: int) -> StageState:
-    """State of the stage's fullest rank.
+    """As `stage_states`, of one stage."""
+    return stage_states(case, (stage,))[0]
+
+
+def stage_states(case: Case, stages: Iterable[int]) -> list[StageState]:
+    """State of the fullest rank of each of these stages.
 
     All ranks of a stage hold the same weights and gradients. Under the distributed optimizer the fullest is taken to
     update an equal share of every buffer, padding included: at least what any rank updates, and more by at most the
     padding inside that share. With optimizer_offload_fraction below 1 the engine moves whole parameters, so that up
     to one parameter's state more is on the host than the fraction says.
     """
-    return _state(case.model, case.trainable, state_rules(case), stage)
+    rules = state_rules(case)
+    return [_state(case.model, case.trainable, rules, stage) for stage in stages]
 
 
 def rank_state(case: Case, rank: int) -> StageState:
@@ -91,15 +97,13 @@ def stage_parameters(case: Case, stage: int) -> StageParameters:
 @lru_cache(maxsize=65536)
 def _state(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> StageState:
     held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
-    parts = [closed_part(held, chunks, rules, stage, is_expert) for is_expert in _parts(model)]
-    return _sum(held, chunks, rules, parts)
+    return _sum(held, chunks, rules, _closed(model, trainable, rules, stage))
 
 
 @lru_cache(maxsize=65536)
 def _elements(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> StageParameters:
     held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
-    parts = {is_expert: closed_part(held, chunks, rules, stage, is_expert) for is_expert in _parts(model)}
-    dense, expert = parts[False], parts.get(True, Part(0, 0, 0, 0, 0))
+    dense, expert = (*_closed(model, trainable, rules, stage), Part(0, 0, 0, 0, 0))[:2]
     return StageParameters(
         dense=dense.size,
         expert=expert.size,
@@ -109,6 +113,12 @@ def _elements(model: PlannedModel, trainable: Trainable, rules: StateRules, stag
         trained_expert=expert.trained,
         updated=dense.updated + expert.updated,
     )
+
+
+@lru_cache(maxsize=1024)  # asked for twice, one soon after the other
+def _closed(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> tuple[Part, ...]:
+    held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
+    return tuple(closed_part(held, chunks, rules, stage, is_expert) for is_expert in _parts(model))
 
 
 def _sum(held: HeldParameters, chunks: Sequence[ChunkContent], rules: StateRules, parts: Sequence[Part]) -> StageState:

@@ -12,8 +12,6 @@ from megatune.plan.memory.buffers import bucket_size, padded_size, shard, shared
 from megatune.plan.memory.optimizer import OptimizerRules, optimizer_rules
 from megatune.plan.memory.tensors import ChunkContent, HeldParameter, HeldParameters, chunk_parameters
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class StateRules:
@@ -40,14 +38,12 @@ class StateRules:
 
 def state_rules(case: Case) -> StateRules:
     """Of a run."""
-    precision, parallel = case.settings.precision, case.settings.parallel
-    size = _BYTES[precision.params_dtype]
     return StateRules(
-        parallel,
+        case.settings.parallel,
         case.dp_size,
         (case.shard_size, case.expert_shard_size),
-        size,
-        4 if precision.accumulate_allreduce_grads_in_fp32 else size,
+        case.itemsize,
+        case.gradient_itemsize,
         optimizer_rules(case.settings),
     )
 

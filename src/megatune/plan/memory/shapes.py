@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatune.architecture import Architecture
-from megatune.config.settings import Settings
 from megatune.plan.case import Case
 
 # Generations whose cuDNN attention torch takes before its own flash attention; see engine.device.sdpa_kernels.
@@ -14,7 +13,6 @@ _CUDNN_FIRST = ("hopper", "blackwell")
 # Generations before torch's flash attention (compute capability 8.0).
 _WITHOUT_FLASH = ("volta", "turing")
 _FLASH_CHANNELS = 256
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Kernel = Literal["one", "padded", "runs", "plain", "math"]
 
@@ -29,7 +27,6 @@ class Shapes:
         rows: of a micro-batch inside the model; one, where documents share it.
         length: tokens of a row on this rank, s / cp.
         document: tokens of the longest document.
-        multiple: flash kernels take channels in multiples of this.
         kernel: what attends: "one" for torch's choice for whole documents; "padded", where that wants queries, keys and
             values of as many channels; "runs" for the kernel with variable lengths; "plain" for matrix products;
             "math" for torch's own, which keep all scores.
@@ -37,6 +34,7 @@ class Shapes:
         weights_trained: linear layers' own weights get gradients.
         adapter: rank of the adapters of linear layers in `keeps`; 0 without.
         modules: what selective recomputation computes again.
+        gathers_tokens: every expert-parallel rank gets all tokens of all of them.
         overlaps: shared experts compute while tokens travel.
         imbalance: rows of the fullest rank's experts over an even share.
     """
@@ -47,7 +45,6 @@ class Shapes:
     rows: int
     length: int
     document: int
-    multiple: int
     kernel: Kernel
     tp: int
     cp: int
@@ -57,7 +54,6 @@ class Shapes:
     cp_comm_type: str
     norm_fusion: bool
     activation_fusion: bool
-    rope_fusion: bool
     loss_fusion: bool
     gradient_fusion: bool
     wide_gradients: bool
@@ -65,8 +61,7 @@ class Shapes:
     weights_trained: bool
     adapter: int
     modules: frozenset[str]
-    allgather: bool
-    topk: int
+    gathers_tokens: bool
     capacity_factor: float | None
     pads: bool
     overlaps: bool
@@ -117,7 +112,7 @@ def shapes_of(case: Case) -> Shapes:
     packed = settings.packing
     cp = parallel.context_parallel_size
     rows, length = case.micro_batch_size, case.sequence_length
-    size = BYTES[settings.precision.params_dtype]
+    size = case.itemsize
     lora = trainable.kind == "lora"
     trains_weights = not lora and not trainable.freeze_language_model
     keeps = LINEARS if trains_weights else frozenset(trainable.lora_target) if lora else frozenset()
@@ -130,7 +125,6 @@ def shapes_of(case: Case) -> Shapes:
         rows=1 if packed else rows,
         length=(rows * length if packed else length) // cp,
         document=min(round(case.document_length or length), length) if packed else length,
-        multiple=1 if generation == "cpu" else 8,
         kernel=_kernel(case, size),
         tp=parallel.tensor_model_parallel_size,
         cp=cp,
@@ -140,31 +134,20 @@ def shapes_of(case: Case) -> Shapes:
         cp_comm_type=parallel.cp_comm_type,
         norm_fusion=performance.rms_norm_fusion,
         activation_fusion=performance.bias_activation_fusion,
-        rope_fusion=performance.apply_rope_fusion,
         loss_fusion=performance.cross_entropy_loss_fusion,
         gradient_fusion=performance.gradient_accumulation_fusion,
         wide_gradients=settings.precision.accumulate_allreduce_grads_in_fp32,
         keeps=keeps,
         weights_trained=trains_weights,
         adapter=trainable.lora_rank if lora else 0,
-        modules=recomputed_modules(settings),
-        allgather=experts.moe_token_dispatcher_type == "allgather",
-        topk=experts.moe_router_topk or (moe.router_topk if moe else 0),
+        modules=frozenset(settings.recompute.selective_modules),
+        gathers_tokens=experts.moe_token_dispatcher_type == "allgather",
         capacity_factor=experts.moe_expert_capacity_factor,
         pads=experts.moe_pad_expert_input_to_capacity,
         overlaps=experts.moe_shared_expert_overlap,
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=1.0,
     )
-
-
-def recomputed_modules(settings: Settings) -> frozenset[str]:
-    """What selective recomputation computes again."""
-    recompute = settings.recompute
-    if recompute.recompute_granularity == "full":
-        return frozenset()
-    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
-    return frozenset((*modules, "moe") if recompute.moe_layer_recompute else modules)
 
 
 def _kernel(case: Case, size: int) -> Kernel:

@@ -65,7 +65,7 @@ class HeldParameter:
     is_shared_embedding: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
 class HeldParameters:
     """Parameters of a rank by where they are.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from megatune.plan.case import Case
 from megatune.plan.memory.operators import Operator, chain, repeat
-from megatune.plan.memory.shapes import BYTES
 
 
 def vision_tower(case: Case) -> Operator:
@@ -21,7 +20,7 @@ def vision_tower(case: Case) -> Operator:
     patches = 0 if tower is None else case.micro_batch_size * case.image_tokens * tower.spatial_merge_size**2
     if tower is None or not patches:
         return Operator(0)
-    size = BYTES[case.settings.precision.params_dtype]
+    size = case.itemsize
     hidden, inner = patches * tower.hidden_size * size, patches * tower.ffn_hidden_size * size
     # Two norms' inputs and outputs, q, k, v, the context; before and behind the activation, twice before with a gate.
     layer = 8 * hidden + inner * (4 if tower.gated else 2) + 4 * patches * tower.num_attention_heads

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatune.plan.case import Case
-from megatune.plan.memory.shapes import BYTES
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
 # torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
@@ -60,7 +59,7 @@ def _tensors(case: Case, stage: int) -> int:
     gradients between pipeline stages: one that was sent; with virtual stages and overlap_p2p_comm, those on their way
     both ways, too. How many these are was seen on two and on four stages, not derived from the schedule."""
     parallel, hidden = case.settings.parallel, case.model.architecture.hidden_size
-    size = BYTES[case.settings.precision.params_dtype]
+    size = case.itemsize
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     whole = case.micro_batch_size * case.sequence_length // parallel.context_parallel_size * hidden * size
     spread = parallel.sequence_parallel and tp > 1

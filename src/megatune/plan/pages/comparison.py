@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.groups.performance import RecomputeSettings
+from megatune.config.values import shown
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.pages.layouts import wrapped
@@ -57,7 +58,7 @@ def _effective(recompute: RecomputeSettings) -> dict[str, object]:
 def comparison_lines(mine: Estimate, better: Estimate, width: int = 80) -> Iterator[str]:
     """What to write, both plans next to each other, and the largest reasons."""
     changed = changed_settings(mine, better)
-    yield from (f"  {key}: {_shown(after)}" for key, (_, after) in changed.items())
+    yield from (f"  {key}: {shown(after)}" for key, (_, after) in changed.items())
     yield "Why, part by part:"
     unit = seconds_unit(max(mine.time.total, better.time.total))
     memory = bytes_unit(max(mine.fullest.total, better.fullest.total))
@@ -74,7 +75,7 @@ def comparison_lines(mine: Estimate, better: Estimate, width: int = 80) -> Itera
             rows.append([name, memory.of(first), memory.of(second), _change(memory, first, second)])
     yield from ("  " + line for line in columns(rows))
     for reason in _reasons(mine, better, changed):
-        yield from wrapped(reason, width)
+        yield from wrapped(reason, width - 2)  # arrows are two characters in ASCII
 
 
 def _reasons(mine: Estimate, better: Estimate, changed: dict[str, tuple[object, object]]) -> Iterator[str]:
@@ -86,7 +87,7 @@ def _reasons(mine: Estimate, better: Estimate, changed: dict[str, tuple[object, 
         if abs(gains[part]) < _WORTH_SAYING * mine.time.total:
             continue
         causes = [
-            f"{key} {_shown(before)} → {_shown(after)}"
+            f"{key} {shown(before)} → {shown(after)}"
             for key, (before, after) in changed.items()
             if key in _CAUSES.get(part, ())
         ]
@@ -100,14 +101,3 @@ def _change(unit: Unit, first: float, second: float) -> str:
     if abs(change) < 0.005 * unit.size:
         return "0.00"
     return f"{'+' if change > 0 else ''}{unit.of(change)}"
-
-
-def _shown(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case list():
-            return "[" + ", ".join(map(str, value)) + "]"
-    return str(value)

@@ -11,7 +11,7 @@ from megatune.plan.answer import Answer
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.estimate import MEMORY_PARTS
-from megatune.plan.pages.whole import standing_notes
+from megatune.plan.pages.assumptions import standing_notes
 from megatune.plan.pages.words import layout_words
 from megatune.plan.question import Question
 from megatune.plan.schedule import bubble_share
@@ -102,6 +102,7 @@ def document(question: Question, found: Answer, top: int) -> str:
             }
             for mend in found.mends
         ],
+        "enough": None if found.enough is None else estimate_document(found.enough),
         "better": found.is_better,
         "search": search_document(found.result, top),
         "assumptions": [*question.notes, *standing_notes(question), *found.result.policy],

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.units import GIB, bytes_unit, columns, seconds_unit
+from megatune.plan.pages.units import GIB, bytes_unit, columns, count, seconds_unit
 from megatune.plan.pages.words import layout_words, recompute_words
 from megatune.plan.search import SearchResult, is_tight
 
@@ -87,10 +87,10 @@ def refused_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
     if result.refused:
         yield "What cannot be"
         for refusal in result.refused[:_MOST_REFUSED]:
-            text = f"{refusal.what} ({refusal.count:,})" + (f": {refusal.why}" if refusal.why else "")
-            yield from wrapped(text, width)
+            text = f"{count(refusal.count, 'layout')}: {refusal.what}"
+            yield from wrapped(text + (f" ({refusal.why})" if refusal.why else ""), width)
         if rest := sum(refusal.count for refusal in result.refused[_MOST_REFUSED:]):
-            yield f"  and {rest:,} more for {len(result.refused) - _MOST_REFUSED} other reasons"
+            yield f"  {count(rest, 'layout')} for {count(len(result.refused) - _MOST_REFUSED, 'other reason')}"
 
 
 def too_large_lines(result: SearchResult, width: int = 80) -> Iterator[str]:

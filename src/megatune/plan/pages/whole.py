@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatune.plan.answer import Answer
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
+from megatune.plan.pages.assumptions import standing_notes
 from megatune.plan.pages.comparison import comparison_lines
 from megatune.plan.pages.layouts import distinct, frontier_lines, ranked_lines, refused_lines, too_large_lines, wrapped
 from megatune.plan.pages.memory import memory_lines
 from megatune.plan.pages.time import time_lines
 from megatune.plan.pages.units import amount, bytes_unit, count
-from megatune.plan.pages.words import layout_words, machine_words, recompute_words, trained_words
+from megatune.plan.pages.words import (
+    layout_words,
+    machine_words,
+    recompute_words,
+    slow_precision,
+    trained_words,
+)
 from megatune.plan.pictures import terminal
 from megatune.plan.question import Question
 
@@ -39,11 +47,12 @@ class Page:
 
 def pages(question: Question, found: Answer, top: int) -> Iterator[Page]:
     """What the user asked for, then what could be better, then what was assumed."""
-    yield _words("", lambda width: head_lines(question, found))
+    yield _words("", lambda width: head_lines(question, found, width))
     if found.own is not None:
         yield from _plan(found.own, question)
         if not found.own.fits:
-            yield _words("What would make it fit", lambda width: _mends(found, width))
+            enough = any(mend.after.fits for mend in found.mends)
+            yield _words("What would make it fit" if enough else "What helps most", lambda width: _mends(found, width))
         yield _words("Is there a better layout?", lambda width: _better(found, width))
     else:
         yield _words("", lambda width: _searched(found, top, width))
@@ -61,7 +70,9 @@ def pages(question: Question, found: Answer, top: int) -> Iterator[Page]:
         yield _words("", lambda width: too_large_lines(found.result, width))
     if found.own is None:
         yield _words("", lambda width: refused_lines(found.result, width))
-    yield _words("Assumed", lambda width: _assumed(question, found, width))
+    yield _words("Assumed", lambda width: _listed((*question.notes, *standing_notes(question)), width))
+    if question.world_size > 1:
+        yield _words("Left out of the search", lambda width: _listed(_policy(question, found), width))
 
 
 def _words(heading: str, lines: Callable[[int], Iterable[str]]) -> Page:
@@ -83,14 +94,15 @@ def _plan(estimate: Estimate, question: Question, lead: str = "") -> Iterator[Pa
         yield Page("The pipeline", lambda width: terminal.schedule_lines(estimate, width))
 
 
-def head_lines(question: Question, found: Answer) -> Iterator[str]:
+def head_lines(question: Question, found: Answer, width: int = 80) -> Iterator[str]:
     """What is planned."""
     model, architecture = question.model, question.model.architecture
     size = num_parameters(architecture) + (0 if model.vision is None else model.vision.num_parameters
                                            + model.vision.num_projector_parameters)  # fmt: skip
     yield f"model    {model.name}, {amount(size)} parameters"
-    yield f"trained  {trained_words(question.case)}"
-    yield f"devices  {machine_words(question.machine, question.world_size)}"
+    yield from _entry("trained", trained_words(question.case), width)
+    yield from _entry("", slow_precision(question), width)
+    yield from _entry("devices", machine_words(question.machine, question.world_size), width)
     if found.own is not None:
         case = found.own.case
         overlaps = case.settings.parallel
@@ -102,26 +114,46 @@ def head_lines(question: Question, found: Answer) -> Iterator[str]:
             )
             if is_on
         ]
-        yield f"layout   {', '.join([layout_words(case), *more])}; recompute {recompute_words(case.settings.recompute)}"
+        recompute = f"recompute {recompute_words(case.settings.recompute)}"
+        yield from _entry("layout", f"{', '.join([layout_words(case), *more])}; {recompute}", width)
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
     else:
         rows = f"{count(question.global_batch_size, 'row')} a step"
-    yield f"batch    {rows},"
-    yield f"         {question.case.sequence_length:,} tokens a row"
+    tokens = f"{count(question.case.sequence_length, 'token')} a row"
+    if len(rows) + len(tokens) > width - 11:
+        yield from (*_entry("batch", f"{rows},", width), *_entry("", tokens, width))
+    else:
+        yield from _entry("batch", f"{rows}, {tokens}", width)
+
+
+def _entry(name: str, text: str, width: int) -> list[str]:
+    """Words under a name; none where there are none."""
+    return textwrap.wrap(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
 
 
 def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
     result, memory = found.result, found.question.machine.device.memory
     if result.best is None:
         yield f"NO LAYOUT FITS {bytes_unit(memory).with_name(memory)}: {result.num_considered:,} were judged."
-        yield f"What needs less: {_LESS_MEMORY}."
+        yield from wrapped(f"What needs less: {_LESS_MEMORY}.", width, "")
+        yield from _enough(found, width)
         return
     unit = bytes_unit(memory)
     yield f"The fastest layouts that fit {unit.with_name(memory)}, of {result.num_considered:,} that were judged"
     yield from ranked_lines(distinct(result.ranked, top), width)
     yield "  batch: rows of a micro-batch × micro-batches of a step; ! is tight in memory;"
     yield "  of each layout and micro-batch the best virtual stages and recomputation"
+
+
+def _enough(found: Answer, width: int) -> Iterator[str]:
+    """How many devices would do."""
+    if (enough := found.enough) is not None:
+        fullest, case = enough.fullest.total, enough.case
+        size = bytes_unit(fullest).with_name(fullest)
+        layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {size} each"
+        text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
+        yield from wrapped(text, width, "")
 
 
 def _recommended(found: Answer) -> Iterator[str]:
@@ -137,6 +169,7 @@ def _better(found: Answer, width: int) -> Iterator[str]:
     assert own is not None
     if best is None:
         yield f"No layout fits; {judged}."
+        yield from _enough(found, width)
     elif not found.is_better:
         gain = 1 - best.time.total / own.time.total
         nearly = f": the fastest would save {gain:.1%} of a step" if gain > 0.001 else ""
@@ -149,29 +182,12 @@ def _better(found: Answer, width: int) -> Iterator[str]:
         yield from comparison_lines(own, best, width)
 
 
-def _assumed(question: Question, found: Answer, width: int) -> Iterator[str]:
-    for note in (*question.notes, *standing_notes(question), *found.result.policy):
+def _listed(notes: Iterable[str], width: int) -> Iterator[str]:
+    for note in notes:
         yield from wrapped(f"- {note}", width)
 
 
-def standing_notes(question: Question) -> Iterator[str]:
-    """What every plan takes for granted, and what this one cannot be trained with."""
-    machine = question.machine
-    device, dtype = machine.device, question.settings.precision.params_dtype
-    unit = bytes_unit(device.memory)
-    yield (
-        f"{device.name}: {unit.with_name(device.memory)} can be used, {device.flops[dtype] / 1e12:,.4g} TFLOP/s in "
-        f"{dtype}, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
-    )
-    yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
-    if device.generation != "cpu" and question.case.model.architecture.moe is not None:
-        yield "tokens go to experts unevenly, as they do early in training: see expert imbalance"
-    runs = machine.calibration.num_runs
-    fitted = (
-        f"fitted to {count(runs, 'run')} on this device" if runs else "of this kind of device, not of your machines"
-    )
-    yield f"efficiencies are {fitted}" + ("" if runs else "; megatune plan --calibrate RUN fits them")
-    if question.trainable.kind == "lora":
-        yield "LoRA can be planned, and not trained yet"
-    if question.model.vision is not None:
-        yield "vision-language models can be planned, and not trained yet"
+def _policy(question: Question, found: Answer) -> Iterable[str]:
+    """Without what is said of models with experts alone."""
+    sparse = question.model.architecture.moe is not None
+    return (note for note in found.result.policy if sparse or not note.startswith("experts"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.plan.case import Case
 from megatune.plan.machine import Machine
-from megatune.plan.pages.units import count
+from megatune.plan.memory.adapters import num_trained_parameters
+from megatune.plan.pages.units import amount, count
+from megatune.plan.question import Question
 
 MEMORY_WORDS = {
     "weights": "weights",
@@ -78,10 +80,7 @@ def recompute_words(recompute: RecomputeSettings) -> str:
             return f"block {recompute.recompute_num_layers or 'all'}"
         groups = recompute.recompute_num_layers or 1
         return "full" if groups == 1 else f"full by {groups}"
-    modules = list(recompute.recompute_modules) if recompute.recompute_granularity == "selective" else []
-    if recompute.moe_layer_recompute and "moe" not in modules:
-        modules.append("moe")
-    return "+".join(_MODULES.get(module, module) for module in modules) or "none"
+    return "+".join(_MODULES.get(module, module) for module in recompute.selective_modules) or "none"
 
 
 def machine_words(machine: Machine, world_size: int) -> str:
@@ -95,6 +94,21 @@ def machine_words(machine: Machine, world_size: int) -> str:
     nodes = -(-world_size // per_node)
     within = f" of {per_node}, {machine.link.name} inside" if per_node > 1 else " of 1"
     return f"{world_size:,} × {device.name}: {nodes:,} nodes{within}, {machine.network.name} between"
+
+
+# A dtype that the device computes this many times as fast is worth a word.
+_WORTH_SAYING = 1.5
+
+
+def slow_precision(question: Question) -> str:
+    """What to write where the device computes much faster in another precision; "" where it does not."""
+    device, dtype = question.machine.device, question.settings.precision.params_dtype
+    best = max(("bfloat16", "float16"), key=lambda each: device.flops.get(each, 0.0))
+    if dtype not in device.flops or best not in device.flops:
+        return ""
+    ratio = device.flops[best] / device.flops[dtype]
+    key = "bf16" if best == "bfloat16" else "fp16"
+    return f"({key}: true computes {ratio:.3g} times as fast on this device)" if ratio >= _WORTH_SAYING else ""
 
 
 def trained_words(case: Case) -> str:
@@ -115,4 +129,6 @@ def trained_words(case: Case) -> str:
             if is_frozen
         ]
         text += f", frozen: {', '.join(frozen)}" if frozen else ""
+    if trainable.kind == "lora" or case.model.vision is not None:
+        text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

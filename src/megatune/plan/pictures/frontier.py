@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.layouts import spread, worth_seeing
-from megatune.plan.pages.units import Unit, bytes_unit, seconds_unit
+from megatune.plan.pages.units import Unit, bytes_unit, count, seconds_unit
 from megatune.plan.pages.words import layout_words, machine_words, recompute_words
 from megatune.plan.pictures.paper import BLUE, GREEN, GREY, ORANGE, RED, new_figure, write
 from megatune.plan.search import SearchResult
@@ -46,10 +46,10 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None) -> Figure
     case = everything[0].case
     figure.suptitle(
         f"{case.model.name} on {machine_words(case.machine, case.world_size)}, "
-        f"a global batch of {case.global_batch_size:,} rows of {case.sequence_length:,} tokens",
+        f"a global batch of {count(case.global_batch_size, 'row')} of {case.sequence_length:,} tokens",
         fontsize=11,
     )
-    scale = _Scale.of([*fitting, *([own] if own else [])] or everything, everything)
+    scale = _Scale.of([*fitting, *([own] if own else [])] if fitting else everything, everything)
     for name, colour in _COLOURS.items():
         _scatter(axes, scale, [each for each in fitting if _recomputed(each) == name], s=26, color=colour, alpha=0.65,
                  linewidth=0, label=f"recomputes {name}", zorder=2)  # fmt: skip
@@ -85,7 +85,8 @@ class _Scale:
         if max(bytes_of) > limit / 3:
             near = [each.fullest.total for each in everything if each.fullest.total < 1.4 * limit]
             right = max(limit * 1.08, 1.05 * max(near, default=0), max(bytes_of) * 1.04)
-        left = 0.0 if min(bytes_of) < 0.35 * right else min(bytes_of) - 0.12 * (right - min(bytes_of))
+        least = min(*bytes_of, limit)  # the device's memory is seen where all is too large for it
+        left = 0.0 if least < 0.35 * right else least - 0.12 * (right - least)
         ratio = max(max(times) / min(times), 1.2)
         return cls(memory, seconds, limit / memory.size, left / memory.size, right / memory.size,
                    min(times) * ratio**-0.08 / seconds.size, max(times) * ratio**0.08 / seconds.size)  # fmt: skip

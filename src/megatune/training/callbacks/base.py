@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatune.plan.record import RankMemory
+from megatune.plan.run.record import RankMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatune.engine import device
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case
-from megatune.plan.record import (
+from megatune.plan.run.record import (
     PLAN_NAME,
     Measured,
     Outcome,
@@ -19,7 +19,7 @@ from megatune.plan.record import (
     fullest_of,
     read_records,
 )
-from megatune.plan.verdict import verdict
+from megatune.plan.run.verdict import verdict
 from megatune.training.callbacks.base import Callback, StepReport, TrainSummary
 from megatune.training.storage import write_atomically
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatune.plan.record import RunRecord, comparable
-from megatune.plan.wording import seconds, size
+from megatune.plan.pages.wording import seconds, size
+from megatune.plan.run.record import RunRecord, comparable
 
 
 def verdict(record: RunRecord) -> Iterator[str]:

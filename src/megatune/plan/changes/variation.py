@@ -9,6 +9,7 @@ from typing import Any
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.rules import check
 from megatune.config.settings import Settings
+from megatune.config.values import shown
 from megatune.plan.case import Case
 
 _MICRO_BATCH = "batch.per_device_train_batch_size"
@@ -70,15 +71,4 @@ def smaller_micro_batch(case: Case) -> dict[str, Any]:
 
 def written(changes: Mapping[str, Any]) -> str:
     """Changes as a user writes them: `recompute_granularity: full, recompute_method: uniform`."""
-    return ", ".join(f"{LLAMAFACTORY.key_of(path)}: {_value(value)}" for path, value in changes.items())
-
-
-def _value(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case list() | tuple():
-            return f"[{', '.join(map(_value, value))}]"
-    return str(value)
+    return ", ".join(f"{LLAMAFACTORY.key_of(path)}: {shown(value)}" for path, value in changes.items())

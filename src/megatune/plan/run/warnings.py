@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatune.plan.changes.mends import OVERLAPS, TIGHT, Mend, less_recompute, mend
+from megatune.plan.changes.variation import smaller_micro_batch, written
 from megatune.plan.estimate import Estimate
-from megatune.plan.mends import OVERLAPS, TIGHT, Mend, less_recompute, mend
-from megatune.plan.variation import smaller_micro_batch, written
-from megatune.plan.wording import percent, seconds, size
+from megatune.plan.pages.wording import percent, seconds, size
 
 # The least share of a step's time, and of the device's memory, that a warning is worth.
 _TIME, _MEMORY = 0.05, 0.01

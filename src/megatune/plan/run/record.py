@@ -15,13 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.catalogue.devices import Peaks
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
 from megatune.plan.time.estimate import TIME_PARTS
-from megatune.plan.variation import with_settings
 
 PLAN_NAME = "plan.json"
 FORMAT = 1
+_ANEW = "the next start of the run writes it anew"
 Outcome = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -156,17 +157,26 @@ def read_records(path: Path) -> list[RunRecord]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')}, and {FORMAT} is read")
-        return [_hashable(_adapter().validate_python(each["record"])) for each in content["runs"]]
+        records = [_hashable(_adapter().validate_python(each["record"])) for each in content["runs"]]
+        if not records:
+            raise ValueError("it notes no run")
+        for record in records:  # numbers that no plan can be made of would end whatever asks for one
+            record.planned(), record.as_trained()
+        return records
     except FileNotFoundError:
         raise MegatuneError(
-            Finding(f"there is no {path.name} in {path.parent}", mend="give the output_dir of a run"), ExitCode.INPUT
+            Finding(
+                f"there is no {path.name} in {path.parent}",
+                mend="give the output_dir of a run that was planned (memory_check: off notes no plan)",
+            ),
+            ExitCode.INPUT,
         ) from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-        raise MegatuneError(Finding("is of another version", str(path), why), ExitCode.INPUT) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
+        raise MegatuneError(Finding("is of another version", str(path), why, _ANEW), ExitCode.INPUT) from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
+        raise MegatuneError(Finding("cannot be read", str(path), str(error), _ANEW), ExitCode.INPUT) from None
 
 
 def _hashable(record: RunRecord) -> RunRecord:

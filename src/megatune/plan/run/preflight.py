@@ -13,13 +13,13 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.changes.mends import savings, searched
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
-from megatune.plan.mends import savings, searched
+from megatune.plan.pages.wording import fullest, largest_part, parts, percent, seconds, size
 from megatune.plan.pages.words import layout_words
-from megatune.plan.variation import with_settings
-from megatune.plan.warnings import warnings
-from megatune.plan.wording import fullest, largest_part, parts, percent, seconds, size
+from megatune.plan.run.warnings import warnings
 
 _SEARCHED = 256  # processes up to which a search for another layout takes no time to speak of
 _ROW_STEP = 64  # tokens; lengths between are not worth telling apart

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.changes.mends import Mend, savings, speedups
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory import StageMemory
-from megatune.plan.mends import Mend, savings, speedups
+from megatune.plan.pages.wording import parts, percent, seconds, size
 from megatune.plan.pages.words import TIME_WORDS
-from megatune.plan.record import PLAN_NAME, RankMemory, RunRecord, comparable, read_rank_memory, read_records
+from megatune.plan.run.ended import Ended, how_it_ended
+from megatune.plan.run.record import PLAN_NAME, RankMemory, RunRecord, comparable, read_rank_memory, read_records
+from megatune.plan.run.unplanned import metrics, unplanned
+from megatune.plan.run.verdict import verdict
 from megatune.plan.time.estimate import TIME_PARTS
-from megatune.plan.verdict import verdict
-from megatune.plan.wording import parts, percent, seconds, size
 
 _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run counts as slow
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
 _MATTERS = 0.03  # of what a rank was planned to hold; less is not worth a word
 _CLOSE = 0.85  # of the memory that was taken for free; below it, something else ended the run
-_OUT_OF_MEMORY_KILL = "out-of-memory killer"
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """How launch says the run ended (OUTPUT/launch/report.json)."""
-
-    rank: int | None = None
-    what: str = ""
-    out_of_memory: bool = False
-    traceback: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class _Run:
 
     folder: Path
     record: RunRecord
-    ended: _Ended
+    ended: Ended
     memory: list[RankMemory] = field(default_factory=list)
 
 
@@ -63,38 +52,25 @@ def diagnose(folder: str | Path) -> list[str]:
 
 
 def _read(folder: Path) -> _Run:
-    if not (folder / PLAN_NAME).is_file():
-        there = folder.is_dir() and (folder / "run.yaml").is_file()
-        what = f"{folder} is a run that nothing was planned for" if there else f"{folder} is not the folder of a run"
-        why = f"there is no {PLAN_NAME} in it" if folder.is_dir() else "there is no such folder"
-        mend = "train with memory_check: error or warn" if there else "give the output_dir of a run"
-        raise MegatuneError(Finding(what, why=why, mend=mend), ExitCode.INPUT)
-    launch = folder / "launch"
-    record = read_records(folder)[-1]
+    if not (folder / "run.yaml").is_file() and not (folder / PLAN_NAME).is_file():
+        why = "there is no run.yaml in it" if folder.is_dir() else "there is no such folder"
+        finding = Finding(f"{folder} is not the folder of a run", why=why, mend="give the output_dir of a run")
+        raise MegatuneError(finding, ExitCode.INPUT)
+    try:
+        record = read_records(folder)[-1]
+    except MegatuneError as error:
+        if (folder / "run.yaml").is_file():
+            raise unplanned(folder, error) from None
+        raise
+    world_size = record.case.world_size
     # An earlier run of more ranks may have left notes of those that are not in this one.
-    memory = [each for each in read_rank_memory(launch) if each.rank < record.case.world_size]
-    return _Run(folder, record, _ended(launch), memory)
+    memory = [each for each in read_rank_memory(folder / "launch") if each.rank < world_size]
+    return _Run(folder, record, how_it_ended(folder / "launch", world_size), memory)
 
 
 def ran_out_of_memory(folder: Path) -> bool:
     """Whether the run in this folder ended so, by its launcher's report."""
-    return _ended(folder / "launch").out_of_memory
-
-
-def _ended(launch: Path) -> _Ended:
-    try:
-        report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
-        said = [Finding(**each) for each in report["findings"]]
-        exit_code, rank, trace = int(report["exit_code"]), report["culprit"], str(report["traceback"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return _Ended()
-    killed = any(_OUT_OF_MEMORY_KILL in each.why and "main memory" in each.why for each in said)
-    return _Ended(
-        rank=rank,
-        what=said[0].what if said else "",
-        out_of_memory=exit_code == ExitCode.OUT_OF_MEMORY or killed,
-        traceback=trace,
-    )
+    return how_it_ended(folder / "launch").out_of_memory
 
 
 def _head(run: _Run) -> Iterator[str]:
@@ -198,13 +174,19 @@ def _moment(memory: RankMemory) -> str:
 def _reason(memory: RankMemory, stage: StageMemory, available: int, asked: int, counted: str) -> str:
     larger = [share for share in _shares(memory, stage, counted) if share.is_larger]
     worst = max(larger, key=lambda share: share.measured - share.planned, default=None)
+    said = "nothing"
     if worst is not None and worst.measured - worst.planned > _MATTERS * stage.total:
-        return f"larger     {worst.name}: {size(worst.measured - worst.planned)} more than planned"
-    if memory.peak + asked < _CLOSE * available:
+        said = f"{worst.name}: {size(worst.measured - worst.planned)} more than planned"
+    # What a GPU's allocator does not count is taken all the same.
+    uncounted = stage.framework if counted == "allocated" else 0
+    if memory.peak + asked + uncounted < _CLOSE * available:
+        join = "nothing:" if said == "nothing" else f"{said}, and yet"
         return (
-            f"larger     nothing: memory ended at {size(memory.peak)}, far from the {size(available)} that were planned"
+            f"larger     {join} memory ended at {size(memory.peak)}, far from the {size(available)} that were planned"
             " with. Something else holds them, or a limit of the process or its container is lower"
         )
+    if said != "nothing":
+        return f"larger     {said}"
     return f"larger     nothing by much: the plan was close to the {size(available)} that there are"
 
 
@@ -280,7 +262,7 @@ def _pace(run: _Run) -> Iterator[str]:
 
 def _beside_steps(run: _Run) -> Iterator[str]:
     """The share of the time that went into anything but steps: data, evaluation, saving."""
-    steps = [each for each in _metrics(run.folder) if "grad_norm" in each]
+    steps = [each for each in metrics(run.folder) if "grad_norm" in each]
     if len(steps) < 2:
         return
     try:
@@ -294,26 +276,6 @@ def _beside_steps(run: _Run) -> Iterator[str]:
     middle = statistics.median(each_step)
     if len(each_step) >= 5 and max(each_step) > 3 * middle:
         yield f"uneven     the slowest step took {seconds(max(each_step))}, the median {seconds(middle)}"
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the newest process in metrics.jsonl."""
-    try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    records: list[dict[str, Any]] = []
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        # The clock of a process begins anew.
-        if records and record.get("elapsed_seconds", 0) < records[-1].get("elapsed_seconds", 0):
-            records = []
-        if "elapsed_seconds" in record:
-            records.append(record)
-    return records
 
 
 def _listed(head: str, mends: list[Mend]) -> Iterator[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Any
 
 from megatune.plan.case import Case
+from megatune.plan.changes.variation import smaller_micro_batch, varied, with_settings, written
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.variation import smaller_micro_batch, varied, written
-from megatune.plan.wording import change, seconds, size
+from megatune.plan.pages.wording import change, seconds, size
 
 Changes = Mapping[str, Any]
 
@@ -124,6 +124,41 @@ def searched(before: Estimate) -> Mend | None:
         if value != getattr(getattr(case.settings, group), name)
     }
     return Mend(changes, before, found)
+
+
+def more_devices(too_large: Sequence[Estimate]) -> Estimate | None:
+    """The fastest of the nearest misses' layouts that twice as many devices make fit, or four, eight, sixteen times as
+    many: they make up more stages, share out more experts, or train more rows at a time. None where that is too few."""
+    for factor in (2, 4, 8, 16):
+        found = [
+            after
+            for near in too_large
+            if near.case.machine.device.generation != "cpu"
+            for case in _on_more(near.case, factor)
+            if (after := estimate(case)).fits
+        ]
+        if found:
+            return min(found, key=lambda after: after.time.total)
+    return None
+
+
+def _on_more(case: Case, factor: int) -> Iterator[Case]:
+    """The layout on `factor` times as many devices, shared by its kinds of parallelism in every way."""
+    parallel = case.settings.parallel
+    settings = with_settings(case.settings, {"run.num_processes": None})
+    wider = replace(case, settings=settings, world_size=factor * case.world_size)
+    shares = [2**power for power in range(factor.bit_length())]
+    for stages, experts in product(shares, shares if case.model.architecture.moe is not None else (1,)):
+        rows = case.micro_batch_size * wider.dp_size // stages
+        if wider.dp_size % stages or case.global_batch_size % rows:
+            continue
+        changes = {
+            "parallel.pipeline_model_parallel_size": stages * parallel.pipeline_model_parallel_size,
+            "parallel.expert_model_parallel_size": experts * parallel.expert_model_parallel_size,
+            "batch.gradient_accumulation_steps": case.global_batch_size // rows,
+        }
+        if (found := varied(wider, changes)) is not None:
+            yield found[1]
 
 
 def _distinct(found: Iterable[Mend]) -> list[Mend]:

@@ -1,0 +1,1 @@
+"""A case with other settings, and which of them help."""
