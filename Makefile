@@ -45,7 +45,7 @@ format: install
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf out

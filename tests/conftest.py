@@ -25,6 +25,15 @@ settings.register_profile("megatune", deadline=None)
 settings.load_profile("megatune")
 
 
+# Files of few, long tests. Begun last, one process would still be at them when the others have nothing left.
+_LONGEST = ("test_train.py", "test_verify.py", "test_run.py", "test_plan_activations.py", "test_plan_parameters.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; the Makefile tells xdist to keep this order."""
+    items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Eight ranks."""
