@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,15 +33,12 @@ def test_help_is_light() -> None:
         "heavy = {'torch', 'transformers', 'megatron', 'datasets', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    seconds = time.monotonic() - begun
     assert done.returncode == 0, done.stderr
     for name in ("train", "sft", "pt", "plan", "explain", "data", "verify", "infer", "demo-model"):
         assert f"\n    {name}" in done.stdout
     for name in main_module._NOT_BUILT:
         assert f"\n    {name} " not in done.stdout
-    assert seconds < 2.5  # 0.1 s on a calm machine; this one may be busy
 
 
 def test_console_script_and_module() -> None:
