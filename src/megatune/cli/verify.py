@@ -214,15 +214,7 @@ def _checked(loaded: Loaded, architecture: Architecture, args: argparse.Namespac
 
 def _describe(settings: Settings, world: World) -> str:
     parallel, recompute = settings.parallel, settings.recompute
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "vpp": parallel.virtual_stages or 1,
-        "cp": parallel.context_parallel_size,
-        "ep": parallel.expert_model_parallel_size,
-        "dp": world.world_size // parallel.model_parallel_size,
-    }
-    split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    split = [f"{name} {size}" for name, size in parallel.sizes(world.world_size).items() if size > 1]
     split += ["sequence parallel"] if parallel.sequence_parallel else []
     split += ["packed"] if settings.packing else []
     split += [f"recompute {recompute.recompute_granularity}"] if recompute.recompute_granularity else []

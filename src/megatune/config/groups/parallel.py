@@ -176,6 +176,17 @@ class ParallelSettings(Group):
         """Processes that hold one copy of all experts; the world is a multiple of it, too."""
         return self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
 
+    def sizes(self, world_size: int) -> dict[str, int]:
+        """Every size by its short name, in the order that people write layouts; expert tensor parallelism apart."""
+        return {
+            "tp": self.tensor_model_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+            "vpp": self.virtual_stages or 1,
+            "cp": self.context_parallel_size,
+            "ep": self.expert_model_parallel_size,
+            "dp": world_size // self.model_parallel_size,
+        }
+
     @property
     def smallest_world(self) -> int:
         """The fewest processes that hold whole copies of the model and of its experts; the world is a multiple."""

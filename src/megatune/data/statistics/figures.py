@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatune.data.statistics.counts import FILL_BINS, Statistics
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.picture import new_figure, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,12 +23,7 @@ def draw(statistics: Statistics, path: Path) -> None:
     Raises:
         MegatuneError: CANNOT_WRITE.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would tell the user about building a font cache
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 7)
     axes = figure.subplot_mosaic([["lengths", "lengths"], ["datasets", "fill"]], height_ratios=[1.3, 1])
     template = f", template {statistics.template}" if statistics.template else ""
     train = statistics.report.train
@@ -41,15 +34,7 @@ def draw(statistics: Statistics, path: Path) -> None:
     _draw_lengths(axes["lengths"], statistics)
     _draw_datasets(axes["datasets"], statistics)
     _draw_fill(axes["fill"], statistics)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=110)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.getvalue())
-    except OSError as error:
-        raise MegatuneError(
-            Finding("cannot write the picture", str(path), error.strerror or str(error)), ExitCode.CANNOT_WRITE
-        ) from error
+    write(figure, path)
 
 
 def _draw_lengths(axes: Axes, statistics: Statistics) -> None:

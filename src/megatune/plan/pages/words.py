@@ -58,14 +58,7 @@ _MODULES = {
 def layout_words(case: Case) -> str:
     """Every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 dp4."""
     parallel = case.settings.parallel
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "vpp": parallel.virtual_stages or 1,
-        "cp": parallel.context_parallel_size,
-        "ep": parallel.expert_model_parallel_size,
-        "dp": case.dp_size,
-    }
+    sizes = parallel.sizes(case.world_size)
     etp = parallel.expert_tensor_size
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     if case.model.architecture.moe is not None and etp != sizes["tp"]:

@@ -8,11 +8,11 @@ from math import hypot, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatune.picture import new_figure, write
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.layouts import spread, worth_seeing
 from megatune.plan.pages.units import Unit, bytes_unit, count, seconds_unit
 from megatune.plan.pages.words import layout_words, machine_words, recompute_words
-from megatune.plan.pictures.paper import BLUE, GREEN, GREY, ORANGE, RED, new_figure, write
 from megatune.plan.search import SearchResult
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _MOST_NAMED = 10
 # Named dots are at least so far from each other, in parts of the picture's width and height.
 _APART = 0.045
-_COLOURS = {"nothing": BLUE, "some": GREEN, "whole layers": ORANGE}
+_BLUE, _ORANGE, _GREEN, _GREY, _RED = "#3b75af", "#e28b3d", "#4a9a5b", "#9aa0a6", "#c0392b"
+_COLOURS = {"nothing": _BLUE, "some": _GREEN, "whole layers": _ORANGE}
 
 
 def draw_frontier(result: SearchResult, path: Path, own: Estimate | None = None) -> None:
@@ -53,8 +54,8 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None) -> Figure
     for name, colour in _COLOURS.items():
         _scatter(axes, scale, [each for each in fitting if _recomputed(each) == name], s=26, color=colour, alpha=0.65,
                  linewidth=0, label=f"recomputes {name}", zorder=2)  # fmt: skip
-    _scatter(axes, scale, result.too_large, s=34, color=GREY, marker="x", linewidth=1.2, label="too large", zorder=2)
-    _scatter(axes, scale, [own] if own else [], s=190, color="black" if own and own.fits else RED, marker="*",
+    _scatter(axes, scale, result.too_large, s=34, color=_GREY, marker="x", linewidth=1.2, label="too large", zorder=2)
+    _scatter(axes, scale, [own] if own else [], s=190, color="black" if own and own.fits else _RED, marker="*",
              edgecolor="white", label="your settings", zorder=5)  # fmt: skip
     _draw_limit(axes, scale)
     _draw_line(axes, names, scale, worth_seeing(result.frontier))
@@ -114,12 +115,12 @@ def _draw_limit(axes: Axes, scale: _Scale) -> None:
     """The device's memory, where it is near enough to be seen."""
     text = f"memory of the device: {scale.limit:,.4g} {scale.memory.name}"
     if scale.limit > scale.right:
-        axes.text(0.99, 0.02, f"{text}, far to the right", transform=axes.transAxes, ha="right", color=RED, fontsize=9)
+        axes.text(0.99, 0.02, f"{text}, far to the right", transform=axes.transAxes, ha="right", color=_RED, fontsize=9)
         return
-    axes.axvspan(scale.limit, scale.right, color=RED, alpha=0.06, linewidth=0)
-    axes.axvline(scale.limit, color=RED, linestyle="--", linewidth=1.3)
+    axes.axvspan(scale.limit, scale.right, color=_RED, alpha=0.06, linewidth=0)
+    axes.axvline(scale.limit, color=_RED, linestyle="--", linewidth=1.3)
     axes.annotate(text, (scale.limit, 0.03), (5, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                  rotation=90, ha="left", va="bottom", color=RED, fontsize=9)  # fmt: skip
+                  rotation=90, ha="left", va="bottom", color=_RED, fontsize=9)  # fmt: skip
 
 
 def _draw_line(axes: Axes, names: Axes, scale: _Scale, frontier: Sequence[Estimate]) -> None:

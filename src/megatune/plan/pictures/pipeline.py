@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatune.picture import new_figure, write
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.units import Unit, count, seconds_unit
 from megatune.plan.pages.words import layout_words
-from megatune.plan.pictures.paper import new_figure, write
 from megatune.plan.pictures.windows import View, view_of
 
 if TYPE_CHECKING:

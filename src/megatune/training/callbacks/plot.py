@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatune.picture import as_png, new_figure
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
 from megatune.training.callbacks.json_lines import read_json_lines
 from megatune.training.callbacks.metrics import METRICS_NAME
@@ -61,13 +60,9 @@ def draw(metrics: Path, image: Path) -> bool:
     if not loss[0] and not evaluation[0]:
         return False
 
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would tell the user about building a font cache
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    figure = new_figure(9, 6.5)
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplot_mosaic([["loss", "loss"], ["rate", "norm"]], height_ratios=[2.6, 1])
     _draw_loss(axes["loss"], loss, evaluation)
     _draw_small(axes["rate"], _series(records, "learning_rate"), "learning rate")
@@ -76,9 +71,7 @@ def draw(metrics: Path, image: Path) -> bool:
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.25)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=110)
-    write_atomically(image, content.getvalue())
+    write_atomically(image, as_png(figure))
     return True
 
 

@@ -1,4 +1,4 @@
-"""An empty picture, and writing it."""
+"""An empty picture that needs no display, and writing it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, GREY, RED = "#3b75af", "#e28b3d", "#4a9a5b", "#9aa0a6", "#c0392b"
 DPI = 110
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of this size in inches, that needs no display."""
+    """A figure of this size in inches."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would tell the user about building a font cache
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -27,17 +26,23 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def as_png(figure: Figure) -> bytes:
+    """The content of a PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=DPI)
+    return content.getvalue()
+
+
 def write(figure: Figure, path: Path) -> None:
-    """Write a PNG.
+    """Write a PNG, and the folders that it lies in.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
     """
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=DPI)
+    content = as_png(figure)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.getvalue())
+        path.write_bytes(content)
     except OSError as error:
         raise MegatuneError(
             Finding("cannot write the picture", str(path), error.strerror or str(error)), ExitCode.CANNOT_WRITE

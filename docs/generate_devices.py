@@ -1,15 +1,29 @@
-"""The catalogue as tables in Markdown, for the documents."""
+"""Writes the tables of docs/devices.md from the catalogue: `python docs/generate_devices.py`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from megatune.plan.catalogue.devices import CATALOGUE_DEVICES
 from megatune.plan.catalogue.links import CATALOGUE_LINKS
 from megatune.plan.catalogue.models import published_names
 
+DOCUMENT = Path(__file__).with_name("devices.md")
 
-def device_table() -> str:
+
+def render(page: str) -> str:
+    """The page with its tables as the catalogue has them."""
+    for table in (
+        _device_table(), _link_table(between_machines=False), _link_table(between_machines=True), _model_table(),
+    ):  # fmt: skip
+        head = re.escape(table.partition("\n")[0])
+        page = re.sub(rf"^{head}\n(\|.*\n)*", f"{table}\n", page, flags=re.MULTILINE)
+    return page
+
+
+def _device_table() -> str:
     """Every device: memory, peaks and bandwidth as the planner counts with them, and what is assumed around it."""
     head = ("device", "also", "generation", "GiB", "bf16", "fp16", "fp32", "GB/s", "link", "network")
     rows = (
@@ -28,7 +42,7 @@ def device_table() -> str:
     return _markdown(head, rows)
 
 
-def link_table(*, between_machines: bool) -> str:
+def _link_table(*, between_machines: bool) -> str:
     """Links inside a machine, or networks."""
     head = ("network" if between_machines else "link", "GB/s each way", "latency, µs", "")
     rows = (
@@ -39,7 +53,7 @@ def link_table(*, between_machines: bool) -> str:
     return _markdown(head, rows)
 
 
-def model_table() -> str:
+def _model_table() -> str:
     """Well-known models and their other names."""
     rows = ((f"`{name}`", ", ".join(f"`{alias}`" for alias in aliases)) for name, aliases in published_names())
     return _markdown(("model", "also"), rows)
@@ -48,3 +62,7 @@ def model_table() -> str:
 def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = (head, ["---"] * len(head), *rows)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
