@@ -27,23 +27,23 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, in the four parts a user needs to mend it.
+    """One thing that is wrong, in the four parts a user needs to fix it.
 
     Attributes:
         what: what is wrong, naming the key, file or value.
         where: file and line ("run.yaml:7"), flag, or "" where it has no place.
         why: the reason, "" where `what` says it all.
-        mend: the change that mends it.
+        fix: the change that fixes it.
     """
 
     what: str
     where: str = ""
     why: str = ""
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
-        lines = [head, *(f"    {label}: {text}" for label, text in (("why", self.why), ("mend", self.mend)) if text)]
+        lines = [head, *(f"    {label}: {text}" for label, text in (("why", self.why), ("fix", self.fix)) if text)]
         return "\n".join(lines)
 
 

@@ -84,7 +84,7 @@ def test_settings_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_findings_are_reported_whole(count: int, verb: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    findings = [Finding(f"what {i}", f"run.yaml:{i}", f"why {i}", f"mend {i}") for i in range(count)]
+    findings = [Finding(f"what {i}", f"run.yaml:{i}", f"why {i}", f"fix {i}") for i in range(count)]
 
     def run() -> int:
         raise MegatuneError(findings, ExitCode.DATA)
@@ -93,7 +93,7 @@ def test_findings_are_reported_whole(count: int, verb: Callable, capsys: pytest.
     assert main(["infer", "model"]) == ExitCode.DATA
     text = capsys.readouterr().err
     for i in range(count):
-        assert f"run.yaml:{i}: what {i}\n    why: why {i}\n    mend: mend {i}\n" in text
+        assert f"run.yaml:{i}: what {i}\n    why: why {i}\n    fix: fix {i}\n" in text
     assert text.count("\n\n") == (count if count > 1 else 0)
     assert text.endswith("\n\n3 problems\n") == (count > 1)
 

@@ -155,7 +155,7 @@ def test_machines_that_are_not_full_are_noted_and_not_launched(run: Run) -> None
     assert "12 devices do not fill machines of 8: 4 of the last one stay idle" in out
     code, out, err = run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12", "--launch")
     assert (code, out) == (ExitCode.SETTINGS, "")
-    assert "mend: --gpus 8, --gpus 16, or --gpus_per_node 6" in err
+    assert "fix: --gpus 8, --gpus 16, or --gpus_per_node 6" in err
     assert run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12", "--gpus_per_node", "6", "--launch")[0] == ExitCode.DONE
 
 
@@ -178,7 +178,7 @@ def test_every_refused_number_has_one_that_would_do(run: Run) -> None:
     _, _, err = run(
         "Qwen2.5-0.5B", "--gpu", "h100", "--gpus", "x", "--seq", "-3", "--global_batch", "1.5", "--top", "0"
     )
-    assert err.count("is not a whole number of at least 1\n    mend: --") == 4
+    assert err.count("is not a whole number of at least 1\n    fix: --") == 4
     code, _, err = run("Qwen2.5-7B", "--gpu", "h100", "--gpus", "12", "pipeline_model_parallel_size=4",
                        "--global_batch", "64")  # fmt: skip
     assert code == ExitCode.SETTINGS

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatune.config.chinese.refusals import MENDS, REFUSALS
+from megatune.config.chinese.refusals import FIXES, REFUSALS
 from megatune.config.chinese.texts import translations
 from megatune.config.chinese.types import UNITS, expected
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
@@ -70,7 +70,7 @@ def test_digest_sees_every_text():
 def test_refusals_are_translated():
     for key, refused in LLAMAFACTORY.not_built.items():
         assert refused.why in REFUSALS, key
-        assert not refused.mend or refused.mend in MENDS, key
+        assert not refused.fix or refused.fix in FIXES, key
     assert set(REFUSALS) == {refused.why for refused in LLAMAFACTORY.not_built.values()}
 
 

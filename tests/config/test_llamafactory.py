@@ -100,7 +100,7 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
     assert finding.what.endswith(" is not supported")
     assert finding.where == override
     assert finding.why
-    assert finding.mend
+    assert finding.fix
 
 
 def test_messages_of_refused_keys(tmp_path):
@@ -109,13 +109,13 @@ def test_messages_of_refused_keys(tmp_path):
     assert "\n".join(str(finding) for finding in load(path).findings).replace(str(path), "run.yaml") == (
         "run.yaml:1: finetuning_type: lora is not supported\n"
         "    why: only full fine-tuning is built; LoRA and freezing are not yet\n"
-        "    mend: write finetuning_type: full\n"
+        "    fix: write finetuning_type: full\n"
         "run.yaml:2: preprocessing_batch_size: 64 is not supported\n"
         "    why: how many rows are tokenised together changes no result here, and is chosen by the program\n"
-        "    mend: remove preprocessing_batch_size, or write preprocessing_batch_size: 1000\n"
+        "    fix: remove preprocessing_batch_size, or write preprocessing_batch_size: 1000\n"
         "run.yaml:3: transformer_impl: transformer_engine is not supported\n"
         "    why: the engine's own layers are used, on every machine; Transformer Engine is not needed\n"
-        "    mend: remove transformer_impl, or write transformer_impl: local"
+        "    fix: remove transformer_impl, or write transformer_impl: local"
     )
 
 

@@ -136,99 +136,99 @@ def test_values_of_a_command_line(overrides, flags, path, expected):
 
 
 WRONG = [
-    ("lerning_rate: 1e-5", "run.yaml:1: unknown setting 'lerning_rate'\n    mend: did you mean learning_rate?"),
+    ("lerning_rate: 1e-5", "run.yaml:1: unknown setting 'lerning_rate'\n    fix: did you mean learning_rate?"),
     (
         "zzz: 1",
-        "run.yaml:1: unknown setting 'zzz'\n    mend: remove it; `megatune explain --all` lists every setting",
+        "run.yaml:1: unknown setting 'zzz'\n    fix: remove it; `megatune explain --all` lists every setting",
     ),
     (
         "seed: x",
         "run.yaml:1: seed is 'x'\n"
         "    why: expected a whole number, at least 0, below 4294967296\n"
-        "    mend: write seed: 42, the default",
+        "    fix: write seed: 42, the default",
     ),
     (
         "tensor_model_parallel_size: 0",
         "run.yaml:1: tensor_model_parallel_size is 0\n"
         "    why: expected a whole number, at least 1\n"
-        "    mend: write tensor_model_parallel_size: 1",
+        "    fix: write tensor_model_parallel_size: 1",
     ),
     (
         "virtual_pipeline_model_parallel_size: 1",
         "run.yaml:1: virtual_pipeline_model_parallel_size is 1\n"
         "    why: expected a whole number, at least 2, or null\n"
-        "    mend: write virtual_pipeline_model_parallel_size: 2, or null",
+        "    fix: write virtual_pipeline_model_parallel_size: 2, or null",
     ),
     (
         "tensor_model_parallel_size: true",
         "run.yaml:1: tensor_model_parallel_size is true\n"
         "    why: expected a whole number, at least 1\n"
-        "    mend: write tensor_model_parallel_size: 1, the default",
+        "    fix: write tensor_model_parallel_size: 1, the default",
     ),
     (
         "lr_scheduler_type: cosin",
         "run.yaml:1: lr_scheduler_type is 'cosin'\n"
         "    why: expected one of: cosine, linear, constant, constant_with_warmup, inverse_sqrt, cosine_with_min_lr, "
         "warmup_stable_decay\n"
-        "    mend: write lr_scheduler_type: cosine",
+        "    fix: write lr_scheduler_type: cosine",
     ),
     (
         "adam_beta2: 1.5",
         "run.yaml:1: adam_beta2 is 1.5\n"
         "    why: expected a number, at least 0, below 1\n"
-        "    mend: write adam_beta2: 0.999, the default",
+        "    fix: write adam_beta2: 0.999, the default",
     ),
     (
         "warmup_ratio: 3",
         "run.yaml:1: warmup_ratio is 3\n"
         "    why: expected a number, at least 0, at most 1\n"
-        "    mend: write warmup_ratio: 1",
+        "    fix: write warmup_ratio: 1",
     ),
     (
         "interleave_probs: [0.3, x, true]",
         "run.yaml:1: interleave_probs is [0.3, x, true]\n"
         "    why: expected a list of numbers, or numbers separated by commas, or null; 'x', true do not fit\n"
-        "    mend: remove interleave_probs, or give it a list of numbers, or numbers separated by commas",
+        "    fix: remove interleave_probs, or give it a list of numbers, or numbers separated by commas",
     ),
     (
         "dataset_weights: 1;2",
         "run.yaml:1: dataset_weights is '1;2'\n"
         "    why: expected a list of numbers, or numbers separated by commas, or null\n"
-        "    mend: remove dataset_weights, or give it a list of numbers, or numbers separated by commas",
+        "    fix: remove dataset_weights, or give it a list of numbers, or numbers separated by commas",
     ),
     (
         "report_to: tensorboard, wandB",
         "run.yaml:1: report_to is 'tensorboard, wandB'\n"
         "    why: expected a list of any of: tensorboard, none; 'wandB' does not fit\n"
-        "    mend: write report_to: [tensorboard], the default",
+        "    fix: write report_to: [tensorboard], the default",
     ),
     (
         "output_dir: [a]",
-        "run.yaml:1: output_dir is [a]\n    why: expected text, or null\n    mend: remove output_dir, or give it text",
+        "run.yaml:1: output_dir is [a]\n    why: expected text, or null\n    fix: remove output_dir, or give it text",
     ),
     (
         "seed: 1\nbf16: true\nseed: 2",
-        "run.yaml:3: seed stands twice, first at run.yaml:1\n    mend: keep one of the two lines",
+        "run.yaml:3: seed stands twice, first at run.yaml:1\n    fix: keep one of the two lines",
     ),
     (
         "eval_strategy: no\nevaluation_strategy: epoch",
         "run.yaml:2: evaluation_strategy sets what eval_strategy sets at run.yaml:1\n"
-        "    mend: keep one of the two lines, eval_strategy by preference",
+        "    fix: keep one of the two lines, eval_strategy by preference",
     ),
-    ("seed: 1\n\tbf16: true", "run.yaml:2: a tab where YAML takes only spaces\n    mend: indent with spaces"),
-    ("- seed\n- bf16", "run.yaml:1: the file holds a list, not settings\n    mend: write one `key: value` a line"),
-    ("seed", "run.yaml:1: the file holds one value, not settings\n    mend: write one `key: value` a line"),
+    ("seed: 1\n\tbf16: true", "run.yaml:2: a tab where YAML takes only spaces\n    fix: indent with spaces"),
+    ("- seed\n- bf16", "run.yaml:1: the file holds a list, not settings\n    fix: write one `key: value` a line"),
+    ("seed", "run.yaml:1: the file holds one value, not settings\n    fix: write one `key: value` a line"),
     (
         "seed: 1\n---\nseed: 2",
-        "run.yaml:2: a second document starts here\n    mend: remove the line `---`, or split the file",
+        "run.yaml:2: a second document starts here\n    fix: remove the line `---`, or split the file",
     ),
-    ("[a]: 1", "run.yaml:1: a key must be text\n    mend: write `key: value`"),
-    (b"run_name: \xff", "run.yaml: not UTF-8 text (byte 10)\n    mend: save the file as UTF-8"),
+    ("[a]: 1", "run.yaml:1: a key must be text\n    fix: write `key: value`"),
+    (b"run_name: \xff", "run.yaml: not UTF-8 text (byte 10)\n    fix: save the file as UTF-8"),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_what_is_wrong_in_a_file_is_told_with_its_line_and_mend(read, text, message):
+def test_what_is_wrong_in_a_file_is_told_with_its_line_and_fix(read, text, message):
     assert report(read(text)) == message
 
 
@@ -279,18 +279,18 @@ def test_a_refused_setting_is_not_judged_again_by_rules(read):
 
 
 WRONG_COMMAND_LINE = [
-    (["seed"], [], "'seed' is not an override\n    mend: write key=value, without spaces around ="),
-    (["=1"], [], "'=1' is not an override\n    mend: write key=value, without spaces around ="),
-    (["sed=1"], [], "sed=1: unknown setting 'sed'\n    mend: did you mean seed?"),
-    ([], ["seed", "1"], "'seed' is not a flag\n    mend: write --key value, or --key=value"),
-    ([], ["--"], "'--' is not a flag\n    mend: write --key value, or --key=value"),
-    ([], ["--sed", "1"], "--sed: unknown setting 'sed'\n    mend: did you mean seed?"),
+    (["seed"], [], "'seed' is not an override\n    fix: write key=value, without spaces around ="),
+    (["=1"], [], "'=1' is not an override\n    fix: write key=value, without spaces around ="),
+    (["sed=1"], [], "sed=1: unknown setting 'sed'\n    fix: did you mean seed?"),
+    ([], ["seed", "1"], "'seed' is not a flag\n    fix: write --key value, or --key=value"),
+    ([], ["--"], "'--' is not a flag\n    fix: write --key value, or --key=value"),
+    ([], ["--sed", "1"], "--sed: unknown setting 'sed'\n    fix: did you mean seed?"),
     (
         [],
         ["--output_dir", "--bf16"],
         "--output_dir: output_dir is true\n"
         "    why: expected text, or null\n"
-        "    mend: remove output_dir, or give it text",
+        "    fix: remove output_dir, or give it text",
     ),
 ]
 
@@ -307,7 +307,7 @@ def test_a_missing_file_ends_with_its_own_exit_code(tmp_path, monkeypatch):
     assert caught.value.exit_code == ExitCode.INPUT
     assert str(caught.value) == (
         "there is no settings file no.yaml\n"
-        "    mend: check the path; it is taken from the folder that the command runs in"
+        "    fix: check the path; it is taken from the folder that the command runs in"
     )
     with pytest.raises(MegatuneError, match="is a folder") as caught:
         load(tmp_path)

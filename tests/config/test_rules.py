@@ -80,236 +80,236 @@ WRONG = [
         "tensor_model_parallel_size 5 does not split the model's 12 attention heads, "
         "4 key/value heads, 192 MLP channels\n"
         "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    mend: write tensor_model_parallel_size: 4, the nearest that this model allows",
+        "    fix: write tensor_model_parallel_size: 4, the nearest that this model allows",
     ),
     (
         ["tensor_model_parallel_size=3"],
         "tensor_model_parallel_size 3 does not split the model's 4 key/value heads\n"
         "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    mend: write tensor_model_parallel_size: 2, the nearest that this model allows",
+        "    fix: write tensor_model_parallel_size: 2, the nearest that this model allows",
     ),
     (
         ["tensor_model_parallel_size=24"],
         "tensor_model_parallel_size 24 does not split the model's 12 attention heads\n"
         "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    mend: write tensor_model_parallel_size: 12, the nearest that this model allows",
+        "    fix: write tensor_model_parallel_size: 12, the nearest that this model allows",
     ),
     (
         ["virtual_pipeline_model_parallel_size=2"],
         "virtual_pipeline_model_parallel_size 2 with pipeline_model_parallel_size 1\n"
         "    why: virtual stages interleave the layers of several pipeline stages; there is one\n"
-        "    mend: remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2",
+        "    fix: remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2",
     ),
     (
         ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=3", "gradient_accumulation_steps=6"],
         "gradient_accumulation_steps 6 is not a multiple of pipeline_model_parallel_size 4\n"
         "    why: with virtual stages, micro-batches go through the pipeline in rounds of one for each stage\n"
-        "    mend: write gradient_accumulation_steps: 4 or 8",
+        "    fix: write gradient_accumulation_steps: 4 or 8",
     ),
     (
         ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=3"],
         "gradient_accumulation_steps 1 is not a multiple of pipeline_model_parallel_size 4\n"
         "    why: with virtual stages, micro-batches go through the pipeline in rounds of one for each stage\n"
-        "    mend: write gradient_accumulation_steps: 4",
+        "    fix: write gradient_accumulation_steps: 4",
     ),
     (
         ["output_dir=./m/"],
         "output_dir is model_name_or_path, './m/'\n"
         "    why: the final model is written into output_dir, over the weights that the run starts from\n"
-        "    mend: write another output_dir",
+        "    fix: write another output_dir",
     ),
     (
         ["sequence_parallel=true"],
         "sequence_parallel: true with tensor_model_parallel_size 1\n"
         "    why: it splits the sequence over the tensor-parallel processes; there is one\n"
-        "    mend: remove sequence_parallel, or write tensor_model_parallel_size: 2",
+        "    fix: remove sequence_parallel, or write tensor_model_parallel_size: 2",
     ),
     (
         ["sequence_parallel=true", "tensor_model_parallel_size=4", "cutoff_len=3"],
         "cutoff_len 3 is shorter than tensor_model_parallel_size 4\n"
         "    why: sequence_parallel gives each tensor-parallel process a part of the sequence\n"
-        "    mend: write cutoff_len: 4 or more",
+        "    fix: write cutoff_len: 4 or more",
     ),
     (
         ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "num_processes=6"],
         "6 processes are not a multiple of the 4 that one copy of the model takes\n"
         "    why: tensor_model_parallel_size 2 times pipeline_model_parallel_size 2 is 4\n"
-        "    mend: write num_processes: 4 or 8",
+        "    fix: write num_processes: 4 or 8",
     ),
     (
         ["overlap_param_gather=true"],
         "overlap_param_gather: true without overlap_grad_reduce\n"
         "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
-        "    mend: write overlap_grad_reduce: true, or overlap_param_gather: false",
+        "    fix: write overlap_grad_reduce: true, or overlap_param_gather: false",
     ),
     (
         ["overlap_param_gather=true", "use_distributed_optimizer=false"],
         "overlap_param_gather: true without use_distributed_optimizer and overlap_grad_reduce\n"
         "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
-        "    mend: write use_distributed_optimizer: true and overlap_grad_reduce: true, or overlap_param_gather: false",
+        "    fix: write use_distributed_optimizer: true and overlap_grad_reduce: true, or overlap_param_gather: false",
     ),
     (
         ["attention_backend=fused", "packing=true"],
         "attention_backend: fused and packing: true\n"
         "    why: cuDNN's attention is used for rows of one document only; packed rows need flash attention\n"
-        "    mend: write attention_backend: auto, or flash",
+        "    fix: write attention_backend: auto, or flash",
     ),
     (
         ["attention_backend=fused", "context_parallel_size=2", "cp_comm_type=all_gather"],
         "attention_backend: fused and cp_comm_type all_gather\n"
         "    why: cuDNN's attention is used for whole rows only, and each process has a part of the row's queries\n"
-        "    mend: write attention_backend: auto, or flash; or cp_comm_type: a2a, which attends to whole rows",
+        "    fix: write attention_backend: auto, or flash; or cp_comm_type: a2a, which attends to whole rows",
     ),
     # precision and length
     (
         ["bf16=true", "fp16=true"],
         "bf16: true and fp16: true\n"
         "    why: the model computes in one of them\n"
-        "    mend: remove fp16: bf16 needs no loss scaling",
+        "    fix: remove fp16: bf16 needs no loss scaling",
     ),
     (
         ["cutoff_len=4097"],
         "cutoff_len 4097 is more than the 4096 positions of the model\n"
         "    why: config.json's max_position_embeddings is what its rotary embeddings were made for\n"
-        "    mend: write cutoff_len: 4096, the longest it allows",
+        "    fix: write cutoff_len: 4096, the longest it allows",
     ),
     # learning rate
     (
         ["warmup_ratio=0.1", "warmup_steps=5"],
         "warmup_ratio 0.1 and warmup_steps 5\n"
         "    why: both set the length of the warm-up\n"
-        "    mend: keep one of the two",
+        "    fix: keep one of the two",
     ),
     (
         ["warmup_steps=5.5"],
-        "warmup_steps 5.5 is neither a share below 1 nor a number of steps\n    mend: write warmup_steps: 6",
+        "warmup_steps 5.5 is neither a share below 1 nor a number of steps\n    fix: write warmup_steps: 6",
     ),
     (
         ["lr_scheduler_type=constant", "warmup_ratio=0.1"],
         "lr_scheduler_type constant with warmup_ratio 0.1\n"
         "    why: a constant rate has no warm-up\n"
-        "    mend: write lr_scheduler_type: constant_with_warmup",
+        "    fix: write lr_scheduler_type: constant_with_warmup",
     ),
     (
         ["max_steps=0"],
         "max_steps is 0\n"
         "    why: nothing would be trained\n"
-        "    mend: write max_steps: 1, or -1 to let num_train_epochs decide",
+        "    fix: write max_steps: 1, or -1 to let num_train_epochs decide",
     ),
     (
         ["lr_scheduler_type=cosine_with_min_lr"],
         "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate\n"
         "    why: the lowest rate is not derived from anything else\n"
-        "    mend: write lr_scheduler_kwargs: {min_lr: 5e-06}, a tenth of the highest",
+        "    fix: write lr_scheduler_kwargs: {min_lr: 5e-06}, a tenth of the highest",
     ),
     (
         ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 1e-6, min_lr_rate: 0.1}"],
-        "lr_scheduler_kwargs has min_lr and min_lr_rate\n    why: both set the lowest rate\n    mend: keep one",
+        "lr_scheduler_kwargs has min_lr and min_lr_rate\n    why: both set the lowest rate\n    fix: keep one",
     ),
     (
         ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 1}"],
-        "min_lr 1 is above learning_rate 5e-05\n    mend: write a min_lr of 5e-05 or less",
+        "min_lr 1 is above learning_rate 5e-05\n    fix: write a min_lr of 5e-05 or less",
     ),
     (
         ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: low}"],
         "lr_scheduler_kwargs: min_lr is 'low'\n"
         "    why: expected a number, at least 0\n"
-        "    mend: give min_lr a number, at least 0",
+        "    fix: give min_lr a number, at least 0",
     ),
     (
         ["lr_scheduler_type=warmup_stable_decay"],
         "lr_scheduler_type warmup_stable_decay without num_decay_steps\n"
         "    why: the steps of the decay are not derived from anything else\n"
-        "    mend: write lr_scheduler_kwargs: {num_decay_steps: 100}, "
+        "    fix: write lr_scheduler_kwargs: {num_decay_steps: 100}, "
         "with the steps in which the rate falls at the end",
     ),
     (
         ["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs={num_decay_step: 5, num_decay_steps: 5}"],
         "lr_scheduler_kwargs: warmup_stable_decay does not take 'num_decay_step'\n"
         "    why: it takes num_decay_steps, num_stable_steps, warmup_type, decay_type, min_lr_ratio, num_cycles\n"
-        "    mend: did you mean num_decay_steps?",
+        "    fix: did you mean num_decay_steps?",
     ),
     (
         ["lr_scheduler_kwargs={min_lr: 1e-6}"],
         "lr_scheduler_kwargs: linear does not take 'min_lr'\n"
         "    why: it takes nothing beyond its type\n"
-        "    mend: remove min_lr, or choose another lr_scheduler_type",
+        "    fix: remove min_lr, or choose another lr_scheduler_type",
     ),
     # data and evaluation
     (
         ["dataset=null"],
-        "dataset is missing\n    mend: write dataset: NAME, one or more of the names in dataset_info.json",
+        "dataset is missing\n    fix: write dataset: NAME, one or more of the names in dataset_info.json",
     ),
     (
         ["model_name_or_path=null"],
-        "model_name_or_path is missing\n    mend: write model_name_or_path: FOLDER, a Hugging Face checkpoint",
+        "model_name_or_path is missing\n    fix: write model_name_or_path: FOLDER, a Hugging Face checkpoint",
     ),
     (
         ["output_dir="],
-        "output_dir is missing\n    mend: write output_dir: FOLDER, for checkpoints, logs and the final model",
+        "output_dir is missing\n    fix: write output_dir: FOLDER, for checkpoints, logs and the final model",
     ),
     (
         ["overwrite_output_dir=true", "resume_from_checkpoint=true"],
         "overwrite_output_dir: true and resume_from_checkpoint: true\n"
         "    why: one starts over, the other goes on from the newest checkpoint of the same folder\n"
-        "    mend: remove one of the two",
+        "    fix: remove one of the two",
     ),
     (
         ["train_on_prompt=true", "mask_history=true"],
         "train_on_prompt: true and mask_history: true\n"
         "    why: one trains on every turn, the other on the last answer only\n"
-        "    mend: remove one of the two",
+        "    fix: remove one of the two",
     ),
     (
         ["eval_strategy=epoch", "val_size=0.1", "eval_dataset=e"],
         "val_size 0.1 and eval_dataset\n"
         "    why: both say what to evaluate on\n"
-        "    mend: remove val_size, so that all of the training data is trained on",
+        "    fix: remove val_size, so that all of the training data is trained on",
     ),
     (
         ["eval_strategy=epoch", "val_size=10.4"],
-        "val_size 10.4 is neither a share below 1 nor a number of rows\n    mend: write val_size: 10 for 10 rows",
+        "val_size 10.4 is neither a share below 1 nor a number of rows\n    fix: write val_size: 10 for 10 rows",
     ),
     (
         ["eval_strategy=steps"],
         "eval_strategy steps without val_size or eval_dataset\n"
         "    why: there is nothing to evaluate on\n"
-        "    mend: write val_size: 0.1 to hold out a tenth of the rows, "
+        "    fix: write val_size: 0.1 to hold out a tenth of the rows, "
         "name an eval_dataset, or write eval_strategy: no",
     ),
     (
         ["val_size=0.1"],
         "val_size with eval_strategy no\n"
         "    why: the held-out rows would be neither trained on nor evaluated\n"
-        "    mend: write eval_strategy: epoch, or remove val_size",
+        "    fix: write eval_strategy: epoch, or remove val_size",
     ),
     (
         ["eval_dataset=e"],
         "eval_dataset with eval_strategy no\n"
         "    why: it would not be read\n"
-        "    mend: write eval_strategy: epoch, or remove eval_dataset",
+        "    fix: write eval_strategy: epoch, or remove eval_dataset",
     ),
     (
         ["load_best_model_at_end=true"],
         "load_best_model_at_end: true with eval_strategy no\n"
         "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
-        "    mend: write eval_strategy: steps, or load_best_model_at_end: false",
+        "    fix: write eval_strategy: steps, or load_best_model_at_end: false",
     ),
     (
         ["load_best_model_at_end=true", "eval_strategy=epoch", "val_size=2"],
         "load_best_model_at_end: true with save_strategy steps and eval_strategy epoch\n"
         "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
-        "    mend: write save_strategy: epoch",
+        "    fix: write save_strategy: epoch",
     ),
     (
         ["load_best_model_at_end=true", "eval_strategy=steps", "val_size=2", "save_steps=50", "eval_steps=20"],
         "load_best_model_at_end: true with save_steps 50, which is not a multiple of eval_steps 20\n"
         "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
-        "    mend: write save_steps: 40 or 60",
+        "    fix: write save_steps: 40 or 60",
     ),
     (
         ["report_to=tensorboard,none"],
-        "report_to has none and tensorboard\n    mend: remove none",
+        "report_to has none and tensorboard\n    fix: remove none",
     ),
 ]
 
@@ -325,7 +325,7 @@ def test_the_world_that_was_started_goes_before_num_processes():
     assert messages(*layout, world_size=4) == [
         "4 processes are not a multiple of the 8 that one copy of the model takes\n"
         "    why: tensor_model_parallel_size 4 times pipeline_model_parallel_size 2 is 8\n"
-        "    mend: start 8 processes, or change the layout"
+        "    fix: start 8 processes, or change the layout"
     ]
 
 

@@ -42,127 +42,127 @@ def test_what_is_valid_passes(overrides):
 _STREAMING_WHY = "    why: how many rows there are is not known while they are read\n"
 _PAIR_WHY = "    why: only the two answers of a pair are trained\n"
 # Beside whatever else is wrong with it.
-_DPO = "stage dpo cannot be trained\n    why: DPO is not built yet\n    mend: write stage: sft or stage: pt"
+_DPO = "stage dpo cannot be trained\n    why: DPO is not built yet\n    fix: write stage: sft or stage: pt"
 
 WRONG = [
     (
         ["buffer_size=128"],
         "buffer_size 128 without streaming\n    why: prepared rows are shuffled all together\n"
-        "    mend: remove buffer_size, or write streaming: true",
+        "    fix: remove buffer_size, or write streaming: true",
     ),
     (
         ["preserve_thinking=true"],
         "preserve_thinking: true without mask_history\n"
         "    why: the reasoning of answers that are trained is always kept\n"
-        "    mend: remove preserve_thinking, or write mask_history: true",
+        "    fix: remove preserve_thinking, or write mask_history: true",
     ),
     (
         [TWO, "mix_strategy=interleave_over", "interleave_probs=1"],
-        "1 of interleave_probs for 2 data sets\n    mend: write as many numbers as data sets, in their order",
+        "1 of interleave_probs for 2 data sets\n    fix: write as many numbers as data sets, in their order",
     ),
     (
         [TWO, "dataset_weights=1,2,3"],
-        "3 of dataset_weights for 2 data sets\n    mend: write as many numbers as data sets, in their order",
+        "3 of dataset_weights for 2 data sets\n    fix: write as many numbers as data sets, in their order",
     ),
     (
         [TWO, "mix_strategy=interleave_over", "interleave_probs=[]"],
-        "0 of interleave_probs for 2 data sets\n    mend: write as many numbers as data sets, in their order",
+        "0 of interleave_probs for 2 data sets\n    fix: write as many numbers as data sets, in their order",
     ),
     (
         [TWO, "mix_strategy=interleave_under", "interleave_probs=30,70"],
-        "interleave_probs sum to 100, not to 1\n    mend: write interleave_probs: 0.3, 0.7",
+        "interleave_probs sum to 100, not to 1\n    fix: write interleave_probs: 0.3, 0.7",
     ),
     (
         [TWO, "mix_strategy=interleave_under", "interleave_probs=0,1"],
         "interleave_probs has 0\n"
         "    why: every number must be above 0\n"
-        "    mend: leave out of `dataset` what is never to be drawn from",
+        "    fix: leave out of `dataset` what is never to be drawn from",
     ),
     (
         [TWO, "dataset_weights=1,-2"],
         "dataset_weights has -2\n"
         "    why: every number must be above 0\n"
-        "    mend: leave out of `dataset` what is never to be drawn from",
+        "    fix: leave out of `dataset` what is never to be drawn from",
     ),
     (
         [TWO, "interleave_probs=0.5,0.5"],
         "interleave_probs with mix_strategy concat\n"
         "    why: concat takes every data set whole\n"
-        "    mend: write mix_strategy: interleave_under, interleave_over or interleave_once",
+        "    fix: write mix_strategy: interleave_under, interleave_over or interleave_once",
     ),
     (
         [TWO, "mix_strategy=interleave_once", "dataset_weights=1,2"],
         "dataset_weights with mix_strategy interleave_once\n"
         "    why: both say how often each data set is trained\n"
-        "    mend: write interleave_probs instead of dataset_weights",
+        "    fix: write interleave_probs instead of dataset_weights",
     ),
     (
         ["group_by_length=true", "disable_shuffling=true"],
         "group_by_length: true and disable_shuffling: true\n"
         "    why: one sorts rows, the other leaves them as they are\n"
-        "    mend: remove one of the two",
+        "    fix: remove one of the two",
     ),
     *(
         (
             ["group_by_length=true", packs],
             "group_by_length: true with packing\n"
             "    why: packed rows are of one length\n"
-            "    mend: write group_by_length: false",
+            "    fix: write group_by_length: false",
         )
         for packs in ("packing=true", "neat_packing=true", "stage=pt")
     ),
     (
         ["streaming=true"],
-        f"streaming: true without max_steps\n{_STREAMING_WHY}    mend: write max_steps: N",
+        f"streaming: true without max_steps\n{_STREAMING_WHY}    fix: write max_steps: N",
     ),
     (
         [*STREAMED, "val_size=0.1", "eval_strategy=steps"],
         f"streaming: true with val_size 0.1\n{_STREAMING_WHY}"
-        "    mend: write val_size as a number of rows, or name an eval_dataset",
+        "    fix: write val_size as a number of rows, or name an eval_dataset",
     ),
     (
         [*STREAMED, "group_by_length=true"],
-        f"streaming: true with group_by_length\n{_STREAMING_WHY}    mend: remove group_by_length",
+        f"streaming: true with group_by_length\n{_STREAMING_WHY}    fix: remove group_by_length",
     ),
     (
         [*STREAMED, "tokenized_path=rows"],
         "streaming: true with tokenized_path\n"
         "    why: rows are trained as they are read, and not kept\n"
-        "    mend: remove tokenized_path",
+        "    fix: remove tokenized_path",
     ),
     (
         [*STREAMED, TWO, "dataset_weights=1,2"],
         f"streaming: true with dataset_weights\n{_STREAMING_WHY}"
-        "    mend: write mix_strategy: interleave_over and interleave_probs",
+        "    fix: write mix_strategy: interleave_over and interleave_probs",
     ),
     (
         [*STREAMED, "eval_dataset=e", "eval_strategy=epoch"],
         "eval_strategy epoch with streaming: true\n"
         "    why: how many steps an epoch has is not known while rows are read\n"
-        "    mend: write eval_strategy: steps",
+        "    fix: write eval_strategy: steps",
     ),
     (
         [*STREAMED, "save_strategy=epoch"],
         "save_strategy epoch with streaming: true\n"
         "    why: how many steps an epoch has is not known while rows are read\n"
-        "    mend: write save_strategy: steps",
+        "    fix: write save_strategy: steps",
     ),
     (["stage=dpo"], _DPO),
     (
         ["stage=dpo", "packing=true"],
         "packing with stage dpo is not built\n"
         "    why: the two answers of a pair are compared with each other\n"
-        f"    mend: write packing: false\n{_DPO}",
+        f"    fix: write packing: false\n{_DPO}",
     ),
     *(
-        (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    mend: remove {key}\n{_DPO}")
+        (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    fix: remove {key}\n{_DPO}")
         for key in ("train_on_prompt", "mask_history")
     ),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "message"), WRONG)
-def test_what_is_wrong_is_told_with_its_mend(overrides, message):
+def test_what_is_wrong_is_told_with_its_fix(overrides, message):
     assert "\n".join(messages(*overrides)) == message
 
 

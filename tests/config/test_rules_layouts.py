@@ -72,28 +72,28 @@ WRONG = [
         ["pipeline_model_parallel_size=13"],
         "pipeline_model_parallel_size 13: 12 layers leave some of 13 parts without one\n"
         "    why: every stage holds a layer at least\n"
-        "    mend: write pipeline_model_parallel_size: 12, the most that there are layers for",
+        "    fix: write pipeline_model_parallel_size: 12, the most that there are layers for",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=7", "gradient_accumulation_steps=2"],
         "2 stages of 7 virtual stages: 12 layers leave some of 14 parts without one\n"
         "    why: every virtual stage holds a layer at least\n"
-        "    mend: write virtual_pipeline_model_parallel_size: 6, the most that there are layers for",
+        "    fix: write virtual_pipeline_model_parallel_size: 6, the most that there are layers for",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=12", "virtual_pipeline_model_parallel_size=2", "gradient_accumulation_steps=12"],
         "12 stages of 2 virtual stages: 12 layers leave some of 24 parts without one\n"
         "    why: every virtual stage holds a layer at least\n"
-        "    mend: remove virtual_pipeline_model_parallel_size: each stage holds one layer",
+        "    fix: remove virtual_pipeline_model_parallel_size: each stage holds one layer",
     ),
     (
         QWEN,
         ["decoder_first_pipeline_num_layers=5"],
         "decoder_first_pipeline_num_layers with pipeline_model_parallel_size 1\n"
         "    why: there is one stage, which holds everything\n"
-        "    mend: remove decoder_first_pipeline_num_layers, or write pipeline_model_parallel_size: 2",
+        "    fix: remove decoder_first_pipeline_num_layers, or write pipeline_model_parallel_size: 2",
     ),
     (
         QWEN,
@@ -104,7 +104,7 @@ WRONG = [
         ],
         "decoder_first_pipeline_num_layers and account_for_loss_in_pipeline_split\n"
         "    why: each says which stage holds how many layers\n"
-        "    mend: keep decoder_first_pipeline_num_layers",
+        "    fix: keep decoder_first_pipeline_num_layers",
     ),
     (
         QWEN,
@@ -115,7 +115,7 @@ WRONG = [
         ],
         "account_for_loss_in_pipeline_split and pipeline_model_parallel_layout\n"
         "    why: each says which stage holds how many layers\n"
-        "    mend: keep pipeline_model_parallel_layout",
+        "    fix: keep pipeline_model_parallel_layout",
     ),
     (
         QWEN,
@@ -123,42 +123,42 @@ WRONG = [
         "decoder_first_pipeline_num_layers 5 and decoder_last_pipeline_num_layers 5: 10 layers are "
         "asked for, the model has 12\n"
         "    why: the parts together hold the model's 12 layers\n"
-        "    mend: write decoder_last_pipeline_num_layers: 7",
+        "    fix: write decoder_last_pipeline_num_layers: 7",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*5L"],
         "pipeline_model_parallel_layout Et*6|t*5L: it has 11 layers, the model 12\n"
         "    why: the parts together hold the model's 12 layers\n"
-        "    mend: write pipeline_model_parallel_layout: Et*6|t*6L",
+        "    fix: write pipeline_model_parallel_layout: Et*6|t*6L",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*5mL"],
         "pipeline_model_parallel_layout 'Et*6|t*5mL' cannot be read: m means nothing in it: multi-token "
         "prediction (m) is not trained\n"
-        "    mend: E first, t for each layer, L last, | between stages: Et*3|t*3L",
+        "    fix: E first, t for each layer, L last, | between stages: Et*3|t*3L",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*6"],
         "pipeline_model_parallel_layout 'Et*6|t*6' cannot be read: E comes first, once, then layers, "
         "and L last, once\n"
-        "    mend: E first, t for each layer, L last, | between stages: Et*3|t*3L",
+        "    fix: E first, t for each layer, L last, | between stages: Et*3|t*3L",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*4|t*4|t*4L"],
         "pipeline_model_parallel_layout 'Et*4|t*4|t*4L' has 3 parts for 2 stages\n"
         "    why: every stage holds one part, or one for each of its virtual stages\n"
-        "    mend: write a multiple of 2 parts, or pipeline_model_parallel_size: 3",
+        "    fix: write a multiple of 2 parts, or pipeline_model_parallel_size: 3",
     ),
     (
         QWEN,
         ["context_parallel_size=8", "cp_comm_type=a2a"],
         "context_parallel_size 8 with cp_comm_type a2a does not divide the 12 attention heads of a process\n"
         "    why: a2a gives each context-parallel process an equal share of the heads\n"
-        "    mend: write cp_comm_type: p2p, or context_parallel_size: 6, the nearest that divides them",
+        "    fix: write cp_comm_type: p2p, or context_parallel_size: 6, the nearest that divides them",
     ),
     (
         QWEN,
@@ -166,7 +166,7 @@ WRONG = [
         "6 processes are not a multiple of the 4 that one copy of the model takes\n"
         "    why: tensor_model_parallel_size 2 times pipeline_model_parallel_size 1 times "
         "context_parallel_size 2 is 4\n"
-        "    mend: write num_processes: 4 or 8",
+        "    fix: write num_processes: 4 or 8",
     ),
     (
         EXPERTS,
@@ -174,7 +174,7 @@ WRONG = [
         "4 processes are not a multiple of the 8 that one copy of the experts takes\n"
         "    why: expert_tensor_parallel_size 1 times expert_model_parallel_size 4 times "
         "pipeline_model_parallel_size 2 is 8\n"
-        "    mend: write num_processes: 8",
+        "    fix: write num_processes: 8",
     ),
     (
         EXPERTS,
@@ -183,185 +183,185 @@ WRONG = [
         "    why: expert_tensor_parallel_size 2 times expert_model_parallel_size 2 times "
         "pipeline_model_parallel_size 1 is 4; expert_tensor_parallel_size is tensor_model_parallel_size "
         "where it is not set\n"
-        "    mend: write num_processes: 4",
+        "    fix: write num_processes: 4",
     ),
     (
         EXPERTS,
         ["expert_model_parallel_size=3"],
         "expert_model_parallel_size 3 does not divide the model's 8 experts\n"
         "    why: each process holds the same number of experts\n"
-        "    mend: write expert_model_parallel_size: 2, the nearest that does",
+        "    fix: write expert_model_parallel_size: 2, the nearest that does",
     ),
     (
         EXPERTS,
         ["expert_tensor_parallel_size=5"],
         "expert_tensor_parallel_size 5 does not divide an expert's 48 channels\n"
         "    why: each process takes an equal, whole share of every expert\n"
-        "    mend: write expert_tensor_parallel_size: 4",
+        "    fix: write expert_tensor_parallel_size: 4",
     ),
     (
         EXPERTS,
         ["tensor_model_parallel_size=2"],
         "tensor_model_parallel_size above 1 without sequence_parallel\n"
         "    why: without it every tensor-parallel process would send all tokens to the experts\n"
-        "    mend: write sequence_parallel: true",
+        "    fix: write sequence_parallel: true",
     ),
     (
         QWEN,
         ["expert_model_parallel_size=2"],
         "expert_model_parallel_size with a dense model\n"
         "    why: a qwen2 has no experts\n"
-        "    mend: remove expert_model_parallel_size",
+        "    fix: remove expert_model_parallel_size",
     ),
     (
         QWEN,
         ["moe_aux_loss_coeff=0.001"],
-        "moe_aux_loss_coeff with a dense model\n    why: a qwen2 has no experts\n    mend: remove moe_aux_loss_coeff",
+        "moe_aux_loss_coeff with a dense model\n    why: a qwen2 has no experts\n    fix: remove moe_aux_loss_coeff",
     ),
     (
         QWEN,
         ["moe_layer_recompute=true"],
-        "moe_layer_recompute with a dense model\n    why: a qwen2 has no experts\n    mend: remove moe_layer_recompute",
+        "moe_layer_recompute with a dense model\n    why: a qwen2 has no experts\n    fix: remove moe_layer_recompute",
     ),
     (
         EXPERTS,
         ["moe_router_topk=4"],
         "moe_router_topk 4, and the model's is 2\n"
         "    why: the checkpoint that comes out would be run with what its config.json says\n"
-        "    mend: remove moe_router_topk, or change config.json",
+        "    fix: remove moe_router_topk, or change config.json",
     ),
     (
         EXPERTS,
         ["moe_router_pre_softmax=true"],
         "moe_router_pre_softmax true, and the model's is false\n"
         "    why: the checkpoint that comes out would be run with what its config.json says\n"
-        "    mend: remove moe_router_pre_softmax, or change config.json",
+        "    fix: remove moe_router_pre_softmax, or change config.json",
     ),
     (
         EXPERTS,
         ["moe_router_bias_update_rate=0.001"],
         "moe_router_bias_update_rate with a model that has no bias on its experts\n"
         "    why: a qwen3_moe balances by a loss: moe_aux_loss_coeff\n"
-        "    mend: remove moe_router_bias_update_rate",
+        "    fix: remove moe_router_bias_update_rate",
     ),
     (
         SIGMOID,
         ["moe_router_load_balancing_type=sinkhorn"],
         "moe_router_load_balancing_type sinkhorn with a deepseek_v3\n"
         "    why: sinkhorn balances the softmax of the router's logits; this model takes their sigmoid\n"
-        "    mend: write moe_router_load_balancing_type: seq_aux_loss",
+        "    fix: write moe_router_load_balancing_type: seq_aux_loss",
     ),
     (
         EXPERTS,
         ["moe_aux_loss_coeff=0.001", "moe_router_load_balancing_type=none"],
         "moe_aux_loss_coeff 0.001 with moe_router_load_balancing_type none\n"
         "    why: there is no auxiliary loss to weigh\n"
-        "    mend: write moe_router_load_balancing_type: aux_loss, or moe_aux_loss_coeff: 0",
+        "    fix: write moe_router_load_balancing_type: aux_loss, or moe_aux_loss_coeff: 0",
     ),
     (
         EXPERTS,
         ["moe_pad_expert_input_to_capacity=true"],
         "moe_pad_expert_input_to_capacity: true without moe_expert_capacity_factor\n"
         "    why: without it experts have no capacity\n"
-        "    mend: write moe_expert_capacity_factor: 1.5, or moe_pad_expert_input_to_capacity: false",
+        "    fix: write moe_expert_capacity_factor: 1.5, or moe_pad_expert_input_to_capacity: false",
     ),
     (
         SIGMOID,
         ["moe_shared_expert_overlap=true", "moe_token_dispatcher_type=allgather"],
         "moe_shared_expert_overlap: true with moe_token_dispatcher_type allgather\n"
         "    why: allgather has no exchange to compute beside\n"
-        "    mend: write moe_token_dispatcher_type: alltoall, or moe_shared_expert_overlap: false",
+        "    fix: write moe_token_dispatcher_type: alltoall, or moe_shared_expert_overlap: false",
     ),
     (
         EXPERTS,
         ["moe_shared_expert_overlap=true"],
         "moe_shared_expert_overlap: true with a model without shared experts\n"
         "    why: a qwen3_moe has none\n"
-        "    mend: remove moe_shared_expert_overlap",
+        "    fix: remove moe_shared_expert_overlap",
     ),
     (
         EXPERTS,
         ["moe_router_load_balancing_type=sinkhorn", "moe_expert_capacity_factor=1.5"],
         "moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn\n"
         "    why: sinkhorn keeps experts equally busy itself\n"
-        "    mend: remove moe_expert_capacity_factor",
+        "    fix: remove moe_expert_capacity_factor",
     ),
     (
         ONE_EXPERT,
         [],
         "the model sends each token to one expert and normalizes its share, which is then always 1\n"
         "    why: its router would never learn\n"
-        "    mend: train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false",
+        "    fix: train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false",
     ),
     (
         QWEN,
         ["recompute_method=block"],
         "recompute_method with recompute_granularity null\n"
         "    why: it says how whole layers are recomputed\n"
-        "    mend: write recompute_granularity: full, or remove recompute_method",
+        "    fix: write recompute_granularity: full, or remove recompute_method",
     ),
     (
         QWEN,
         ["recompute_granularity=selective", "recompute_num_layers=1"],
         "recompute_num_layers with recompute_granularity selective\n"
         "    why: it says how whole layers are recomputed\n"
-        "    mend: write recompute_granularity: full, or remove recompute_num_layers",
+        "    fix: write recompute_granularity: full, or remove recompute_num_layers",
     ),
     (
         QWEN,
         ["recompute_granularity=full", "recompute_num_layers=5"],
         "recompute_num_layers 5 does not divide the 12 layers of a stage\n"
         "    why: uniform recomputes layers in groups of that size\n"
-        "    mend: write recompute_num_layers: 4, the nearest that does, or recompute_method: block",
+        "    fix: write recompute_num_layers: 4, the nearest that does, or recompute_method: block",
     ),
     (
         QWEN,
         ["recompute_granularity=selective", "recompute_modules=[mla_up_proj]"],
-        "recompute_modules has mla_up_proj, and a qwen2 has no multi-latent attention\n    mend: remove mla_up_proj",
+        "recompute_modules has mla_up_proj, and a qwen2 has no multi-latent attention\n    fix: remove mla_up_proj",
     ),
     (
         QWEN,
         ["recompute_granularity=selective", "recompute_modules=[core_attn, moe]"],
-        "recompute_modules has moe, and a qwen2 has no experts\n    mend: remove moe",
+        "recompute_modules has moe, and a qwen2 has no experts\n    fix: remove moe",
     ),
     (
         EXPERTS,
         ["recompute_granularity=selective", "recompute_modules=[shared_experts]"],
-        "recompute_modules has shared_experts, and a qwen3_moe has no shared experts\n    mend: remove shared_experts",
+        "recompute_modules has shared_experts, and a qwen3_moe has no shared experts\n    fix: remove shared_experts",
     ),
     (
         EXPERTS,
         ["recompute_granularity=selective", "recompute_modules=[moe_act]", "moe_grouped_gemm=false"],
         "recompute_modules has moe_act with moe_grouped_gemm: false\n"
-        "    mend: remove moe_act, or write moe_grouped_gemm: true",
+        "    fix: remove moe_act, or write moe_grouped_gemm: true",
     ),
     (
         QWEN,
         ["optimizer=sgd", "exp_avg_dtype=bf16"],
         "exp_avg_dtype bf16 with optimizer sgd\n"
         "    why: it is part of Adam's state\n"
-        "    mend: remove exp_avg_dtype, or write optimizer: adam",
+        "    fix: remove exp_avg_dtype, or write optimizer: adam",
     ),
     (
         QWEN,
         ["optimizer=sgd", "optimizer_cpu_offload=true"],
         "optimizer_cpu_offload: true with optimizer sgd\n"
         "    why: it moves Adam's state\n"
-        "    mend: write optimizer: adam, or optimizer_cpu_offload: false",
+        "    fix: write optimizer: adam, or optimizer_cpu_offload: false",
     ),
     (
         QWEN,
         ["optimizer_offload_fraction=0.5"],
         "optimizer_offload_fraction 0.5 without optimizer_cpu_offload\n"
         "    why: nothing is offloaded\n"
-        "    mend: write optimizer_cpu_offload: true, or remove optimizer_offload_fraction",
+        "    fix: write optimizer_cpu_offload: true, or remove optimizer_offload_fraction",
     ),
     (
         QWEN,
         ["accumulate_allreduce_grads_in_fp32=false"],
         "accumulate_allreduce_grads_in_fp32: false without bf16 or fp16\n"
         "    why: gradients have the dtype of the model, which is fp32\n"
-        "    mend: write bf16: true, or remove accumulate_allreduce_grads_in_fp32",
+        "    fix: write bf16: true, or remove accumulate_allreduce_grads_in_fp32",
     ),
 ]
 

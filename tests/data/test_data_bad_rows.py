@@ -99,7 +99,7 @@ def test_every_bad_row_is_found_before_one_is_refused(folder: Path) -> None:
         "data.jsonl:3: field 'output': half of a surrogate pair\n    why: character 6\n"
         "data.jsonl:5: field 'output': expected a string, got a number\n"
         "3 of 6 rows cannot be trained on\n"
-        "    mend: correct them, or write on_bad_row: quarantine, which leaves them out and copies them to "
+        "    fix: correct them, or write on_bad_row: quarantine, which leaves them out and copies them to "
         "bad_rows.jsonl in output_dir"
     )
 
@@ -118,7 +118,7 @@ def test_rows_that_are_too_long_can_be_refused(folder: Path) -> None:
     assert refusal(folder, truncation_strategy="error") == (
         "data.jsonl:4: longer than cutoff_len\n    why: 213 tokens, cutoff_len is 50\n"
         "1 of 6 rows are longer than cutoff_len\n"
-        "    mend: raise cutoff_len, or write truncation_strategy: budget to cut them, drop to leave them out"
+        "    fix: raise cutoff_len, or write truncation_strategy: budget to cut them, drop to leave them out"
     )
     both = refusal(folder, truncation_strategy="error", on_bad_row="error").splitlines()
     assert "3 of 6 rows cannot be trained on" in both

@@ -260,7 +260,7 @@ def test_nowhere_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value).splitlines()[:3] == [
         f"{NOWHERE}/rows/k: cannot write the prepared rows",
         "    why: No such file or directory",
-        "    mend: name a folder that can be written as $MEGATUNE_CACHE",
+        "    fix: name a folder that can be written as $MEGATUNE_CACHE",
     ]
     with pytest.raises(MegatuneError, match="as tokenized_path") as caught:
         built(with_data(tokenized_path=str(NOWHERE)), "k", no_build)
@@ -302,7 +302,7 @@ def test_tokenized_path_is_the_folder_itself(tmp_path: Path) -> None:
     assert caught.value.exit_code == ExitCode.SETTINGS
     assert str(caught.value) == (
         f"tokenized_path: {folder} has rows made from other data or settings\n"
-        "    mend: name another folder, or write overwrite_cache: true to replace them"
+        "    fix: name another folder, or write overwrite_cache: true to replace them"
     )
     assert (folder / "part/tokens.bin").read_text() == "1234"
     built(with_data(tokenized_path=str(folder), overwrite_cache=True), "other", tokens("5"))

@@ -335,9 +335,9 @@ def test_long_values_are_cut() -> None:
 def test_what_refuses_the_data_set(row: dict[str, Any], source: DatasetSource, stage: str, problem: str) -> None:
     with pytest.raises(UnsupportedRow) as caught:
         to_example(row, source, stage)
-    mend = f" -> {caught.value.mend}" if caught.value.mend else ""
-    assert f"{caught.value}{mend}" == problem
-    assert pickle.loads(pickle.dumps(caught.value)).mend == caught.value.mend
+    fix = f" -> {caught.value.fix}" if caught.value.fix else ""
+    assert f"{caught.value}{fix}" == problem
+    assert pickle.loads(pickle.dumps(caught.value)).fix == caught.value.fix
 
 
 JSON = st.recursive(

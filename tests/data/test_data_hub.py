@@ -223,11 +223,11 @@ READ: list[tuple[Case, list[str]]] = [
     (case("team/badrow"), ["fine", "invalid-json"]),
     (case("team/pairs", stage="dpo"), ["bad"]),
 ]
-SCRIPT = "its rows are made by a script, {}\n    why: a data set's code is never run\n    mend: {}"
+SCRIPT = "its rows are made by a script, {}\n    why: a data set's code is never run\n    fix: {}"
 DOWNLOAD = "download it to a folder, and name the files there"
 NO_LOCAL = "dataset: no file or folder {0} here, and "
 MIRROR = (
-    "\n    mend: set HF_ENDPOINT to a mirror that answers, or download the data set where there is a network, and name "
+    "\n    fix: set HF_ENDPOINT to a mirror that answers, or download the data set where there is a network, and name "
     "its files by file_name or as a path"
 )
 REFUSED: list[tuple[Case, str, int]] = [
@@ -235,49 +235,49 @@ REFUSED: list[tuple[Case, str, int]] = [
     (case("team/helped"), f"team/helped on HOST: {SCRIPT.format('helped.py', DOWNLOAD)}", 66),
     (
         case("team/pickled"),
-        f"team/pickled on HOST: no data files; .bin, .pkl, .pt files are not read\n    mend: {DOWNLOAD}",
+        f"team/pickled on HOST: no data files; .bin, .pkl, .pt files are not read\n    fix: {DOWNLOAD}",
         66,
     ),
-    (case("team/mixed"), f"team/mixed on HOST: data files of several kinds: .csv and .jsonl\n    mend: {DOWNLOAD}", 66),
+    (case("team/mixed"), f"team/mixed on HOST: data files of several kinds: .csv and .jsonl\n    fix: {DOWNLOAD}", 66),
     (
         case("team/separated"),
         "team/separated on HOST: subset default is to be read with sep\n    why: such options are not read\n    "
-        f"mend: {DOWNLOAD}",
+        f"fix: {DOWNLOAD}",
         66,
     ),
     (case("team/broken"), "team/broken on HOST: README.md:2: the card is not YAML", 66),
     (
         case("team/cards"),
-        "team/cards on HOST: it has several subsets, and none was chosen\n    mend: write NAME:en, or NAME:all for all "
+        "team/cards on HOST: it has several subsets, and none was chosen\n    fix: write NAME:en, or NAME:all for all "
         "of them; there are en, zh",
         64,
     ),
-    (case("team/cards:fr"), "team/cards on HOST: no subset fr\n    mend: its subsets are en, zh", 64),
-    (case("team/plain:fr"), "team/plain on HOST: no subset fr\n    mend: it has no subsets", 64),
+    (case("team/cards:fr"), "team/cards on HOST: no subset fr\n    fix: its subsets are en, zh", 64),
+    (case("team/plain:fr"), "team/plain on HOST: no subset fr\n    fix: it has no subsets", 64),
     (
         case("gone", "REMOTE:team/info"),
-        f"team/info on HOST: gone.jsonl: no data files\n    mend: {DOWNLOAD}",
+        f"team/info on HOST: gone.jsonl: no data files\n    fix: {DOWNLOAD}",
         66,
     ),
     (
         case("pickle", "REMOTE:team/info"),
         "team/info/deep/rows.pkl: .pkl files are not read\n    why: loading one would run code that it may hold\n    "
-        "mend: save the rows as .jsonl or .parquet",
+        "fix: save the rows as .jsonl or .parquet",
         66,
     ),
     (case("x", "REMOTE:team/plain"), "dataset_dir: team/plain on HOST has no dataset_info.json", 66),
-    (case("a b", "ONLINE"), "dataset: 'a b' is no id of a data set on a hub\n    mend: write OWNER/NAME", 64),
-    (case("hf::a--b/c"), "dataset: 'a--b/c' is no id of a data set on a hub\n    mend: write OWNER/NAME", 64),
-    (case("team/outside"), f"team/outside on HOST: no data files\n    mend: {DOWNLOAD}", 66),
+    (case("a b", "ONLINE"), "dataset: 'a b' is no id of a data set on a hub\n    fix: write OWNER/NAME", 64),
+    (case("hf::a--b/c"), "dataset: 'a--b/c' is no id of a data set on a hub\n    fix: write OWNER/NAME", 64),
+    (case("team/outside"), f"team/outside on HOST: no data files\n    fix: {DOWNLOAD}", 66),
     (
         case("team/missing"),
-        f"{NO_LOCAL.format('team/missing')}no data set team/missing on HOST, or it is private\n    mend: check the "
+        f"{NO_LOCAL.format('team/missing')}no data set team/missing on HOST, or it is private\n    fix: check the "
         "name; for a private one log in: hf auth login, or set HF_TOKEN",
         66,
     ),
     (
         case("hf::team/gated"),
-        "dataset: access to team/gated on HOST has to be asked for\n    mend: ask for access on its page, then log in: "
+        "dataset: access to team/gated on HOST has to be asked for\n    fix: ask for access on its page, then log in: "
         "hf auth login, or set HF_TOKEN",
         66,
     ),
@@ -289,8 +289,7 @@ REFUSED: list[tuple[Case, str, int]] = [
     (case("hf::team/dropped"), f"dataset: cannot get team/dropped from HOST\n    why: RemoteProtocolError{MIRROR}", 69),
     (
         case("team/pairs"),
-        "dataset: team/pairs: its rows are preference pairs, which stage sft does not train\n    mend: write stage: "
-        "dpo",
+        "dataset: team/pairs: its rows are preference pairs, which stage sft does not train\n    fix: write stage: dpo",
         64,
     ),
 ]
@@ -398,9 +397,9 @@ def test_modelscope(session: Session) -> None:
     try:
         import modelscope_hub  # noqa: F401
     except ImportError:
-        what = "dataset: {}: the library of ModelScope's hub is not installed\n    mend: pip install "
-        mend = "'megatune[modelscope]', or take the data set from Hugging Face: hf::OWNER/NAME"
-        assert results[0] == {"error": what.format("team/plain") + mend, "code": 69}
+        what = "dataset: {}: the library of ModelScope's hub is not installed\n    fix: pip install "
+        fix = "'megatune[modelscope]', or take the data set from Hugging Face: hf::OWNER/NAME"
+        assert results[0] == {"error": what.format("team/plain") + fix, "code": 69}
         assert {result["code"] for result in results} == {69}
         return
     assert [result.get("rows") for result in results] == [["one", "two", "three"], ["en 1", "en 2"], None], results

@@ -175,15 +175,15 @@ def test_packed_rows_hold_the_same_documents(folder: Path) -> None:
             None,
             "broken: 0 usable of 2 rows\n"
             "    why: 1 x field 'output' is missing; 1 x invalid JSON\n"
-            "    mend: the first: broken.jsonl:1: field 'output' is missing (the row has 'instruction')",
+            "    fix: the first: broken.jsonl:1: field 'output' is missing (the row has 'instruction')",
         ),
         ("empty.jsonl", "", "empty.jsonl: the file is empty"),
-        ("blank.jsonl", "\n  \n\n", "blank.jsonl: 0 usable of 0 rows\n    mend: the files have no rows"),
+        ("blank.jsonl", "\n  \n\n", "blank.jsonl: 0 usable of 0 rows\n    fix: the files have no rows"),
         (
             "invalid.jsonl",
             '{"instruction": "a"\n' * 5,
             "invalid.jsonl: 0 usable of 5 rows\n    why: 5 x invalid JSON\n"
-            "    mend: the first: invalid.jsonl:1: invalid JSON (expected ',' delimiter at column 20)",
+            "    fix: the first: invalid.jsonl:1: invalid JSON (expected ',' delimiter at column 20)",
         ),
     ],
 )
@@ -246,9 +246,9 @@ def test_placeholders_without_a_value_are_refused(folder: Path) -> None:
         prepared(folder, "who")
     assert str(caught.value).replace(f"{folder}/", "").splitlines() == [
         "who.json:row 1: {{name}} is in the data and model_name is not set",
-        "    mend: set model_name",
+        "    fix: set model_name",
         "who.json:row 1: {{author}} is in the data and model_author is not set",
-        "    mend: set model_author",
+        "    fix: set model_author",
     ]
     assert caught.value.exit_code == ExitCode.SETTINGS
     assert answers(prepared(folder, "who", model_name="Mia", model_author="us").train) == ["Mia of us<|im_end|>"]

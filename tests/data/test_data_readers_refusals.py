@@ -135,8 +135,8 @@ def test_bad_rows_of_a_json_array(tmp_path: Path) -> None:
 # What is wrong with a file.
 
 OVER_LINES = "one JSON object over several lines is no row"
-LINES_MEND = "one object a line, or an array of objects in .json"
-LATIN_MEND = "    why: the file looks like latin-1\n    mend: save the file as UTF-8"
+LINES_FIX = "one object a line, or an array of objects in .json"
+LATIN_FIX = "    why: the file looks like latin-1\n    fix: save the file as UTF-8"
 
 
 @pytest.mark.parametrize(
@@ -162,67 +162,67 @@ LATIN_MEND = "    why: the file looks like latin-1\n    mend: save the file as U
         (
             "a.json",
             json.dumps({"version": 1, "rows": ROWS}, indent=1),
-            f"a.json:1: {OVER_LINES}\n    mend: {LINES_MEND}",
+            f"a.json:1: {OVER_LINES}\n    fix: {LINES_FIX}",
         ),
         (
             "a.json",
             json.dumps({"data": ROWS}, indent=1),
-            f"a.json:1: {OVER_LINES}\n    mend: keep the list of 'data' only",
+            f"a.json:1: {OVER_LINES}\n    fix: keep the list of 'data' only",
         ),
         (
             "a.jsonl",
             "\n" + "\n".join(json.dumps(row, indent=1) for row in ROWS),
-            f"a.jsonl:2: {OVER_LINES}\n    mend: {LINES_MEND}",
+            f"a.jsonl:2: {OVER_LINES}\n    fix: {LINES_FIX}",
         ),
         (
             "a.json",
             '[{"a": 1},\n\n{"a": "café"}]'.encode("latin-1"),
-            f"a.json:3: not UTF-8: byte 0xe9 at column 11\n{LATIN_MEND}",
+            f"a.json:3: not UTF-8: byte 0xe9 at column 11\n{LATIN_FIX}",
         ),
-        ("a.csv", "x\nü\n".encode("latin-1"), f"a.csv:2: not UTF-8: byte 0xfc at column 1\n{LATIN_MEND}"),
-        ("a.txt", "hello".encode("utf-16"), "a.txt: the file is UTF-16\n    mend: save it as UTF-8"),
+        ("a.csv", "x\nü\n".encode("latin-1"), f"a.csv:2: not UTF-8: byte 0xfc at column 1\n{LATIN_FIX}"),
+        ("a.txt", "hello".encode("utf-16"), "a.txt: the file is UTF-16\n    fix: save it as UTF-8"),
         ("a.csv", 'x\ny\n"open\n\n', "a.csv:3: invalid CSV: a quoted field has no end"),
         ("a.csv", 'x,y\n1,"2"3\n', "a.csv:2: invalid CSV: ',' expected after '\"'"),
-        ("a.csv", "x,y,x\n", "a.csv:1: the header has 'x' twice\n    mend: give each column its own name"),
+        ("a.csv", "x,y,x\n", "a.csv:1: the header has 'x' twice\n    fix: give each column its own name"),
         (
             "a.csv",
             ",x\n0,1\n",
             "a.csv:1: column 1 of the header has no name\n"
-            "    mend: name it, or leave it out (pandas: to_csv(index=False))",
+            "    fix: name it, or leave it out (pandas: to_csv(index=False))",
         ),
         (
             "a.jsonl",
             gzip.compress(b"{}", mtime=0),
-            "a.jsonl: the name says .jsonl, the content is gzip\n    mend: name it a.jsonl.gz",
+            "a.jsonl: the name says .jsonl, the content is gzip\n    fix: name it a.jsonl.gz",
         ),
         (
             "a.jsonl.gz",
             "{}",
             "a.jsonl.gz: the name says gzip, the content is something else\n"
-            "    mend: name it a.jsonl if it is not compressed",
+            "    fix: name it a.jsonl if it is not compressed",
         ),
         (
             "a.csv.zst",
             lzma.compress(b"x"),
-            "a.csv.zst: the name says zstd, the content is xz\n    mend: name it a.csv.xz",
+            "a.csv.zst: the name says zstd, the content is xz\n    fix: name it a.csv.xz",
         ),
-        ("a.json", b"PAR1\x15\x04", "a.json: the name says .json, the content is parquet\n    mend: name it a.parquet"),
+        ("a.json", b"PAR1\x15\x04", "a.json: the name says .json, the content is parquet\n    fix: name it a.parquet"),
         ("a.parquet", '{"a": 1}', "a.parquet: the name says .parquet, the content is something else"),
         (
             "a.parquet",
             gzip.compress(b"PAR1", mtime=0),
-            "a.parquet: the name says .parquet, the content is gzip\n    mend: decompress it first",
+            "a.parquet: the name says .parquet, the content is gzip\n    fix: decompress it first",
         ),
         (
             "a.json",
             b"PK\x03\x04....",
-            "a.json: the name says .json, the content is a zip archive\n    mend: unpack it first",
+            "a.json: the name says .json, the content is a zip archive\n    fix: unpack it first",
         ),
         (
             "a.parquet",
             "version https://git-lfs.github.com/spec/v1\noid sha256:0",
             "a.parquet: the name says .parquet, the content is a pointer of Git LFS\n"
-            "    mend: fetch the file itself: git lfs pull",
+            "    fix: fetch the file itself: git lfs pull",
         ),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_compressed_file_that_breaks_off(tmp_path: Path, suffix: str) -> None:
     whole = COMPRESS[suffix](b"".join(b'{"a": %d}\n' % n for n in range(1000)))
     message, code = refusal(write(tmp_path / f"a.jsonl{suffix}", whole[: len(whole) // 2]))
     assert message.splitlines()[0].endswith("file is damaged or breaks off")
-    assert message.splitlines()[-1] == "    mend: fetch or compress it again"
+    assert message.splitlines()[-1] == "    fix: fetch or compress it again"
     assert code == ExitCode.DATA
 
 
@@ -253,11 +253,11 @@ def test_two_columns_of_one_name(tmp_path: Path, kind: str) -> None:
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     else:
         write_arrow(tmp_path / "a.arrow", table, 1, stream=True)
-    message = f"a.{kind}: two columns are named 'x'\n    mend: give each column its own name"
+    message = f"a.{kind}: two columns are named 'x'\n    fix: give each column its own name"
     assert refusal(tmp_path / f"a.{kind}") == (message, ExitCode.DATA)
 
 
-CODE = "    why: loading one would run code that it may hold\n    mend: save the rows as .jsonl or .parquet"
+CODE = "    why: loading one would run code that it may hold\n    fix: save the rows as .jsonl or .parquet"
 
 
 @pytest.mark.parametrize(
@@ -271,23 +271,23 @@ CODE = "    why: loading one would run code that it may hold\n    mend: save the
         (
             "a.py",
             "a.py: scripts are not run\n    why: reading data must not run code\n"
-            "    mend: run it yourself, and have it write .jsonl or .parquet",
+            "    fix: run it yourself, and have it write .jsonl or .parquet",
         ),
-        ("a.zip", "a.zip: archives are not read\n    mend: unpack it first"),
-        ("a.tar.gz", "a.tar.gz: archives are not read\n    mend: unpack it first"),
+        ("a.zip", "a.zip: archives are not read\n    fix: unpack it first"),
+        ("a.tar.gz", "a.tar.gz: archives are not read\n    fix: unpack it first"),
         (
             "a.gz",
-            "a.gz: the name does not say what is compressed\n    mend: name it by its content, as a.jsonl.gz",
+            "a.gz: the name does not say what is compressed\n    fix: name it by its content, as a.jsonl.gz",
         ),
         (
             "a.parquet.gz",
             "a.parquet.gz: a .parquet file that is compressed as a whole is not read\n"
-            "    why: .parquet files compress what they hold\n    mend: decompress it",
+            "    why: .parquet files compress what they hold\n    fix: decompress it",
         ),
         (
             "a.xml",
             "a.xml: not a kind of data file that is read\n"
-            "    mend: one of .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, .txt; "
+            "    fix: one of .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, .txt; "
             "but for .parquet and .arrow also with .gz, .bz2, .xz, .zst, .lz4",
         ),
     ],

@@ -161,7 +161,7 @@ def test_a_damaged_folder_is_named(tmp_path: Path, name: str, content: bytes | N
         TokenRows(folder / "train")
     assert caught.value.exit_code == ExitCode.INPUT
     assert why in caught.value.findings[0].why
-    assert caught.value.findings[0].mend == f"delete {folder}; it is made again"
+    assert caught.value.findings[0].fix == f"delete {folder}; it is made again"
 
 
 def test_rows_of_other_tokens_are_refused(tmp_path: Path) -> None:

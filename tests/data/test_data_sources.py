@@ -93,7 +93,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
         assert [(row.fields["instruction"], after) for row, after in source.rows_from(position)] == read[done:]
     write(tmp_path / "parts" / "c.csv", "x\n1\n")
     message, code = refused("parts", tmp_path)
-    assert message.startswith("parts: data files of several kinds: .csv and .jsonl\n    mend: one kind of file in a ")
+    assert message.startswith("parts: data files of several kinds: .csv and .jsonl\n    fix: one kind of file in a ")
     assert code == ExitCode.INPUT
 
 
@@ -120,10 +120,10 @@ configs:
         ("held", ["en/held/h.jsonl", "more/deep/m.jsonl"]),
         ("held:main", "clone: no split held of subset main"),
         ("folder", ["en/held/h.jsonl"]),
-        ("clone:fr", "clone: no subset fr\n    mend: its subsets are en, main"),
+        ("clone:fr", "clone: no subset fr\n    fix: its subsets are en, main"),
         (
             "unsplit",
-            'clone: no split dev of subset en\n    mend: write "split" in dataset_info.json: one of train, held',
+            'clone: no split dev of subset en\n    fix: write "split" in dataset_info.json: one of train, held',
         ),
         ("nothing", "clone: empty: no data files"),
         ("a:en", "dataset_info.json: a: a.json is a file, which has no subsets, splits or folders"),
@@ -214,7 +214,7 @@ def test_a_path_is_a_data_set_of_the_form_of_its_rows(
 def test_rows_of_no_known_form(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", '{"odd": 1, "strange": 2}\n')
     expected = (
-        "dataset: a.jsonl: no known form has the fields odd, strange\n    mend: describe it in dataset_info.json: "
+        "dataset: a.jsonl: no known form has the fields odd, strange\n    fix: describe it in dataset_info.json: "
         "formatting and columns"
     )
     assert refused("a.jsonl", tmp_path) == (expected, ExitCode.DATA)
@@ -253,8 +253,8 @@ def test_a_hub_wins_over_a_file(
 def test_a_number_of_rows_that_is_none(tmp_path: Path, number: str) -> None:
     info(tmp_path, a={"file_name": "a.json"})
     what = f"dataset: 'a#{number}': expected a whole number above 0 after #, got {number!r}"
-    mend = "write NAME#500 for 500 rows, and OWNER/NAME:SUBSET for one subset"
-    assert refused(f"a#{number}", tmp_path) == (f"{what}\n    mend: {mend}", ExitCode.SETTINGS)
+    fix = "write NAME#500 for 500 rows, and OWNER/NAME:SUBSET for one subset"
+    assert refused(f"a#{number}", tmp_path) == (f"{what}\n    fix: {fix}", ExitCode.SETTINGS)
 
 
 @pytest.mark.parametrize("stage", ["sft", "pt", "dpo"])
@@ -269,17 +269,17 @@ def test_pairs_are_for_stage_dpo_and_nothing_else_is(tmp_path: Path, stage: str)
     if stage == "dpo":
         assert message == (
             "dataset_info.json: plain: its rows are no preference pairs, and stage dpo trains nothing else\n"
-            '    mend: add "ranking": true, if its rows have two answers; else write stage: sft\n'
+            '    fix: add "ranking": true, if its rows have two answers; else write stage: sft\n'
             "dataset: a.json: its rows are no preference pairs, and stage dpo trains nothing else\n"
-            "    mend: name the two answers chosen and rejected, or describe them in dataset_info.json; else write "
+            "    fix: name the two answers chosen and rejected, or describe them in dataset_info.json; else write "
             "stage: sft"
         )
     else:
         assert message == (
             f"dataset_info.json: pairs: its rows are preference pairs, which stage {stage} does not train\n"
-            "    mend: write stage: dpo\n"
+            "    fix: write stage: dpo\n"
             f"dataset: pairs.jsonl: its rows are preference pairs, which stage {stage} does not train\n"
-            "    mend: write stage: dpo"
+            "    fix: write stage: dpo"
         )
 
 
@@ -301,24 +301,24 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
     names = ["identiti", "kto", "pictures", "typo", "kinds", "none", "number", "script", "openmind", "cloud", "subset"]
     message, code = refused(names, folder)
     assert code == ExitCode.SETTINGS
-    download = "    mend: download the rows, and write file_name in place of it"
+    download = "    fix: download the rows, and write file_name in place of it"
     assert message.splitlines() == [
         "dataset: 'identiti' is neither in dataset_info.json nor a path",
-        "    mend: nearest: identity",
+        "    fix: nearest: identity",
         "dataset_info.json: kto: columns.kto_tag: KTO is not built",
         "dataset_info.json: pictures: columns.images: training on images is not built",
         "dataset_info.json: typo: formating: unknown key",
-        "    mend: nearest: formatting",
+        "    fix: nearest: formatting",
         "dataset_info.json: typo.columns: promt: unknown key",
-        "    mend: nearest: prompt",
+        "    fix: nearest: prompt",
         "dataset_info.json: typo: tags.role_tag: expected a string, got a number",
         "dataset_info.json: kinds: ranking: expected true or false, got a string",
         "dataset_info.json: kinds: num_samples: expected a positive whole number, got 0",
         "dataset_info.json: kinds: formatting: ['x'] is unknown",
-        "    mend: one of alpaca, sharegpt, openai, query_response, text",
+        "    fix: one of alpaca, sharegpt, openai, query_response, text",
         "dataset_info.json: kinds: columns: expected an object, got a list",
         "dataset_info.json: none: file_name is missing",
-        "    mend: add file_name, a file or folder of this data set, or hf_hub_url or ms_hub_url, its id on a hub",
+        "    fix: add file_name, a file or folder of this data set, or hf_hub_url or ms_hub_url, its id on a hub",
         "dataset_info.json: number: expected an object, got a number",
         "dataset_info.json: script: script_url: a data set's script is code, which is never run",
         download,

@@ -420,13 +420,13 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
 @pytest.mark.parametrize(
     ("name", "tokenizer", "exit_code", "message"),
     [
-        ("qwen33", qwen_tokenizer(), 64, "template: 'qwen33' is unknown\n    mend: nearest: qwen3, qwen"),
+        ("qwen33", qwen_tokenizer(), 64, "template: 'qwen33' is unknown\n    fix: nearest: qwen3, qwen"),
         (
             "default",
             plain_tokenizer(),
             66,
             "template: default does not fit this model's tokenizer\n    why: the tokenizer has no chat template\n"
-            "    mend: train a model whose tokenizer has a chat template or the tokens of one of qwen, "
+            "    fix: train a model whose tokenizer has a chat template or the tokens of one of qwen, "
             "qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, qwen3_vl_nothink, llama3, mistral, deepseek, deepseek3, "
             "deepseekr1, chatml",
         ),
@@ -436,7 +436,7 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
             66,
             "template: qwen does not fit this model's tokenizer\n"
             "    why: the tokenizer does not have <|im_start|>, <|im_end|> as one token\n"
-            "    mend: templates that fit it: default, llama3",
+            "    fix: templates that fit it: default, llama3",
         ),
         (
             "llama3",
@@ -444,7 +444,7 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
             66,
             "template: llama3 does not fit this model's tokenizer\n    why: the tokenizer does not have a bos_token, "
             "<|start_header_id|>, <|end_header_id|>, <|eot_id|> as one token\n"
-            "    mend: templates that fit it: default, qwen, qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, "
+            "    fix: templates that fit it: default, qwen, qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, "
             "qwen3_vl_nothink, chatml",
         ),
         (
@@ -453,7 +453,7 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
             66,
             "template: default does not fit this model's tokenizer\n    why: answers cannot be told from prompts: "
             "the chat template writes an answer otherwise than it asks for it (answer 1)\n"
-            "    mend: templates that fit it: deepseek3, deepseekr1",
+            "    fix: templates that fit it: deepseek3, deepseekr1",
         ),
     ],
 )

@@ -210,7 +210,7 @@ def test_what_can_be_known_at_load_is_refused_at_load(source: str, why: str) -> 
         load_template("default", with_template(source))
     assert caught.value.exit_code == 66
     assert why in str(caught.value)
-    assert "mend: templates that fit it: qwen," in str(caught.value)
+    assert "fix: templates that fit it: qwen," in str(caught.value)
 
 
 def test_the_template_goes_to_worker_processes() -> None:

@@ -49,9 +49,7 @@ def test_a_template_that_ends_no_answer_is_refused(end: str, shown: str) -> None
     assert str(caught.value).startswith(
         "template: default does not teach the model to stop\n    why: the last tokens of"
     )
-    assert f"{shown}; none is a special token that ends it\n    mend: let the chat template write a" in str(
-        caught.value
-    )
+    assert f"{shown}; none is a special token that ends it\n    fix: let the chat template write a" in str(caught.value)
     assert "or choose a template by name: qwen, qwen2_vl" in str(caught.value)
 
 
@@ -63,7 +61,7 @@ def test_a_file_that_ends_answers_with_plain_text_is_refused(tmp_path: object) -
         load_template(path, plain_tokenizer())
     assert caught.value.exit_code == 66
     assert "template: mine does not teach the model to stop" in str(caught.value)
-    assert "mend: end `assistant` with {eos} or with one special token of the tokenizer" in str(caught.value)
+    assert "fix: end `assistant` with {eos} or with one special token of the tokenizer" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_numbers_of_experts_that_make_no_model_are_named(tmp_path: Path) -> None
     assert {finding.where for finding in raised.value.findings} == {"--experts", "--topk", "--moe_ffn"}
     with pytest.raises(MegatuneError) as raised:
         make_checkpoint("deepseek_v3", tmp_path / "m", num_experts=4, router_topk=5, num_query_groups=2)
-    assert {finding.where: finding.mend for finding in raised.value.findings} == {
+    assert {finding.where: finding.fix for finding in raised.value.findings} == {
         "--topk": "--topk 4",
         "--kv_heads": "leave it out",
     }
@@ -183,7 +183,7 @@ def test_every_bad_number_is_named_with_a_valid_one(tmp_path: Path) -> None:
             max_shard_size="big",
         )
     assert raised.value.exit_code == ExitCode.SETTINGS
-    assert {finding.where: finding.mend for finding in raised.value.findings} == {
+    assert {finding.where: finding.fix for finding in raised.value.findings} == {
         "--layers": "--layers 1",
         "--hidden": "--hidden 64",
         "--kv_heads": "--kv_heads 2",

@@ -104,4 +104,4 @@ def test_an_unknown_family_is_refused_with_the_nearest() -> None:
     with pytest.raises(MegatuneError) as raised:
         demo_family("qwen-3")
     assert raised.value.exit_code == ExitCode.SETTINGS
-    assert raised.value.findings[0].mend == "--family qwen3"
+    assert raised.value.findings[0].fix == "--family qwen3"

@@ -171,7 +171,7 @@ def test_cudnn_is_refused_without_a_gpu():
     assert str(refusal.value) == (
         "attention_backend fused cannot be had here\n"
         "    why: fused attention is cuDNN's, and there is no GPU\n"
-        "    mend: write attention_backend: auto, which takes the fastest kernel that can be had"
+        "    fix: write attention_backend: auto, which takes the fastest kernel that can be had"
     )
 
 

@@ -83,7 +83,7 @@ def fail(context, payload):
 
 
 def fail_user(context, payload):
-    raise MegatuneError(Finding("no row is left", where="data.json", mend="raise cutoff_len"), ExitCode.DATA)
+    raise MegatuneError(Finding("no row is left", where="data.json", fix="raise cutoff_len"), ExitCode.DATA)
 
 
 def fail_disk(context, payload):

@@ -47,7 +47,7 @@ def test_the_raising_rank_is_named_and_not_the_one_that_lost_it(launch):
 def test_findings_of_all_ranks_are_told_once_without_a_traceback(launch):
     code, _, stderr = launch("fail_user", nproc=3).finish()
     assert code == ExitCode.DATA
-    assert stderr == "megatune: data.json: no row is left\n    mend: raise cutoff_len\n"
+    assert stderr == "megatune: data.json: no row is left\n    fix: raise cutoff_len\n"
 
 
 def test_out_of_memory_has_its_exit_code(launch):

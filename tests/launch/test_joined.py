@@ -65,7 +65,7 @@ def test_a_joined_rank_tells_findings_without_a_traceback(join, tmp_path):
     process = join("fail_user")
     _, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == ExitCode.DATA
-    assert stderr == "megatune: data.json: no row is left\n    mend: raise cutoff_len\n"
+    assert stderr == "megatune: data.json: no row is left\n    fix: raise cutoff_len\n"
     assert read_failure(error_path(tmp_path, 1)).rank == 1
 
 

@@ -134,7 +134,7 @@ def test_a_calibration_is_kept_and_taken_for_its_device(tmp_path: Path, monkeypa
     with pytest.raises(MegatuneError, match="was fitted to h100-80g"):
         calibration_for("cpu", path)
     path.write_text("device: h100-80g\ncompute: [1\n")
-    with pytest.raises(MegatuneError, match=r"yaml:3: cannot be read\n    why: [^\n]*\n    mend: [^\n]*$"):
+    with pytest.raises(MegatuneError, match=r"yaml:3: cannot be read\n    why: [^\n]*\n    fix: [^\n]*$"):
         read(path)
     path.write_text("compute: -1\nframework: 1.5\nspeed: 3\n")
     with pytest.raises(MegatuneError) as caught:

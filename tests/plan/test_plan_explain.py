@@ -117,7 +117,7 @@ def test_refused_and_unknown_keys() -> None:
     with pytest.raises(MegatuneError) as raised:
         explain_key("lerning_rate", GROUNDS)
     assert raised.value.exit_code == ExitCode.SETTINGS
-    assert raised.value.findings[0].mend == "did you mean learning_rate?"
+    assert raised.value.findings[0].fix == "did you mean learning_rate?"
 
 
 def test_cost_of_the_case_that_was_asked_for() -> None:

@@ -51,7 +51,7 @@ def test_machines_are_filled() -> None:
     with pytest.raises(MegatuneError) as caught:
         torchrun_lines(launch(12))
     assert caught.value.exit_code is ExitCode.SETTINGS
-    assert caught.value.findings[0].mend.startswith("8 or 16 GPUs")
+    assert caught.value.findings[0].fix.startswith("8 or 16 GPUs")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatune.config.rules import check
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch import devices
 from megatune.plan.catalogue import cpu_machine, find_machine
-from megatune.plan.changes.mends import TIGHT, savings, speedups
+from megatune.plan.changes.fixes import TIGHT, savings, speedups
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Machine
 from megatune.plan.run.preflight import Preflight, longest_row, preflight
@@ -123,7 +123,7 @@ def test_a_tiny_run_on_a_cpu_is_planned_without_a_warning(tmp_path: Path) -> Non
     assert "of 2.00 GiB" in found.lines[1]
 
 
-def test_what_cannot_fit_is_refused_with_the_largest_part_and_mends_that_hold(tmp_path: Path) -> None:
+def test_what_cannot_fit_is_refused_with_the_largest_part_and_fixes_that_hold(tmp_path: Path) -> None:
     too_much = {**GOOD, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
     with pytest.raises(MegatuneError) as caught:
         checked(tmp_path, **too_much)
@@ -142,16 +142,16 @@ def test_what_cannot_fit_is_refused_with_the_largest_part_and_mends_that_hold(tm
     assert fitting.fits
     assert beyond is not None
     assert not beyond.fits
-    mends = savings(planned)
-    assert len(mends) == 3
-    assert len({frozenset(mend.changes) for mend in mends}) == 3
-    for mend in mends:
-        assert str(mend) in text
-        case = mend.after.case
+    fixes = savings(planned)
+    assert len(fixes) == 3
+    assert len({frozenset(fix.changes) for fix in fixes}) == 3
+    for fix in fixes:
+        assert str(fix) in text
+        case = fix.after.case
         assert not check(case.settings, case.model.architecture, case.world_size)
         assert case.global_batch_size == planned.case.global_batch_size
-        assert mend.after.fullest.total <= TIGHT * A100S.device.memory
-        for path, value in mend.changes.items():
+        assert fix.after.fullest.total <= TIGHT * A100S.device.memory
+        for path, value in fix.changes.items():
             group, _, name = path.partition(".")
             assert getattr(getattr(case.settings, group), name) == value
 
@@ -186,11 +186,11 @@ def test_speedups_are_faster_fit_and_keep_the_rows_of_a_step(tmp_path: Path) -> 
     assert planned is not None
     found = speedups(planned)
     assert len(found) == 3
-    for mend in found:
-        assert mend.after.fits
-        assert mend.after.time.total < planned.time.total
-        assert mend.after.case.global_batch_size == planned.case.global_batch_size
-    assert "data.cutoff_len" not in {key for mend in found for key in mend.changes}
+    for fix in found:
+        assert fix.after.fits
+        assert fix.after.time.total < planned.time.total
+        assert fix.after.case.global_batch_size == planned.case.global_batch_size
+    assert "data.cutoff_len" not in {key for fix in found for key in fix.changes}
 
 
 def test_it_takes_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""Rules of layouts: the branches that no other table has, and that every mend does mend."""
+"""Rules of layouts: the branches that no other table has, and that every fix does fix."""
 
 from __future__ import annotations
 
@@ -98,35 +98,35 @@ WRONG = [
         ["tensor_model_parallel_size=12", "sequence_parallel=true"],
         "tensor_model_parallel_size 12 does not split the model's 56 channels of the shared experts\n"
         "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    mend: write tensor_model_parallel_size: 4, the nearest that this model allows",
+        "    fix: write tensor_model_parallel_size: 4, the nearest that this model allows",
     ),
     (
         LATENT,
         ["tensor_model_parallel_size=8", "sequence_parallel=true"],
         "tensor_model_parallel_size 8 does not split the model's 12 attention heads\n"
         "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    mend: write tensor_model_parallel_size: 6, the nearest that this model allows",
+        "    fix: write tensor_model_parallel_size: 6, the nearest that this model allows",
     ),
     (
         DENSE,
         ["tensor_model_parallel_size=2", "context_parallel_size=4", "cp_comm_type=a2a"],
         "context_parallel_size 4 with cp_comm_type a2a does not divide the 6 attention heads of a process\n"
         "    why: a2a gives each context-parallel process an equal share of the heads\n"
-        "    mend: write cp_comm_type: p2p, or context_parallel_size: 3, the nearest that divides them",
+        "    fix: write cp_comm_type: p2p, or context_parallel_size: 3, the nearest that divides them",
     ),
     (
         SPARSE,
         ["tensor_model_parallel_size=2", "sequence_parallel=true", "expert_tensor_parallel_size=5"],
         "expert_tensor_parallel_size 5 does not divide an expert's 48 channels\n"
         "    why: each process takes an equal, whole share of every expert\n"
-        "    mend: write expert_tensor_parallel_size: 4",
+        "    fix: write expert_tensor_parallel_size: 4",
     ),
     (
         DENSE,
         ["expert_tensor_parallel_size=2"],
         "expert_tensor_parallel_size with a dense model\n"
         "    why: a qwen2 has no experts\n"
-        "    mend: remove expert_tensor_parallel_size",
+        "    fix: remove expert_tensor_parallel_size",
     ),
     (
         dataclasses.replace(SPARSE, num_attention_heads=20, ffn_hidden_size=240,
@@ -135,7 +135,7 @@ WRONG = [
         "expert_tensor_parallel_size 20 (tensor_model_parallel_size, as it is not set) does not divide an expert's "
         "48 channels\n"
         "    why: each process takes an equal, whole share of every expert\n"
-        "    mend: write expert_tensor_parallel_size: 16",
+        "    fix: write expert_tensor_parallel_size: 16",
     ),
     (
         SPARSE,
@@ -143,7 +143,7 @@ WRONG = [
         "12 processes are not a multiple of the 8 that one copy of the experts takes\n"
         "    why: expert_tensor_parallel_size 2 times expert_model_parallel_size 4 times "
         "pipeline_model_parallel_size 1 is 8\n"
-        "    mend: write num_processes: 8 or 16",
+        "    fix: write num_processes: 8 or 16",
     ),
     (
         DENSE,
@@ -151,28 +151,28 @@ WRONG = [
          "decoder_first_pipeline_num_layers=5"],
         "decoder_first_pipeline_num_layers 5: 5 layers are not cut into 2 virtual stages\n"
         "    why: the parts together hold the model's 12 layers\n"
-        "    mend: write decoder_first_pipeline_num_layers: 4",
+        "    fix: write decoder_first_pipeline_num_layers: 4",
     ),
     (
         DENSE,
         ["pipeline_model_parallel_size=2", "decoder_first_pipeline_num_layers=12"],
         "decoder_first_pipeline_num_layers 12: 12 layers leave some of 2 parts without one\n"
         "    why: the parts together hold the model's 12 layers\n"
-        "    mend: write decoder_first_pipeline_num_layers: 11",
+        "    fix: write decoder_first_pipeline_num_layers: 11",
     ),
     (
         DENSE,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*9|t*5L"],
         "pipeline_model_parallel_layout Et*9|t*5L: it has 14 layers, the model 12\n"
         "    why: the parts together hold the model's 12 layers\n"
-        "    mend: write pipeline_model_parallel_layout: Et*7|t*5L",
+        "    fix: write pipeline_model_parallel_layout: Et*7|t*5L",
     ),
     (
         DENSE,
         ["pipeline_model_parallel_size=15", "account_for_loss_in_pipeline_split=true"],
         "pipeline_model_parallel_size 15: 12 layers leave some of 15 parts without one\n"
         "    why: every stage holds a layer at least\n"
-        "    mend: write pipeline_model_parallel_size: 13, the most that there are layers for",
+        "    fix: write pipeline_model_parallel_size: 13, the most that there are layers for",
     ),
     (
         DENSE,
@@ -180,7 +180,7 @@ WRONG = [
          "gradient_accumulation_steps=14"],
         "pipeline_model_parallel_size 14: 12 layers leave some of 28 parts without one\n"
         "    why: every stage holds a layer at least\n"
-        "    mend: write pipeline_model_parallel_size: 12, the most that there are layers for, and remove "
+        "    fix: write pipeline_model_parallel_size: 12, the most that there are layers for, and remove "
         "virtual_pipeline_model_parallel_size",
     ),
     (
@@ -188,7 +188,7 @@ WRONG = [
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*12L"],
         "pipeline_model_parallel_layout 'Et*12L' has 1 parts for 2 stages\n"
         "    why: every stage holds one part, or one for each of its virtual stages\n"
-        "    mend: write a multiple of 2 parts, or remove pipeline_model_parallel_layout",
+        "    fix: write a multiple of 2 parts, or remove pipeline_model_parallel_layout",
     ),
     (
         DENSE,
@@ -196,7 +196,7 @@ WRONG = [
          "pipeline_model_parallel_layout=Et*6|t*6L"],
         "pipeline_model_parallel_layout 'Et*6|t*6L' has 2 parts for 2 stages of 3 virtual stages\n"
         "    why: every stage holds one part, or one for each of its virtual stages\n"
-        "    mend: write 6 parts, or remove virtual_pipeline_model_parallel_size",
+        "    fix: write 6 parts, or remove virtual_pipeline_model_parallel_size",
     ),
     (
         DENSE,
@@ -204,7 +204,7 @@ WRONG = [
          "pipeline_model_parallel_layout=Et*3|t*3|t*3|t*3L"],
         "pipeline_model_parallel_layout 'Et*3|t*3|t*3|t*3L' has 4 parts for 2 stages of 3 virtual stages\n"
         "    why: every stage holds one part, or one for each of its virtual stages\n"
-        "    mend: write 6 parts, or virtual_pipeline_model_parallel_size: 2",
+        "    fix: write 6 parts, or virtual_pipeline_model_parallel_size: 2",
     ),
     (
         DENSE,
@@ -212,14 +212,14 @@ WRONG = [
          "pipeline_model_parallel_layout=E(tt|)*5ttL"],
         "pipeline_model_parallel_layout 'E(tt|)*5ttL' has 6 parts for 4 stages of 2 virtual stages\n"
         "    why: every stage holds one part, or one for each of its virtual stages\n"
-        "    mend: write 8 parts, or pipeline_model_parallel_size: 3",
+        "    fix: write 8 parts, or pipeline_model_parallel_size: 3",
     ),
     (
         DENSE,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|(t*6L"],
         "pipeline_model_parallel_layout 'Et*6|(t*6L' cannot be read: a parenthesis is not followed by *, a number, or "
         "not closed\n"
-        "    mend: E first, t for each layer, L last, | between stages: Et*3|t*3L",
+        "    fix: E first, t for each layer, L last, | between stages: Et*3|t*3L",
     ),
     (
         DENSE,
@@ -227,7 +227,7 @@ WRONG = [
          "gradient_accumulation_steps=3"],
         "gradient_accumulation_steps 3 is not a multiple of pipeline_model_parallel_size 2\n"
         "    why: with virtual stages, micro-batches go through the pipeline in rounds of one for each stage\n"
-        "    mend: write gradient_accumulation_steps: 2 or 4",
+        "    fix: write gradient_accumulation_steps: 2 or 4",
     ),
     (
         # One of the stages holds the word embedding only.
@@ -236,13 +236,13 @@ WRONG = [
          "recompute_granularity=full", "recompute_num_layers=2"],
         "recompute_num_layers 2 does not divide the 1 layers of a stage\n"
         "    why: uniform recomputes layers in groups of that size\n"
-        "    mend: write recompute_num_layers: 1, the nearest that does, or recompute_method: block",
+        "    fix: write recompute_num_layers: 1, the nearest that does, or recompute_method: block",
     ),
     (
         dataclasses.replace(SPARSE, moe=dataclasses.replace(SPARSE.moe, shared_expert_intermediate_size=48)),
         ["recompute_granularity=selective", "recompute_modules=[shared_experts]", "moe_shared_expert_overlap=true"],
         "recompute_modules has shared_experts with moe_shared_expert_overlap: true\n"
-        "    mend: remove shared_experts, or write moe_shared_expert_overlap: false",
+        "    fix: remove shared_experts, or write moe_shared_expert_overlap: false",
     ),
 ]  # fmt: skip
 
@@ -317,10 +317,10 @@ def settings_of(values: dict[str, Any]) -> Settings:
     return Settings(**{group: GROUPS[group](**chosen) for group, chosen in groups.items()})
 
 
-def mended(values: dict[str, Any], mend: str) -> Iterator[dict[str, Any]]:
-    """The settings after each of the ways that a mend offers; a number of parts of a layout is no setting."""
-    mend = re.sub(r"(remove \w+): .*", r"\1", mend)  # and why
-    for way in re.split(r"(?:,|;)? or (?=remove |write |[a-z_]+: )", mend):
+def fixed(values: dict[str, Any], fix: str) -> Iterator[dict[str, Any]]:
+    """The settings after each of the ways that a fix offers; a number of parts of a layout is no setting."""
+    fix = re.sub(r"(remove \w+): .*", r"\1", fix)  # and why
+    for way in re.split(r"(?:,|;)? or (?=remove |write |[a-z_]+: )", fix):
         changed = dict(values)
         for removed in re.findall(r"remove ((?:\w+ and )*\w+)", way):
             for name in removed.split(" and "):
@@ -348,10 +348,10 @@ def read(name: str, text: str) -> Any:
 
 @settings(max_examples=400, deadline=None)
 @given(values=LAYOUTS, architecture=any_of(DENSE, SPARSE, LATENT))
-def test_every_mend_of_a_layout_mends(values: dict[str, Any], architecture: Architecture) -> None:
+def test_every_fix_of_a_layout_fixes(values: dict[str, Any], architecture: Architecture) -> None:
     for rule in RULES:
         for problem in rule(Context(settings_of(values), architecture, None)):
-            for changed in mended(values, problem.mend):
+            for changed in fixed(values, problem.fix):
                 left = [p for p in rule(Context(settings_of(changed), architecture, None)) if p.paths == problem.paths]
                 if "recompute.recompute_modules" in problem.paths:  # one problem for each module
                     left = [other for other in left if other.what == problem.what]

@@ -298,10 +298,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_in_the_words_of_the_rules(what: str) -> None:
-    architecture, world, rows, example, mend = REFUSED[what]
+    architecture, world, rows, example, fix = REFUSED[what]
     refused = search(request(architecture, world, global_batch_size=rows)).refused
     group = next(refusal for refusal in refused if refusal.what == what)
-    assert (group.example.what, group.example.mend) == (example, mend)
+    assert (group.example.what, group.example.fix) == (example, fix)
     assert group.count > 0
     assert group.why == group.example.why
     assert [refusal.count for refusal in refused] == sorted((refusal.count for refusal in refused), reverse=True)

@@ -20,7 +20,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine
-from megatune.plan.changes.mends import savings
+from megatune.plan.changes.fixes import savings
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.run.record import Measured, RankMemory, RunRecord, dump_records, read_rank_memory, read_records
@@ -107,8 +107,8 @@ def test_a_slow_run_says_how_slow_of_what_a_step_is_and_what_would_be_faster(tmp
     assert "slow       2.0 times what was planned" in text
     assert "computing " in text
     assert f"megatune plan --calibrate {tmp_path}/run" in text
-    mends = [line for line in lines if line.startswith("    ") and "faster)" in line]
-    assert len(mends) >= 2, text
+    fixes = [line for line in lines if line.startswith("    ") and "faster)" in line]
+    assert len(fixes) >= 2, text
 
 
 @pytest.mark.parametrize("larger", ["activations, loss, exchanges", "weights, gradients, optimizer"])
@@ -136,11 +136,11 @@ def test_out_of_memory_names_the_part_that_was_larger_than_planned(tmp_path: Pat
     assert what in lines[0]
     assert "failed     an allocation of 2.00 GiB, of activations, in a forward pass" in text
     assert f"larger     {larger}: 20.0 GiB more than planned" in text
-    mends = lines[lines.index("helps, by the planner:") + 1 :]
-    assert len(mends) == 3
+    fixes = lines[lines.index("helps, by the planner:") + 1 :]
+    assert len(fixes) == 3
     planned = estimate(CASE)
     room = planned.fullest.total * memory.peak / (memory.peak + 2 * 2**30)
-    assert [mend.split(". ", 1)[1] for mend in mends] == [str(each) for each in savings(planned, room=int(room))]
+    assert [fix.split(". ", 1)[1] for fix in fixes] == [str(each) for each in savings(planned, room=int(room))]
 
 
 def test_what_the_kernel_killed_for_memory_is_out_of_memory_too(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_run_without_a_plan_says_how_it_ended_and_what_it_measured(
     [finding] = caught.value.findings
     assert "run: finished; it took" in finding.what
     assert " a step and 8.00 GiB; " in finding.what
-    assert f"`megatune plan {folder}/run.yaml`" in finding.mend
+    assert f"`megatune plan {folder}/run.yaml`" in finding.fix
     (folder / "run.yaml").write_text('memory_check: "off"   # run.yaml:1\n')
     with pytest.raises(MegatuneError, match="memory_check: off plans nothing"):
         diagnose(folder)

@@ -35,8 +35,8 @@ def check_keys(folder: SafetensorsFolder, architecture: Architecture) -> None:
     ignored = re.compile("|".join(family.ignored(architecture)))
     unknown = [name for name in names - expected.keys() if not ignored.fullmatch(name)]
     findings = [
-        Finding(f"{len(keys)} keys {problem}: {_some(keys)}", str(folder.folder), why, mend)
-        for keys, problem, why, mend in (
+        Finding(f"{len(keys)} keys {problem}: {_some(keys)}", str(folder.folder), why, fix)
+        for keys, problem, why, fix in (
             (
                 expected.keys() - names,
                 "are missing",

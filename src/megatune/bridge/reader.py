@@ -49,7 +49,7 @@ class SafetensorsFolder:
                     Finding(
                         f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}",
                         str(index),
-                        mend="download the checkpoint again",
+                        fix="download the checkpoint again",
                     ),
                     ExitCode.INPUT,
                 )

@@ -92,7 +92,7 @@ def preview(args: argparse.Namespace) -> int:
     # The first word is the verb.
     options, words, wrong = split_words(args.words[1:], _add_preview_options, LLAMAFACTORY)
     wrong += [
-        Finding(f"--{name} {value} is too few", mend=f"--{name} {least} or more")
+        Finding(f"--{name} {value} is too few", fix=f"--{name} {least} or more")
         for name, value, least in (
             ("rows", options.rows, 1), ("row", options.row, 1), ("width", options.width, _SMALLEST_WIDTH)
         )
@@ -124,7 +124,7 @@ def stats(args: argparse.Namespace) -> int:
     # The first word is the verb.
     options, words, wrong = split_words(args.words[1:], _add_stats_options, LLAMAFACTORY)
     if options.plot is not None and not options.plot.lower().endswith(".png"):
-        wrong.append(Finding(f"--plot {options.plot}: pictures are PNG files", mend="--plot FILE.png"))
+        wrong.append(Finding(f"--plot {options.plot}: pictures are PNG files", fix="--plot FILE.png"))
     settings = _settings(words, wrong)
 
     from megatune.data.prepare import prepare

@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
         print(settings_page(language), end="")
         return ExitCode.DONE
     if not args.words:
-        mend = "name a setting, a settings file or a run's folder; --all explains every setting"
-        raise MegatuneError(Finding("nothing to explain", "megatune explain", mend=mend), ExitCode.SETTINGS)
+        fix = "name a setting, a settings file or a run's folder; --all explains every setting"
+        raise MegatuneError(Finding("nothing to explain", "megatune explain", fix=fix), ExitCode.SETTINGS)
     subject, *words = args.words
     if knows(subject):
         return _key(subject, words, args, language)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if subject.endswith((".yaml", ".yml")) or path.is_file():
         return _file(subject, words, args, language)
     if os.sep in subject:  # no setting's name
-        finding = Finding(f"there is no folder or file {subject}", mend="name the output_dir of a run, or a file")
+        finding = Finding(f"there is no folder or file {subject}", fix="name the output_dir of a run, or a file")
         raise MegatuneError(finding, ExitCode.INPUT)
     return _key(subject, words, args, language)
 
@@ -150,11 +150,11 @@ def _this_machine() -> Machine | None:
 
 def _run_folder(folder: Path) -> int:
     if not (folder / "run.yaml").is_file():
-        mend = "name the output_dir of a run, a settings file, or a setting"
+        fix = "name the output_dir of a run, a settings file, or a setting"
         if (folder.absolute().parent / "run.yaml").is_file():
-            mend = f"megatune explain {folder.parent}: that is the run's"
+            fix = f"megatune explain {folder.parent}: that is the run's"
         raise MegatuneError(
-            Finding(f"{folder} is not the folder of a run: it has no run.yaml", mend=mend), ExitCode.INPUT
+            Finding(f"{folder} is not the folder of a run: it has no run.yaml", fix=fix), ExitCode.INPUT
         )
     from megatune.plan.run.trouble import diagnose
 

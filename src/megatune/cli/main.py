@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        raise _refusal(message, self.prog, mend=f"`{self.prog} --help` shows how it is called")
+        raise _refusal(message, self.prog, fix=f"`{self.prog} --help` shows how it is called")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,30 +107,30 @@ def _build_parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     return parser, dict(subparsers.choices)
 
 
-def _refusal(what: str, where: str = "", why: str = "", mend: str = "") -> MegatuneError:
-    return MegatuneError(Finding(what, where, why, mend), ExitCode.SETTINGS)
+def _refusal(what: str, where: str = "", why: str = "", fix: str = "") -> MegatuneError:
+    return MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
 
 
 def _unknown_verb(word: str, verbs: list[str]) -> MegatuneError:
     if word in _NOT_BUILT:
         return _refusal("not built yet", f"megatune {word}", _NOT_BUILT[word], "`megatune --help` lists what is built")
     if word.endswith((".yaml", ".yml")):
-        return _refusal(f"{word!r} is a settings file, not a verb", mend=f"megatune train {word}")
+        return _refusal(f"{word!r} is a settings file, not a verb", fix=f"megatune train {word}")
     near = difflib.get_close_matches(word, [*verbs, *_NOT_BUILT], n=1, cutoff=0.5)
     return _refusal(
         f"unknown verb {word!r}",
-        mend=f"did you mean `megatune {near[0]}`?" if near else f"one of: {', '.join(verbs)}",
+        fix=f"did you mean `megatune {near[0]}`?" if near else f"one of: {', '.join(verbs)}",
     )
 
 
 def _unknown_inner_verb(verb: str, word: str, inner: list[str]) -> MegatuneError:
     if word.endswith((".yaml", ".yml")):
-        return _refusal(f"{word!r} is a settings file, not a verb", mend=f"megatune {verb} {inner[0]} {word}")
+        return _refusal(f"{word!r} is a settings file, not a verb", fix=f"megatune {verb} {inner[0]} {word}")
     near = difflib.get_close_matches(word, inner, n=1, cutoff=0.5)
     return _refusal(
         f"unknown verb {word!r}",
         f"megatune {verb}",
-        mend=f"did you mean `megatune {verb} {near[0]}`?" if near else f"one of: {', '.join(inner)}",
+        fix=f"did you mean `megatune {verb} {near[0]}`?" if near else f"one of: {', '.join(inner)}",
     )
 
 
@@ -146,8 +146,8 @@ def _unknown_words(unknown: list[str], parser: argparse.ArgumentParser) -> Megat
     findings = []
     for word in [word for word in unknown if word.startswith("-")] or unknown:  # not the values of unknown flags
         near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-        mend = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists what it takes"
-        findings.append(Finding(f"{word!r} is not known here", parser.prog, mend=mend))
+        fix = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists what it takes"
+        findings.append(Finding(f"{word!r} is not known here", parser.prog, fix=fix))
     return MegatuneError(findings, ExitCode.SETTINGS)
 
 

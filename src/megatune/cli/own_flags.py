@@ -41,6 +41,6 @@ def split_words(
             near = difflib.get_close_matches(flag, [*own, *(f"--{key}" for key in dialect.keys)], n=1)
             passed_over = not dialect.knows(flag[2:].replace("-", "_")) and bool(near) and near[0] in own
             if passed_over:
-                wrong.append(Finding(f"{flag!r} is not known here", mend=f"did you mean {near[0]}?"))
+                wrong.append(Finding(f"{flag!r} is not known here", fix=f"did you mean {near[0]}?"))
         flags += [] if passed_over else [word]
     return known, replace(arguments, flags=flags), wrong

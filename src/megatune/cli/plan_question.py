@@ -79,7 +79,7 @@ class _Reader:
         self.options.top = 10 if self.options.top is None else self.options.top
         for name, choices in (("trainable", ("full", "lora")), ("launch", ("torchrun", "slurm"))):
             if (value := getattr(self.options, name)) not in (None, *choices):
-                self.findings.append(Finding(f"--{name} {value} is not known", mend=f"--{name} {' or '.join(choices)}"))
+                self.findings.append(Finding(f"--{name} {value} is not known", fix=f"--{name} {' or '.join(choices)}"))
 
     def _number(self, name: str, *, whole: bool) -> Any:
         """A number above 0 (image_tokens: from 0): 64, 4_096, and 1.5B where parts of a unit make sense."""
@@ -96,7 +96,7 @@ class _Reader:
         if not math.isfinite(value) or value < least or (whole and value != int(value)):
             kind = "a whole number" if whole else "a number"
             what = f"--{name} {text} is not {kind} of at least {least}"
-            self.findings.append(Finding(what, mend=f"--{name} {_EXAMPLES[name]}"))
+            self.findings.append(Finding(what, fix=f"--{name} {_EXAMPLES[name]}"))
             return None
         return int(value) if whole else value
 
@@ -114,10 +114,8 @@ class _Reader:
         name = written if self.file is not None else self.words.source or written
         if name is None:
             what = "model_name_or_path is missing" if self.file else "what is to be planned?"
-            mend = (
-                "write model_name_or_path: FOLDER" if self.file else "megatune plan FILE.yaml, or megatune plan MODEL"
-            )
-            self.findings.append(Finding(what, self.file or "", mend=mend))
+            fix = "write model_name_or_path: FOLDER" if self.file else "megatune plan FILE.yaml, or megatune plan MODEL"
+            self.findings.append(Finding(what, self.file or "", fix=fix))
         return name
 
     def _found(self, find: Callable[[], T]) -> T | None:
@@ -143,7 +141,7 @@ class _Reader:
             if world is None:
                 if self.file is None and smallest == 1:
                     if not any(finding.what.startswith("--gpus ") for finding in self.findings):
-                        self.findings.append(Finding("how many GPUs are there?", mend="--gpus 8"))
+                        self.findings.append(Finding("how many GPUs are there?", fix="--gpus 8"))
                     return None, self._found(lambda: self._catalogued(None))
                 world = smallest
                 self.notes.append(f"{world} devices, the fewest that hold the layout (--gpus)")
@@ -173,18 +171,18 @@ class _Reader:
         options = self.options
         for name in ("gpus_per_node", "link", "network", "devices"):
             if getattr(options, name) is not None:
-                self.findings.append(Finding(f"--{name} without --gpu", mend="--gpu KIND, such as --gpu h100-80g"))
+                self.findings.append(Finding(f"--{name} without --gpu", fix="--gpu KIND, such as --gpu h100-80g"))
         num_gpus = count_gpus()
         if not num_gpus and options.gpus is not None:
             why = "this machine shows no GPU to take its kind from"
-            self.findings.append(Finding("which GPUs?", why=why, mend="--gpu KIND, such as --gpu h100-80g"))
+            self.findings.append(Finding("which GPUs?", why=why, fix="--gpu KIND, such as --gpu h100-80g"))
             return None, None
         if world is None:
             world = num_gpus or smallest
         here = min(world, num_gpus) if num_gpus else world
         machine, unknown = self._found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
         if unknown:
-            self.missing.append(Finding(unknown, mend="--gpu KIND, one of the catalogue or of --devices FILE"))
+            self.missing.append(Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE"))
         return world, machine
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -236,8 +234,8 @@ class _Reader:
             return
         per_node = next(each for each in range(size, 0, -1) if world % each == 0)
         why = "every machine starts as many processes"
-        mend = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
-        self.findings.append(Finding(what, "--launch", why, mend))
+        fix = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
+        self.findings.append(Finding(what, "--launch", why, fix))
 
     def _precision(self, asked: Asked, machine: Machine) -> Settings:
         """bf16 for a bare model on GPUs, where nothing is written."""

@@ -102,9 +102,9 @@ def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
     other = None if args.against is None else _read_against(args.against, loaded.settings)
     findings = list(loaded.findings)
     if words.source is None:
-        findings.append(Finding("which checkpoint?", mend="megatune verify MODEL: the folder comes first"))
+        findings.append(Finding("which checkpoint?", fix="megatune verify MODEL: the folder comes first"))
     findings += [
-        Finding(f"{flag} {value} is too few", mend=f"{flag} {least} or more")
+        Finding(f"{flag} {value} is too few", fix=f"{flag} {least} or more")
         for flag, value, least in (("--samples", args.samples, 1), ("--length", args.length, 2))
         if value < least
     ]
@@ -128,9 +128,9 @@ def _read_against(text: str, first: Settings) -> Loaded:
     loaded = load(overrides=words.overrides, flags=words.flags)
     findings = [replace(finding, where="--against") for finding in loaded.findings]
     if words.source is not None:
-        findings.append(Finding(f"{words.source!r} is no setting", "--against", mend="write key=value key=value"))
+        findings.append(Finding(f"{words.source!r} is no setting", "--against", fix="write key=value key=value"))
     findings += [
-        Finding(f"{path.partition('.')[2]} is the same in both layouts", "--against", mend="write it before --against")
+        Finding(f"{path.partition('.')[2]} is the same in both layouts", "--against", fix="write it before --against")
         for path, origin in loaded.origins.items()
         if origin != "default" and (path in _SHARED or path.startswith("precision."))
     ]
@@ -206,7 +206,7 @@ def _checked(loaded: Loaded, architecture: Architecture, args: argparse.Namespac
     if args.length > architecture.max_position_embeddings:
         limit = architecture.max_position_embeddings
         findings.append(Finding(f"--length {args.length} is more than the model's {limit} positions",
-                                mend=f"--length {limit} or less"))  # fmt: skip
+                                fix=f"--length {limit} or less"))  # fmt: skip
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     return settings, world

@@ -48,7 +48,7 @@ def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -
     if len(sources) > 1:
         what = f"{sources[1]!r} is one word too many: {sources[0]!r} is the settings file already"
         raise MegatuneError(
-            Finding(what, mend="write overrides as key=value, and flags as --key value"), ExitCode.SETTINGS
+            Finding(what, fix="write overrides as key=value, and flags as --key value"), ExitCode.SETTINGS
         )
     return Arguments(sources[0] if sources else None, overrides, flags)
 
@@ -62,9 +62,7 @@ def read_overrides(overrides: Sequence[str]) -> tuple[list[Entry], list[Finding]
         if equals and key.strip():
             entries.append(Entry(key.strip(), parse(text), override, "override"))
         else:
-            findings.append(
-                Finding(f"{override!r} is not an override", mend="write key=value, without spaces around =")
-            )
+            findings.append(Finding(f"{override!r} is not an override", fix="write key=value, without spaces around ="))
     return entries, findings
 
 
@@ -75,7 +73,7 @@ def read_flags(flags: Sequence[str]) -> tuple[list[Entry], list[Finding]]:
     for flag, words in _flags_with_words(flags):
         name, equals, text = flag.removeprefix("--").partition("=")
         if not flag.startswith("--") or not name:
-            findings.append(Finding(f"{flag!r} is not a flag", mend="write --key value, or --key=value"))
+            findings.append(Finding(f"{flag!r} is not a flag", fix="write --key value, or --key=value"))
             continue
         if equals:
             words = [text, *words]

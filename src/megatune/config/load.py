@@ -120,7 +120,7 @@ class _Reading:
                     continue  # two names of one setting that say the same: packing and neat_packing, in many files
                 what = f"{entry.key} sets what {first.key} sets at {first.where}"
                 self.findings.append(
-                    Finding(what, entry.where, mend=f"keep one of the two lines, {first.key} by preference")
+                    Finding(what, entry.where, fix=f"keep one of the two lines, {first.key} by preference")
                 )
                 continue
             here[target] = entry
@@ -163,16 +163,16 @@ class _Reading:
 
 def _unknown_key(entry: Entry, dialect: Dialect) -> Finding:
     near = difflib.get_close_matches(entry.key.lower(), [*dialect.keys, *dialect.not_built], n=1, cutoff=0.6)
-    mend = f"did you mean {near[0]}?" if near else "remove it; `megatune explain --all` lists every setting"
-    return Finding(f"unknown setting {entry.key!r}", entry.where, mend=mend)
+    fix = f"did you mean {near[0]}?" if near else "remove it; `megatune explain --all` lists every setting"
+    return Finding(f"unknown setting {entry.key!r}", entry.where, fix=fix)
 
 
 def _refused(entry: Entry, refused: Refused) -> Finding:
     value = shown(entry.value.text if entry.value.text is not None else entry.value.data)
-    mend = refused.mend
-    if not mend:
-        mend = f"remove {entry.key}" + (f", or write {entry.key}: {shown(refused.off[0])}" if refused.off else "")
-    return Finding(f"{entry.key}: {value} is not supported", entry.where, refused.why, mend)
+    fix = refused.fix
+    if not fix:
+        fix = f"remove {entry.key}" + (f", or write {entry.key}: {shown(refused.off[0])}" if refused.off else "")
+    return Finding(f"{entry.key}: {value} is not supported", entry.where, refused.why, fix)
 
 
 def _wrong_value(entry: Entry, info: SettingInfo, value: Any, items: Sequence[Any]) -> Finding:
@@ -183,15 +183,15 @@ def _wrong_value(entry: Entry, info: SettingInfo, value: Any, items: Sequence[An
     """
     nearest = nearest_valid(value, info)
     if nearest is not None:
-        mend = f"write {entry.key}: {shown(nearest)}" + (", or null" if info.optional else "")
+        fix = f"write {entry.key}: {shown(nearest)}" + (", or null" if info.optional else "")
     elif info.default is None or info.default == []:
-        mend = f"remove {entry.key}, or give it {info.expected.removesuffix(', or null')}"
+        fix = f"remove {entry.key}, or give it {info.expected.removesuffix(', or null')}"
     else:
-        mend = f"write {entry.key}: {shown(info.default)}, the default"
+        fix = f"write {entry.key}: {shown(info.default)}, the default"
     why = f"expected {info.expected}"
     if items and len(value) > 1:
         why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
-    return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, mend)
+    return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix)
 
 
 def nearest_valid(value: Any, info: SettingInfo) -> Any:

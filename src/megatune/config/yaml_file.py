@@ -21,13 +21,13 @@ def read_file(source: str | Path) -> tuple[list[Entry], list[Finding]]:
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        mend = "check the path; it is taken from the folder that the command runs in"
-        raise MegatuneError(Finding(f"there is no settings file {name}", mend=mend), ExitCode.INPUT) from None
+        fix = "check the path; it is taken from the folder that the command runs in"
+        raise MegatuneError(Finding(f"there is no settings file {name}", fix=fix), ExitCode.INPUT) from None
     except IsADirectoryError:
-        finding = Finding(f"{name} is a folder, not a settings file", mend="name the YAML file in it")
+        finding = Finding(f"{name} is a folder, not a settings file", fix="name the YAML file in it")
         raise MegatuneError(finding, ExitCode.INPUT) from None
     except UnicodeDecodeError as error:
-        return [], [Finding(f"not UTF-8 text (byte {error.start})", name, mend="save the file as UTF-8")]
+        return [], [Finding(f"not UTF-8 text (byte {error.start})", name, fix="save the file as UTF-8")]
     except OSError as error:
         raise MegatuneError(Finding(f"cannot read {name}", why=error.strerror or ""), ExitCode.INPUT) from None
     try:
@@ -39,7 +39,7 @@ def read_file(source: str | Path) -> tuple[list[Entry], list[Finding]]:
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "one value"
         where = f"{name}:{node.start_mark.line + 1}"
-        return [], [Finding(f"the file holds {kind}, not settings", where, mend="write one `key: value` a line")]
+        return [], [Finding(f"the file holds {kind}, not settings", where, fix="write one `key: value` a line")]
     return _mapping(node, name)
 
 
@@ -49,12 +49,12 @@ def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[Entry], list[Findi
     for key_node, value_node in node.value:
         where = f"{name}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            findings.append(Finding("a key must be text", where, mend="write `key: value`"))
+            findings.append(Finding("a key must be text", where, fix="write `key: value`"))
             continue
         key = key_node.value
         if key in entries:
             what = f"{key} stands twice, first at {entries[key].where}"
-            findings.append(Finding(what, where, mend="keep one of the two lines"))
+            findings.append(Finding(what, where, fix="keep one of the two lines"))
             continue
         try:
             entries[key] = Entry(key, value_of(value_node), where, where)
@@ -67,15 +67,15 @@ def _yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
     """A parser's complaint, with its line, in words that tell what to change."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         reason = getattr(error, "reason", None) or str(error)
-        return Finding("not readable as YAML", name, why=str(reason), mend="remove the characters that are not text")
+        return Finding("not readable as YAML", name, why=str(reason), fix="remove the characters that are not text")
     mark = error.problem_mark
     where = f"{name}:{mark.line + 1}"
     problem = error.problem or "not readable as YAML"
     if "\\t" in problem:
-        return Finding("a tab where YAML takes only spaces", where, mend="indent with spaces")
+        return Finding("a tab where YAML takes only spaces", where, fix="indent with spaces")
     if "expected a single document" in (error.context or ""):
-        return Finding("a second document starts here", where, mend="remove the line `---`, or split the file")
+        return Finding("a second document starts here", where, fix="remove the line `---`, or split the file")
     why = f"{error.context}, {problem}" if error.context else problem
     return Finding(
-        "not readable as YAML", where, why=why, mend="write one `key: value` a line; quote text that holds `: `"
+        "not readable as YAML", where, why=why, fix="write one `key: value` a line; quote text that holds `: `"
     )

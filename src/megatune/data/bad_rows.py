@@ -67,7 +67,7 @@ class BadRows:
         Raises:
             MegatuneError: there are rows that the settings refuse (exit code 65).
         """
-        mends = {
+        fixes = {
             "bad": "correct them, or write on_bad_row: quarantine, which leaves them out and copies them to "
             f"{BAD_ROWS_FILE} in output_dir",
             "long": "raise cutoff_len, or write truncation_strategy: budget to cut them, drop to leave them out",
@@ -81,7 +81,7 @@ class BadRows:
             what = f"{self._counts[kind]} of {num_read} {whats[kind]}"
             if unnamed:
                 what = f"and {unnamed} more: {what}"
-            findings += [*self._named[kind], Finding(what, mend=mends[kind])]
+            findings += [*self._named[kind], Finding(what, fix=fixes[kind])]
         if findings:
             raise MegatuneError(findings, ExitCode.DATA)
 

@@ -112,7 +112,7 @@ def _check_usable(reports: Sequence[DatasetReport]) -> None:
         Finding(
             f"{report.name}: 0 usable of {report.read} rows",
             why="; ".join(f"{count} x {reason}" for reason, count in report.dropped.most_common()),
-            mend=f"the first: {report.examples[0]}" if report.examples else "the files have no rows",
+            fix=f"the first: {report.examples[0]}" if report.examples else "the files have no rows",
         )
         for report in reports
         if report.read == report.dropped.total()

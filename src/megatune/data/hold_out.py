@@ -57,7 +57,7 @@ def hold_out(ranks: np.ndarray, val_size: float) -> Split:
             Finding(
                 f"val_size: {val_size:g} leaves nothing to train on",
                 why=f"{num_rows} rows are usable",
-                mend=f"at most {num_rows - 1}",
+                fix=f"at most {num_rows - 1}",
             ),
             ExitCode.SETTINGS,
         )

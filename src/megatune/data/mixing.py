@@ -88,7 +88,7 @@ def _rounded(samples: Fraction) -> int:
 def _check_length(samples: float, key: str, why: str) -> None:
     if samples > MOST_SAMPLES:
         what = f"{key} would make an epoch of about {samples:.3g} samples"
-        raise MegatuneError(Finding(what, why=why, mend=f"change {key}"), ExitCode.SETTINGS)
+        raise MegatuneError(Finding(what, why=why, fix=f"change {key}"), ExitCode.SETTINGS)
 
 
 def _in_turn(sizes: Sequence[int], strategy: str) -> np.ndarray:

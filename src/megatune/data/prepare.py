@@ -148,7 +148,7 @@ def _training_order(settings: Settings, trained: Sequence[Collected], split: Spl
             Finding(
                 f"val_size: {data.val_size:g} leaves nothing of {one.report.name} to train on",
                 why=f"mix_strategy: {data.mix_strategy} draws from every data set",
-                mend="hold out fewer rows, or name an eval_dataset",
+                fix="hold out fewer rows, or name an eval_dataset",
             )
             for one, size in zip(trained, sizes, strict=True)
             if not size

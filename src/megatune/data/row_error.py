@@ -84,13 +84,13 @@ class UnsupportedRow(Exception):  # noqa: N818 - not an error of the row
 
     Args:
         what: what it asks for.
-        mend: what to do about it, "" where there is nothing to say.
+        fix: what to do about it, "" where there is nothing to say.
     """
 
-    def __init__(self, what: str, mend: str = "") -> None:
-        super().__init__(what, mend)
+    def __init__(self, what: str, fix: str = "") -> None:
+        super().__init__(what, fix)
         self.what = what
-        self.mend = mend
+        self.fix = fix
 
     def __str__(self) -> str:
         return self.what

@@ -70,7 +70,7 @@ def read_samples(
                 Finding(
                     f"{placeholder} is in the data and {PLACEHOLDERS[placeholder]} is not set",
                     where,
-                    mend=f"set {PLACEHOLDERS[placeholder]}",
+                    fix=f"set {PLACEHOLDERS[placeholder]}",
                 )
                 for placeholder, where in unfilled.items()
             ],
@@ -87,7 +87,7 @@ def _example(row: RawRow, source: DatasetSource, stage: str) -> Example | RowErr
         return error
     except UnsupportedRow as unsupported:
         what = f"dataset: {source.name} cannot be trained on: {unsupported}"
-        raise MegatuneError(Finding(what, row.where, mend=unsupported.mend), ExitCode.SETTINGS) from unsupported
+        raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
 
 
 def _chosen(

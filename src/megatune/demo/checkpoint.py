@@ -225,6 +225,6 @@ def _check_output(output: Path, overwrite: bool) -> None:
                             "name another folder")  # fmt: skip
 
 
-def _cannot_write(output: Path, why: str, mend: str) -> MegatuneError:
-    finding = Finding(what=f"cannot write {output}", where="--output", why=why, mend=mend)
+def _cannot_write(output: Path, why: str, fix: str) -> MegatuneError:
+    finding = Finding(what=f"cannot write {output}", where="--output", why=why, fix=fix)
     return MegatuneError(finding, ExitCode.CANNOT_WRITE)

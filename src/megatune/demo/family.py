@@ -262,6 +262,6 @@ def demo_family(name: str) -> DemoFamily:
         what=f"unknown demo family '{name}'",
         where="--family",
         why=f"the demo families are {', '.join(FAMILIES)}",
-        mend=f"--family {nearest[0] if nearest else 'qwen3'}",
+        fix=f"--family {nearest[0] if nearest else 'qwen3'}",
     )
     raise MegatuneError(finding, ExitCode.SETTINGS)

@@ -100,7 +100,7 @@ def check_sizes(family: DemoFamily, sizes: ModelSizes, max_shard_size: str) -> N
                 what=f"'{max_shard_size}' is no size",
                 where="--max_shard_size",
                 why="a size is a whole number with KB, MB, GB or TB",
-                mend="--max_shard_size 5GB",
+                fix="--max_shard_size 5GB",
             )
         )
     if findings:
@@ -114,15 +114,15 @@ def _expert_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]
             yield Finding(
                 what=f"{family.model_type} has no experts",
                 where=flag,
-                mend="leave it out, or use --family qwen3_moe",
+                fix="leave it out, or use --family qwen3_moe",
             )
         elif value is not None and value < 1:
-            yield Finding(what=f"{value} is too small", where=flag, mend=f"{flag} 1")
+            yield Finding(what=f"{value} is too small", where=flag, fix=f"{flag} 1")
     if family.has_experts and (sizes.router_topk or 1) > (sizes.num_experts or 1) > 0:
         yield Finding(
             what=f"a token cannot go to {sizes.router_topk} of {sizes.num_experts} experts",
             where="--topk",
-            mend=f"--topk {sizes.num_experts}",
+            fix=f"--topk {sizes.num_experts}",
         )
 
 
@@ -140,7 +140,7 @@ def _below_minimum(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
     }
     for flag, (value, minimum, why) in minima.items():
         if value < minimum:
-            yield Finding(what=f"{value} is too small", where=flag, why=why, mend=f"{flag} {minimum}")
+            yield Finding(what=f"{value} is too small", where=flag, why=why, fix=f"{flag} {minimum}")
 
 
 def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
@@ -152,7 +152,7 @@ def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
             what=f"{groups} key/value heads are not {heads}",
             where="--kv_heads",
             why=f"in {family.model_type} every head has its own key and value",
-            mend="leave it out",
+            fix="leave it out",
         )
     elif heads % groups:
         nearest = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - groups))
@@ -160,7 +160,7 @@ def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
             what=f"{groups} key/value heads do not divide {heads} heads",
             where="--kv_heads",
             why="every key/value head serves the same number of query heads",
-            mend=f"--kv_heads {nearest}",
+            fix=f"--kv_heads {nearest}",
         )
     # Transformers refuses it for llama whatever head_dim is, and readers of qwen2 derive head_dim from it.
     if hidden % heads and not family.wide_heads:
@@ -168,14 +168,14 @@ def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
         yield Finding(
             what=f"hidden size {hidden} is not a multiple of {heads} heads",
             where="--hidden",
-            mend=f"--hidden {nearest}",
+            fix=f"--hidden {nearest}",
         )
     if sizes.head_dim > 2 and sizes.head_dim % 2:
         yield Finding(
             what=f"head dimension {sizes.head_dim} is odd",
             where="--head_dim",
             why="rotary embeddings turn pairs of channels",
-            mend=f"--head_dim {sizes.head_dim + 1}",
+            fix=f"--head_dim {sizes.head_dim + 1}",
         )
 
 
@@ -186,19 +186,19 @@ def _not_in_family(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
             what=f"unknown dtype '{sizes.dtype}'",
             where="--dtype",
             why=f"the dtypes are {', '.join(DTYPES)}",
-            mend=f"--dtype {nearest}",
+            fix=f"--dtype {nearest}",
         )
     if sizes.attention_bias and family.model_type not in ATTENTION_BIAS:
         yield Finding(
             what=f"attention_bias is not an option of {family.model_type}",
             where="--attention_bias",
             why=f"only {', '.join(ATTENTION_BIAS)} have it",
-            mend="leave it out",
+            fix="leave it out",
         )
     if sizes.mlp_bias and family.model_type != "llama":
         yield Finding(
             what=f"mlp_bias is not an option of {family.model_type}",
             where="--mlp_bias",
             why="only llama has it",
-            mend="leave it out, or use --family llama",
+            fix="leave it out, or use --family llama",
         )

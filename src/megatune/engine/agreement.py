@@ -22,7 +22,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 21  # elements digested at a time: their 64-bit copies are in memory meanwhile
 _NUM_NAMED = 3  # tensors of a group that an error names
 
-_MEND = (
+_FIX = (
     "a machine, its memory or its network is at fault, or there is a bug: resume without these ranks' machines, and "
     "hold the layout against Transformers with `megatune verify`"
 )
@@ -136,7 +136,7 @@ def _findings(what: str, found_by_rank: Sequence[Sequence[_Difference]]) -> list
     for label, tensors in by_tensor.items():
         said = [f"{name}: {_between(ranks)}" for name, ranks in list(tensors.items())[:_NUM_NAMED]]
         more = f"; and {len(tensors) - _NUM_NAMED} more" if len(tensors) > _NUM_NAMED else ""
-        findings.append(Finding(f"{what} differ between {label} copies", why="; ".join(said) + more, mend=_MEND))
+        findings.append(Finding(f"{what} differ between {label} copies", why="; ".join(said) + more, fix=_FIX))
     return findings
 
 
@@ -168,6 +168,6 @@ def check_scalars(what: str, values: Mapping[str, float]) -> None:
             ranks.setdefault(held.get(name, "none"), []).append(rank)
         if len(ranks) > 1:
             said = "; ".join(f"{value} on rank {_listed(who[:4])}" for value, who in ranks.items())
-            findings.append(Finding(f"{what}: {name} differs between ranks", why=said, mend=_MEND))
+            findings.append(Finding(f"{what}: {name} differs between ranks", why=said, fix=_FIX))
     if findings:
         raise MegatuneError(findings, ExitCode.NOT_FINITE)

@@ -83,7 +83,7 @@ def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *
                 f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at "
                 f"{address}:{port}",
                 why=str(error).splitlines()[0],
-                mend="check MASTER_ADDR and MASTER_PORT on every node, and that every node was started",
+                fix="check MASTER_ADDR and MASTER_PORT on every node, and that every node was started",
             ),
             ExitCode.UNAVAILABLE,
         ) from error

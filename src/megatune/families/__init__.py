@@ -29,7 +29,7 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
         raise MegatuneError(
             Finding(
                 f"model_name_or_path: no folder {str(model_dir)!r}",
-                mend="give the folder of a Hugging Face checkpoint on this machine; nothing is downloaded",
+                fix="give the folder of a Hugging Face checkpoint on this machine; nothing is downloaded",
             ),
             ExitCode.INPUT,
         )

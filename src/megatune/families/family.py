@@ -77,7 +77,7 @@ class Family:
         """Everything in config.json that keeps this engine from computing the model, each named."""
         config = self._filled(config)
         findings = [
-            Finding(f"{key!r} is missing", where, mend="use the config.json that was published with the weights")
+            Finding(f"{key!r} is missing", where, fix="use the config.json that was published with the weights")
             if config.get(key) is None
             else Finding(f"{key} = {config[key]!r} is no whole number above 0", where)
             for key in (*_DIMENSIONS, *self.dimensions)
@@ -100,11 +100,11 @@ class Family:
             where,
             "remove rope_scaling to train at the published context length",
         )
-        mend = "use the config.json that was published with the weights"
+        fix = "use the config.json that was published with the weights"
         if not findings and self.problems is not None:
-            findings += _findings(self.problems(config), where, mend)
+            findings += _findings(self.problems(config), where, fix)
         if not findings:
-            findings += _findings(expert_problems(self.architecture(config)), where, mend)
+            findings += _findings(expert_problems(self.architecture(config)), where, fix)
         return findings
 
     def architecture(self, config: Config) -> Architecture:
@@ -150,5 +150,5 @@ def _computation_problems(config: Config) -> Iterator[tuple[str, str]]:
         yield f"layer_types has {', '.join(others)}, which is not supported", "every layer attends to all tokens before"
 
 
-def _findings(problems: Iterator[tuple[str, str]], where: str, mend: str) -> list[Finding]:
-    return [Finding(what, where, why, mend) for what, why in problems]
+def _findings(problems: Iterator[tuple[str, str]], where: str, fix: str) -> list[Finding]:
+    return [Finding(what, where, why, fix) for what, why in problems]

@@ -109,7 +109,7 @@ class Generator:
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **switches
             )
         except TemplateError as error:
-            finding = Finding(f"the chat template refuses the messages: {error}", self.source, mend="try --raw")
+            finding = Finding(f"the chat template refuses the messages: {error}", self.source, fix="try --raw")
             raise MegatuneError(finding, ExitCode.INPUT) from error
         return self._generate(inputs, on_text)
 
@@ -161,7 +161,7 @@ class Generator:
     def _room_for(self, num_prompt_tokens: int) -> int:
         """Tokens that may be generated after a prompt."""
         if num_prompt_tokens == 0:
-            raise MegatuneError(Finding("the prompt is empty", "--prompt", mend="give some text"), ExitCode.DATA)
+            raise MegatuneError(Finding("the prompt is empty", "--prompt", fix="give some text"), ExitCode.DATA)
         context = getattr(self.model.config, "max_position_embeddings", None)
         if context is None:
             return self.options.max_new_tokens
@@ -170,7 +170,7 @@ class Generator:
                 what=f"the prompt has {num_prompt_tokens:,} tokens",
                 where="--prompt",
                 why=f"the model reads {context:,} tokens at most, its answer included",
-                mend="shorten it; in a chat, 'clear' forgets what was said",
+                fix="shorten it; in a chat, 'clear' forgets what was said",
             )
             raise MegatuneError(finding, ExitCode.DATA)
         return min(self.options.max_new_tokens, context - num_prompt_tokens)
@@ -182,7 +182,7 @@ class Generator:
                 what="the tokenizer has no chat template",
                 where=self.source,
                 why="it may be a base model, which continues text and doesn't chat",
-                mend="add --raw",
+                fix="add --raw",
             )
             raise MegatuneError(finding, ExitCode.INPUT)
         if self.options.enable_thinking is not None and "enable_thinking" not in str(template):
@@ -190,7 +190,7 @@ class Generator:
                 what="has no effect",
                 where="--enable_thinking",
                 why=f"the chat template of {self.source} has no such switch",
-                mend="leave it out",
+                fix="leave it out",
             )
             raise MegatuneError(finding, ExitCode.SETTINGS)
 
@@ -216,6 +216,6 @@ def _cannot_load(folder: Path, why: str) -> MegatuneError:
         what="the model cannot be loaded",
         where=str(folder),
         why=why.strip().splitlines()[0] if why.strip() else "",
-        mend="copy or save the model again",
+        fix="copy or save the model again",
     )
     return MegatuneError(finding, ExitCode.INPUT)

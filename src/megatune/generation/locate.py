@@ -28,7 +28,7 @@ def find_model(path: Path) -> Path:
         finding = Finding(
             what=f"{path} holds no model",
             why="it has neither a config.json nor a checkpoint-N folder with one",
-            mend="name a Hugging Face model, a checkpoint-N folder or a run's output_dir",
+            fix="name a Hugging Face model, a checkpoint-N folder or a run's output_dir",
         )
         raise MegatuneError(finding, ExitCode.INPUT)
     findings = [*_missing_weights(folder), *_missing_tokenizer(folder)]
@@ -48,18 +48,18 @@ def _newest_checkpoint(path: Path) -> Path | None:
 
 def _no_folder(path: Path) -> Finding:
     if path.exists():
-        return Finding(what=f"{path} is a file", mend=f"name the folder: {path.parent}")
+        return Finding(what=f"{path} is a file", fix=f"name the folder: {path.parent}")
     siblings = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
     nearest = difflib.get_close_matches(path.name, siblings, n=1)
     if nearest:
-        return Finding(what=f"there is no folder {path}", mend=f"did you mean {path.parent / nearest[0]}?")
+        return Finding(what=f"there is no folder {path}", fix=f"did you mean {path.parent / nearest[0]}?")
     if not path.is_absolute() and len(path.parts) == 2:  # the form of a name on the Hub
         return Finding(
             what=f"there is no folder {path}",
             why="models are read from folders, not from the Hub",
-            mend=f"hf download {path} --local-dir {path.name}, then name that folder",
+            fix=f"hf download {path} --local-dir {path.name}, then name that folder",
         )
-    return Finding(what=f"there is no folder {path}", mend="name the folder of a Hugging Face model or of a run")
+    return Finding(what=f"there is no folder {path}", fix="name the folder of a Hugging Face model or of a run")
 
 
 def _missing_weights(folder: Path) -> Iterator[Finding]:
@@ -68,7 +68,7 @@ def _missing_weights(folder: Path) -> Iterator[Finding]:
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError):
-            yield Finding(what="not a weight index", where=str(index), mend="copy or save the model again")
+            yield Finding(what="not a weight index", where=str(index), fix="copy or save the model again")
             return
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())
         if missing:
@@ -77,14 +77,14 @@ def _missing_weights(folder: Path) -> Iterator[Finding]:
                 + (", …" if len(missing) > 3 else ""),
                 where=str(folder),
                 why=f"{index.name} names them",
-                mend="copy or download the whole model again",
+                fix="copy or download the whole model again",
             )
     elif not (folder / "model.safetensors").is_file():
         yield Finding(
             what="there are no weights",
             where=str(folder),
             why="neither model.safetensors nor model.safetensors.index.json is there",
-            mend="name a folder with safetensors weights",
+            fix="name a folder with safetensors weights",
         )
 
 
@@ -94,5 +94,5 @@ def _missing_tokenizer(folder: Path) -> Iterator[Finding]:
             what="there is no tokenizer",
             where=str(folder),
             why=f"none of {', '.join(_TOKENIZER_FILES)} is there",
-            mend="copy the tokenizer files of the base model into the folder",
+            fix="copy the tokenizer files of the base model into the folder",
         )

@@ -48,16 +48,16 @@ def check_options(options: GenerationOptions) -> None:
 
 def _out_of_range(options: GenerationOptions) -> Iterator[Finding]:
     if options.max_new_tokens < 1:
-        yield Finding(f"{options.max_new_tokens} is too small", "--max_new_tokens", mend="--max_new_tokens 1 or more")
+        yield Finding(f"{options.max_new_tokens} is too small", "--max_new_tokens", fix="--max_new_tokens 1 or more")
     if not 0 <= options.temperature < float("inf"):
-        yield Finding(f"{options.temperature} is out of range", "--temperature", mend="--temperature 0 or more")
+        yield Finding(f"{options.temperature} is out of range", "--temperature", fix="--temperature 0 or more")
     if options.top_p is not None and not 0 < options.top_p <= 1:
-        yield Finding(f"{options.top_p} is out of range", "--top_p", mend="a probability above 0, at most 1")
+        yield Finding(f"{options.top_p} is out of range", "--top_p", fix="a probability above 0, at most 1")
     if options.top_k is not None and options.top_k < 1:
-        yield Finding(f"{options.top_k} is too small", "--top_k", mend="--top_k 1 or more")
+        yield Finding(f"{options.top_k} is too small", "--top_k", fix="--top_k 1 or more")
     if options.repetition_penalty is not None and not 0 < options.repetition_penalty < float("inf"):
         yield Finding(
-            f"{options.repetition_penalty} is out of range", "--repetition_penalty", mend="--repetition_penalty 1"
+            f"{options.repetition_penalty} is out of range", "--repetition_penalty", fix="--repetition_penalty 1"
         )
 
 

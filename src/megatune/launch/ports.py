@@ -45,7 +45,7 @@ def ensure_port_free(port: int) -> None:
             Finding(
                 f"port {port} of this machine is taken{_holder(port)}",
                 why="rank 0 would listen there for the other ranks",
-                mend="another MASTER_PORT, the same on every machine",
+                fix="another MASTER_PORT, the same on every machine",
             ),
             ExitCode.UNAVAILABLE,
         )

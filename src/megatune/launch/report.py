@@ -28,7 +28,7 @@ _SIGNAL_REASONS: dict[int, str] = {
     signal.SIGILL: "a library was built for another processor",
     signal.SIGFPE: "native code divided by zero",
 }
-_OUT_OF_MEMORY_MENDS = (
+_OUT_OF_MEMORY_FIXES = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps; a smaller cutoff_len; larger"
     " tensor_model_parallel_size or pipeline_model_parallel_size"
 )
@@ -100,8 +100,8 @@ def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) 
     else:
         end = f"ended itself with exit code {culprit.exit_code}, without a Python exception"
     what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_place(culprit)}"
-    mend = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; start again to resume from the last checkpoint"
-    return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, mend=mend),))
+    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; start again to resume from the last checkpoint"
+    return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
 def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome:
@@ -111,15 +111,15 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
     log = log_path(run_dir, "start" if rank is None else f"rank-{rank}")
     who = f"rank {rank} on host {failure.host}" if rank is not None else f"host {failure.host}"
     place = place_text(failure.phase, failure.step) if rank is not None else "before any rank was started"
-    why = mend = ""
+    why = fix = ""
     if failure.exit_code == ExitCode.OUT_OF_MEMORY:
-        verb, mend = "ran out of memory", _OUT_OF_MEMORY_MENDS
+        verb, fix = "ran out of memory", _OUT_OF_MEMORY_FIXES
     elif failure.kind is Kind.COLLECTIVE:
         verb, why = "lost its peers", "no rank of this machine failed before it; see the other machines' reports"
     else:
         verb = "failed"
     finding = Finding(
-        f"{who} {verb} {place}: {failure.summary}", why=why, mend=mend or f"read the full traceback in {log}"
+        f"{who} {verb} {place}: {failure.summary}", why=why, fix=fix or f"read the full traceback in {log}"
     )
     return Outcome("failed", failure.exit_code, rank, (finding,), failure.traceback, failure.summary)
 
@@ -130,7 +130,7 @@ def lost_outcome(run_dir: Path, signum: int | None) -> Outcome:
     finding = Finding(
         f"the process that imports the program and starts the ranks {end}, and the ranks with it",
         why=_SIGNAL_REASONS.get(signum or 0, ""),
-        mend=f"read {log_path(run_dir, 'start')}; start again to resume from the last checkpoint",
+        fix=f"read {log_path(run_dir, 'start')}; start again to resume from the last checkpoint",
     )
     return Outcome("failed", ExitCode.PROCESS_DIED, findings=(finding,))
 
@@ -157,10 +157,10 @@ def hung_outcome(run_dir: Path, culprit: RankState, silent_seconds: float, stand
         f"rank {culprit.rank} on host {socket.gethostname()} hung {_place(culprit)}:"
         f" no progress for {silent_seconds:.0f} s"
     )
-    mend = (
+    fix = (
         f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; start again to resume from the last checkpoint"
     )
-    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (Finding(what, why=why, mend=mend),))
+    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
 def place_text(phase: str, step: int) -> str:

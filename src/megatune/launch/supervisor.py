@@ -221,7 +221,7 @@ def _start_timed_out(processes: RankProcesses, limit: float) -> Outcome:
     finding = Finding(
         f"{processes.request.target.partition(':')[0]} was not imported within {limit:.0f} s",
         why="the file system of the Python installation is slow, or the machine is busy",
-        mend=f"read where its import stands in {log_path(processes.request.run_dir, 'start')}",
+        fix=f"read where its import stands in {log_path(processes.request.run_dir, 'start')}",
     )
     return Outcome("hung", ExitCode.PROCESS_DIED, findings=(finding,))
 
@@ -231,5 +231,5 @@ def _give_up_stopping(processes: RankProcesses, grace: float | None) -> Outcome:
     late = ", ".join(str(state.rank) for state in processes.alive())
     processes.kill()
     reason = f"within {grace:.0f} s of SIGTERM" if grace is not None else "before the second signal"
-    finding = Finding(f"ranks {late} had not stopped {reason} and were killed", mend="start again to resume")
+    finding = Finding(f"ranks {late} had not stopped {reason} and were killed", fix="start again to resume")
     return Outcome("failed", ExitCode.PROCESS_DIED, findings=(finding,))

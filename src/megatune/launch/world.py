@@ -129,7 +129,7 @@ def _check_nodes(nnodes: int, node_rank: int, addr: str, env: Mapping[str, str])
                 f"NODE_RANK={node_rank} is outside of NNODES={nnodes}",
                 where="environment",
                 why="machines are numbered from 0",
-                mend=f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine, or NNODES={node_rank + 1}",
+                fix=f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine, or NNODES={node_rank + 1}",
             )
         )
     if nnodes > 1 and not addr:
@@ -138,7 +138,7 @@ def _check_nodes(nnodes: int, node_rank: int, addr: str, env: Mapping[str, str])
                 f"NNODES={nnodes} without MASTER_ADDR",
                 where="environment",
                 why="the machines cannot find each other",
-                mend="MASTER_ADDR=<host name or address of the machine with NODE_RANK=0>, the same on every machine",
+                fix="MASTER_ADDR=<host name or address of the machine with NODE_RANK=0>, the same on every machine",
             )
         )
     if nnodes > 1 and not env.get("NODE_RANK", "").strip():
@@ -147,7 +147,7 @@ def _check_nodes(nnodes: int, node_rank: int, addr: str, env: Mapping[str, str])
                 f"NNODES={nnodes} without NODE_RANK",
                 where="environment",
                 why="every machine would take itself for the first",
-                mend=f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine",
+                fix=f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine",
             )
         )
     return findings
@@ -164,7 +164,7 @@ def _decide_nproc(
         findings.append(
             Finding(
                 f"num_processes: {num_processes} cannot be spread evenly over NNODES={nnodes} machines",
-                mend=f"num_processes: {nearest}",
+                fix=f"num_processes: {nearest}",
             )
         )
         num_processes = None
@@ -173,7 +173,7 @@ def _decide_nproc(
             Finding(
                 f"num_processes: {num_processes} contradicts NPROC_PER_NODE={nproc_set}",
                 why=f"{nproc_set} processes on each of {nnodes} machines are {nproc_set * nnodes}",
-                mend=f"leave one of them out, or num_processes: {nproc_set * nnodes}",
+                fix=f"leave one of them out, or num_processes: {nproc_set * nnodes}",
             )
         )
         return nproc_set, findings
@@ -186,7 +186,7 @@ def _decide_nproc(
             Finding(
                 f"{nproc} processes on a machine that shows {num_devices} GPUs",
                 why="each process needs a GPU of its own",
-                mend=f"num_processes: {num_devices * nnodes}, or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU",
+                fix=f"num_processes: {num_devices * nnodes}, or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU",
             )
         )
     if nproc % smallest:
@@ -196,7 +196,7 @@ def _decide_nproc(
                 f"{nproc * nnodes} processes cannot hold whole copies of a model that is spread over"
                 f" {model_parallel_size}",
                 why="it must be a multiple of what whole copies of the model and of its experts take",
-                mend=f"num_processes: {nearest}, or parallel sizes whose product divides {nproc * nnodes}",
+                fix=f"num_processes: {nearest}, or parallel sizes whose product divides {nproc * nnodes}",
             )
         )
     return nproc, findings
@@ -223,7 +223,7 @@ def joined(env: Mapping[str, str]) -> RankEnv | None:
     findings = read.findings
     for key, missing in (("MASTER_ADDR", not addr), ("MASTER_PORT", not env.get("MASTER_PORT"))):
         if missing:
-            findings.append(Finding(f"RANK is set without {key}", where="environment", mend="start with torchrun"))
+            findings.append(Finding(f"RANK is set without {key}", where="environment", fix="start with torchrun"))
     if findings or port is None:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     return RankEnv(rank, local_rank, world_size, local_world_size, addr, port, node_rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatune.plan.changes.mends import Mend, more_devices, savings
+from megatune.plan.changes.fixes import Fix, more_devices, savings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.question import Question
 from megatune.plan.search import SearchResult, is_tight, search
@@ -21,14 +21,14 @@ class Answer:
 
     Attributes:
         own: the plan of the settings' own layout; None where none is written.
-        mends: where that does not fit, the cheapest changes after which it does.
+        fixes: where that does not fit, the cheapest changes after which it does.
         enough: where no layout fits, one on more devices that does; None where sixteen times as many do not do.
     """
 
     question: Question
     own: Estimate | None
     result: SearchResult
-    mends: tuple[Mend, ...] = ()
+    fixes: tuple[Fix, ...] = ()
     enough: Estimate | None = None
 
     @property
@@ -66,7 +66,7 @@ class Answer:
 def answer(question: Question) -> Answer:
     """Plan the settings, where a layout is among them, and search for the best one."""
     own = estimate(question.case) if question.plans_own else None
-    mends = tuple(savings(own)) if own is not None and not own.fits else ()
+    fixes = tuple(savings(own)) if own is not None and not own.fits else ()
     result = search(question.request)
     enough = more_devices(result.too_large) if result.best is None else None
-    return Answer(question=question, own=own, result=result, mends=mends, enough=enough)
+    return Answer(question=question, own=own, result=result, fixes=fixes, enough=enough)

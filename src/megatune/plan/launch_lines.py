@@ -49,7 +49,7 @@ class Launch:
                 Finding(
                     f"{self.world_size} GPUs do not fill machines of {self.machine.gpus_per_node}",
                     why="torchrun starts as many processes on every machine",
-                    mend=f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {self.world_size}",
+                    fix=f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {self.world_size}",
                 ),
                 ExitCode.SETTINGS,
             )

@@ -146,7 +146,7 @@ def _trainable(entries: Mapping[str, Entry], lora: bool | None, findings: list[F
     if lora is None and kind is not None:
         if kind.value.data not in ("full", "lora"):
             what = f"finetuning_type: {kind.value.text} cannot be planned"
-            findings.append(Finding(what, kind.where, mend="write finetuning_type: full, or lora"))
+            findings.append(Finding(what, kind.where, fix="write finetuning_type: full, or lora"))
         lora = kind.value.data == "lora"
     chosen["kind"] = "lora" if lora else "full"
     if (rank := _number(entries, "lora_rank", findings)) is not None:
@@ -160,7 +160,7 @@ def _trainable(entries: Mapping[str, Entry], lora: bool | None, findings: list[F
             chosen[key] = entry.value.data
         else:
             what = f"{key} is {entry.value.text!r}"
-            findings.append(Finding(what, entry.where, mend=f"write {key}: true, or false"))
+            findings.append(Finding(what, entry.where, fix=f"write {key}: true, or false"))
     return Trainable(**chosen)
 
 
@@ -185,6 +185,6 @@ def _targets(entry: Entry, findings: list[Finding]) -> tuple[str, ...]:
     unknown = [str(name) for name in names if name not in _TARGETS]
     if unknown or not names:
         what = f"lora_target has {', '.join(unknown) or 'nothing'}"
-        findings.append(Finding(what, entry.where, mend=f"one or more of all, {', '.join(_TARGETS)}"))
+        findings.append(Finding(what, entry.where, fix=f"one or more of all, {', '.join(_TARGETS)}"))
         return Trainable().lora_target
     return tuple(dict.fromkeys(_TARGETS[name] for name in names))

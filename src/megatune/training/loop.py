@@ -247,7 +247,7 @@ class Trainer:
                 f"step {step + 1}: loss {loss}, gradient norm {grad_norm}",
                 why=f"gradients that are not finite on {where or 'no rank: their norm overflows'}; the step's rows are "
                 f"{', '.join(self.rows.names(step)[:8])}; the weights are as they were before the step",
-                mend="lower learning_rate, train in bf16 instead of fp16, or look at those rows",
+                fix="lower learning_rate, train in bf16 instead of fp16, or look at those rows",
             ),
             ExitCode.NOT_FINITE,
         )

@@ -58,7 +58,7 @@ def check_token_ids(largest: int, vocab_size: int) -> None:
             Finding(
                 f"token id {largest} is beyond the model's vocabulary of {vocab_size}",
                 why="the tokenizer and the weights belong to different models",
-                mend="use the tokenizer that was published with the weights",
+                fix="use the tokenizer that was published with the weights",
             ),
             ExitCode.INPUT,
         )

@@ -173,11 +173,11 @@ def _choose_checkpoint(settings: Settings, output_dir: Path) -> tuple[Path | Non
     newest, problems = newest_verified(output_dir)
     if newest is None and (asked or list_checkpoints(output_dir)):
         nothing = Finding(f"resume_from_checkpoint: there is no checkpoint in {output_dir}")
-        mend = Finding(
+        fix = Finding(
             f"{output_dir} holds checkpoints and none can be resumed from",
-            mend="overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them",
+            fix="overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them",
         )
-        raise MegatuneError([*problems, mend] if problems else [nothing], ExitCode.INPUT)
+        raise MegatuneError([*problems, fix] if problems else [nothing], ExitCode.INPUT)
     return newest, [f"passed over: {problem}" for problem in problems]
 
 
@@ -198,7 +198,7 @@ def _clear_way(settings: Settings, output_dir: Path, resumed: Path | None, step:
             Finding(
                 f"{output_dir} holds {names} of an earlier run",
                 why=f"this run begins at step {step}, and the next resume could not tell them from its own",
-                mend="overwrite_output_dir: true deletes them; another output_dir keeps them",
+                fix="overwrite_output_dir: true deletes them; another output_dir keeps them",
             ),
             ExitCode.CANNOT_WRITE,
         )

@@ -105,9 +105,9 @@ def _check_phases(kwargs: Mapping[str, Any], warmup_steps: int, total_steps: int
     if warmup_steps + num_decay_steps > total_steps:
         raise _refused(
             f"warm-up of {warmup_steps} and decay of {num_decay_steps} steps do not fit a run of {total_steps} steps",
-            mend=f"set num_decay_steps to at most {max(0, total_steps - warmup_steps)}",
+            fix=f"set num_decay_steps to at most {max(0, total_steps - warmup_steps)}",
         )
 
 
-def _refused(what: str, why: object = "", mend: str = "") -> MegatuneError:
-    return MegatuneError(Finding(what, where="lr_scheduler_kwargs", why=str(why), mend=mend), ExitCode.SETTINGS)
+def _refused(what: str, why: object = "", fix: str = "") -> MegatuneError:
+    return MegatuneError(Finding(what, where="lr_scheduler_kwargs", why=str(why), fix=fix), ExitCode.SETTINGS)

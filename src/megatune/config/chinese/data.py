@@ -107,7 +107,7 @@ TEXTS = {
         when="调大混合更好、行更满；调小能更早开始第一步。",
     ),
     "data.on_bad_row": Translation(
-        english="bfd5709b",
+        english="add3b8ed",
         what="无法训练的行怎么办。",
         how="读不出来、形式不对、或没有可训练内容的行是坏行。每种都有代码，报告按代码统计。",
         when="数据应当干净时用 error；想修数据时用 quarantine。",

@@ -36,7 +36,7 @@ REFUSALS = {
     "Megatron-Core's keys say what is recomputed": "重计算由 Megatron-Core 的键决定",
     "the key `optimizer` chooses the optimizer: adam (AdamW) or sgd": "由 `optimizer` 选择优化器：adam（AdamW）或 sgd",
 }
-MENDS = {
+FIXES = {
     "write finetuning_type: full": "写 finetuning_type: full",
     "write report_to: tensorboard, or report_to: none": "写 report_to: tensorboard 或 report_to: none",
     "write attention_backend: auto": "写 attention_backend: auto",

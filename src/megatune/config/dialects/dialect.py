@@ -14,14 +14,14 @@ class Refused:
     Attributes:
         why: the reason, a sentence or two.
         values: the values refused; None refuses every value that is not in `off`. In a list, each item is judged.
-        off: the values that ask for nothing and pass, beside null, which always does. The first is named as the mend.
-        mend: what to do instead; "" offers to remove the line.
+        off: the values that ask for nothing and pass, beside null, which always does. The first is named as the fix.
+        fix: what to do instead; "" offers to remove the line.
     """
 
     why: str
     values: tuple[Any, ...] | None = None
     off: tuple[Any, ...] = ()
-    mend: str = ""
+    fix: str = ""
 
     def refuses(self, value: Any) -> bool:
         """Whether `value`, as it was read from YAML, is refused."""

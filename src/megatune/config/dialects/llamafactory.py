@@ -155,7 +155,7 @@ NOT_BUILT: dict[str, Refused] = {
     "finetuning_type": Refused(
         "only full fine-tuning is built; LoRA and freezing are not yet",
         values=("lora", "freeze"),
-        mend="write finetuning_type: full",
+        fix="write finetuning_type: full",
     ),
     "trust_remote_code": Refused(
         "the supported model families need no code from a checkpoint's repository, so none is ever run",
@@ -165,7 +165,7 @@ NOT_BUILT: dict[str, Refused] = {
     "report_to": Refused(
         "only TensorBoard is built; metrics.jsonl holds the same numbers for other tools",
         values=("wandb", "swanlab", "mlflow", "all"),
-        mend="write report_to: tensorboard, or report_to: none",
+        fix="write report_to: tensorboard, or report_to: none",
     ),
     "save_hf_model": Refused(
         "a checkpoint is always a Hugging Face model as it is; there is no other form to save",
@@ -206,15 +206,15 @@ NOT_BUILT: dict[str, Refused] = {
     "deepspeed": Refused("Megatron-Core shards the optimizer itself: see use_distributed_optimizer"),
     "fsdp": Refused("Megatron-Core shards the optimizer itself: see use_distributed_optimizer"),
     "flash_attn": Refused(
-        "the key `attention_backend` chooses the kernel", off=("auto", "sdpa"), mend="write attention_backend: auto"
+        "the key `attention_backend` chooses the kernel", off=("auto", "sdpa"), fix="write attention_backend: auto"
     ),
     "gradient_checkpointing": Refused(
-        "Megatron-Core's keys say what is recomputed", off=(False,), mend="write recompute_granularity: full"
+        "Megatron-Core's keys say what is recomputed", off=(False,), fix="write recompute_granularity: full"
     ),
     "optim": Refused(
         "the key `optimizer` chooses the optimizer: adam (AdamW) or sgd",
         off=("adamw_torch", "adamw_torch_fused"),
-        mend="write optimizer: adam or optimizer: sgd",
+        fix="write optimizer: adam or optimizer: sgd",
     ),
 }
 

@@ -136,7 +136,7 @@ class DataSettings(Group):
         advice="What becomes of rows that cannot be trained on.",
         how="A row is bad when it cannot be read, has not the form that its data set should have, or has nothing to "
         "train. Each has a code, and the report counts them by code.",
-        when="error is right where the data should be clean; quarantine helps to mend it.",
+        when="error is right where the data should be clean; quarantine helps to fix it.",
         values={
             "skip": "counts and reports them",
             "quarantine": "also writes them with their reasons to bad_rows.jsonl in output_dir",

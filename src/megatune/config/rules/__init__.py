@@ -1,4 +1,4 @@
-"""Rules that span settings: what is wrong, why, and the nearest change that mends it. None looks at the machine."""
+"""Rules that span settings: what is wrong, why, and the nearest change that fixes it. None looks at the machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(
     context = Context(settings, architecture, world_size)
     problems = (problem for rule in rules for problem in rule(context))
     return [
-        Finding(problem.what, _where(problem.paths, origins or {}), problem.why, problem.mend)
+        Finding(problem.what, _where(problem.paths, origins or {}), problem.why, problem.fix)
         for problem in problems
         if not set(problem.paths) & set(invalid)
     ]

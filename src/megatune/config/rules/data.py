@@ -15,11 +15,11 @@ def required(context: Context) -> Iterator[Problem]:
     """Rows are made of data, by a model's tokenizer."""
     settings = context.settings
     if not settings.model.model_name_or_path:
-        mend = "write model_name_or_path: FOLDER, a Hugging Face checkpoint"
-        yield Problem(("model.model_name_or_path",), "model_name_or_path is missing", "", mend)
+        fix = "write model_name_or_path: FOLDER, a Hugging Face checkpoint"
+        yield Problem(("model.model_name_or_path",), "model_name_or_path is missing", "", fix)
     if not settings.data.dataset:
-        mend = "write dataset: NAME, one or more of the names in dataset_info.json"
-        yield Problem(("data.dataset",), "dataset is missing", "", mend)
+        fix = "write dataset: NAME, one or more of the names in dataset_info.json"
+        yield Problem(("data.dataset",), "dataset is missing", "", fix)
 
 
 def trained_turns(context: Context) -> Iterator[Problem]:
@@ -54,29 +54,29 @@ def mixing(context: Context) -> Iterator[Problem]:
     for key, values in (("interleave_probs", data.interleave_probs), ("dataset_weights", data.dataset_weights)):
         if values is not None and len(values) != count:
             what = f"{len(values)} of {key} for {count} data sets"
-            mend = "write as many numbers as data sets, in their order"
-            yield Problem((f"data.{key}", "data.dataset"), what, "", mend)
+            fix = "write as many numbers as data sets, in their order"
+            yield Problem((f"data.{key}", "data.dataset"), what, "", fix)
     yield from _numbers(data.interleave_probs, data.dataset_weights)
     yield from _strategy(data)
 
 
 def _numbers(probs: list[float] | None, weights: list[float] | None) -> Iterator[Problem]:
-    mend = "leave out of `dataset` what is never to be drawn from"
+    fix = "leave out of `dataset` what is never to be drawn from"
     for key, values in (("interleave_probs", probs), ("dataset_weights", weights)):
         if values is not None and min(values, default=1) <= 0:
-            yield Problem((f"data.{key}",), f"{key} has {min(values):g}", "every number must be above 0", mend)
+            yield Problem((f"data.{key}",), f"{key} has {min(values):g}", "every number must be above 0", fix)
     if probs and min(probs) > 0 and abs(sum(probs) - 1) > _SUM_TOLERANCE:
-        mend = f"write interleave_probs: {', '.join(f'{p / sum(probs):.4g}' for p in probs)}"
-        yield Problem(("data.interleave_probs",), f"interleave_probs sum to {sum(probs):.4g}, not to 1", "", mend)
+        fix = f"write interleave_probs: {', '.join(f'{p / sum(probs):.4g}' for p in probs)}"
+        yield Problem(("data.interleave_probs",), f"interleave_probs sum to {sum(probs):.4g}, not to 1", "", fix)
 
 
 def _strategy(data: DataSettings) -> Iterator[Problem]:
     probs, weights = data.interleave_probs, data.dataset_weights
     if probs is not None and data.mix_strategy == "concat":
         why = "concat takes every data set whole"
-        mend = "write mix_strategy: interleave_under, interleave_over or interleave_once"
+        fix = "write mix_strategy: interleave_under, interleave_over or interleave_once"
         yield Problem(
-            ("data.interleave_probs", "data.mix_strategy"), "interleave_probs with mix_strategy concat", why, mend
+            ("data.interleave_probs", "data.mix_strategy"), "interleave_probs with mix_strategy concat", why, fix
         )
     if weights is not None and data.mix_strategy != "concat":
         yield Problem(
@@ -115,16 +115,16 @@ def streaming(context: Context) -> Iterator[Problem]:
             ("data.streaming", "optimizer.max_steps"), "streaming: true without max_steps", why, "write max_steps: N"
         )
     if 0 < data.val_size < 1:
-        mend = "write val_size as a number of rows, or name an eval_dataset"
+        fix = "write val_size as a number of rows, or name an eval_dataset"
         what = f"streaming: true with val_size {data.val_size:g}"
-        yield Problem(("data.val_size", "data.streaming"), what, why, mend)
+        yield Problem(("data.val_size", "data.streaming"), what, why, fix)
     not_kept = "rows are trained as they are read, and not kept"
     for key, reason in (("group_by_length", why), ("tokenized_path", not_kept)):
         if getattr(data, key):
             yield Problem((f"data.{key}", "data.streaming"), f"streaming: true with {key}", reason, f"remove {key}")
     if data.dataset_weights is not None:
-        mend = "write mix_strategy: interleave_over and interleave_probs"
-        yield Problem(("data.dataset_weights", "data.streaming"), "streaming: true with dataset_weights", why, mend)
+        fix = "write mix_strategy: interleave_over and interleave_probs"
+        yield Problem(("data.dataset_weights", "data.streaming"), "streaming: true with dataset_weights", why, fix)
 
 
 def pairs(context: Context) -> Iterator[Problem]:

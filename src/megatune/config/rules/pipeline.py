@@ -54,8 +54,8 @@ def written_layout(context: Context) -> Iterator[Problem]:
     try:
         parts = len(parse_layout(text))
     except ValueError as error:
-        mend = "E first, t for each layer, L last, | between stages: Et*3|t*3L"
-        yield Problem((_LAYOUT,), f"pipeline_model_parallel_layout {text!r} cannot be read: {error}", "", mend)
+        fix = "E first, t for each layer, L last, | between stages: Et*3|t*3L"
+        yield Problem((_LAYOUT,), f"pipeline_model_parallel_layout {text!r} cannot be read: {error}", "", fix)
         return
     vpp = parallel.virtual_pipeline_model_parallel_size
     if parts % pp or (vpp and parts != pp * vpp):
@@ -103,18 +103,18 @@ def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> 
     counted = [f"parallel.{name}" for name in _given_shapes(parallel)]
     most = num_layers + len(counted)
     if vpp and pp <= most:
-        mend = (
+        fix = (
             f"write virtual_pipeline_model_parallel_size: {most // pp}, the most that there are layers for"
             if most // pp > 1
             else "remove virtual_pipeline_model_parallel_size: each stage holds one layer"
         )
         what = f"{pp} stages of {vpp} virtual stages: {error}"
-        return Problem((_VPP, _PP, *counted), what, "every virtual stage holds a layer at least", mend)
-    mend = f"write pipeline_model_parallel_size: {most}, the most that there are layers for"
+        return Problem((_VPP, _PP, *counted), what, "every virtual stage holds a layer at least", fix)
+    fix = f"write pipeline_model_parallel_size: {most}, the most that there are layers for"
     if vpp:
-        mend += ", and remove virtual_pipeline_model_parallel_size"
+        fix += ", and remove virtual_pipeline_model_parallel_size"
     what = f"pipeline_model_parallel_size {pp}: {error}"
-    return Problem((_PP, *counted), what, "every stage holds a layer at least", mend)
+    return Problem((_PP, *counted), what, "every stage holds a layer at least", fix)
 
 
 def _numbers(parallel: ParallelSettings, num_layers: int, asked: list[str], error: str) -> Problem:
@@ -126,7 +126,7 @@ def _numbers(parallel: ParallelSettings, num_layers: int, asked: list[str], erro
 
 
 def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[str]) -> str:
-    """The mend: one number changed, the last one given by preference."""
+    """The fix: one number changed, the last one given by preference."""
     if parallel.pipeline_model_parallel_layout:
         counts = [chunk.num_layers for chunk in parse_layout(parallel.pipeline_model_parallel_layout)]
         while (left := num_layers - sum(counts)) != 0:
@@ -165,8 +165,8 @@ def virtual_stages(context: Context) -> Iterator[Problem]:
     if steps % pp:
         what = f"gradient_accumulation_steps {steps} is not a multiple of pipeline_model_parallel_size {pp}"
         why = "with virtual stages, micro-batches go through the pipeline in rounds of one for each stage"
-        mend = f"write gradient_accumulation_steps: {either(multiples_around(steps, pp))}"
-        yield Problem(("batch.gradient_accumulation_steps", key, _PP), what, why, mend)
+        fix = f"write gradient_accumulation_steps: {either(multiples_around(steps, pp))}"
+        yield Problem(("batch.gradient_accumulation_steps", key, _PP), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (shapes, written_layout, layers, virtual_stages)

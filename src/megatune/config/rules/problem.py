@@ -24,13 +24,13 @@ class Problem:
 
     Attributes:
         paths: "group.name" of the settings in it, the one to change first.
-        what, why, mend: as in `megatune.errors.Finding`.
+        what, why, fix: as in `megatune.errors.Finding`.
     """
 
     paths: tuple[str, ...]
     what: str
     why: str = ""
-    mend: str = ""
+    fix: str = ""
 
 
 Rule = Callable[[Context], Iterator[Problem]]

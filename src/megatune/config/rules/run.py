@@ -16,15 +16,15 @@ _HELD_OUT = ("data.val_size", "data.eval_dataset")
 def output(context: Context) -> Iterator[Problem]:
     """A run leaves something behind."""
     if not context.settings.run.output_dir:
-        mend = "write output_dir: FOLDER, for checkpoints, logs and the final model"
-        yield Problem(("run.output_dir",), "output_dir is missing", "", mend)
+        fix = "write output_dir: FOLDER, for checkpoints, logs and the final model"
+        yield Problem(("run.output_dir",), "output_dir is missing", "", fix)
 
 
 def stage(context: Context) -> Iterator[Problem]:
     """Data of every stage can be looked at; not every stage can be trained."""
     if context.settings.run.stage == "dpo":
-        mend = "write stage: sft or stage: pt"
-        yield Problem(("run.stage",), "stage dpo cannot be trained", "DPO is not built yet", mend)
+        fix = "write stage: sft or stage: pt"
+        yield Problem(("run.stage",), "stage dpo cannot be trained", "DPO is not built yet", fix)
 
 
 def own_folder(context: Context) -> Iterator[Problem]:
@@ -56,13 +56,13 @@ def evaluation(context: Context) -> Iterator[Problem]:
     data, strategy = context.settings.data, context.settings.evaluation.eval_strategy
     if strategy != "no" and not data.val_size and not data.eval_dataset:
         what = f"eval_strategy {strategy} without val_size or eval_dataset"
-        mend = "write val_size: 0.1 to hold out a tenth of the rows, name an eval_dataset, or write eval_strategy: no"
-        yield Problem((_STRATEGY, *_HELD_OUT), what, "there is nothing to evaluate on", mend)
+        fix = "write val_size: 0.1 to hold out a tenth of the rows, name an eval_dataset, or write eval_strategy: no"
+        yield Problem((_STRATEGY, *_HELD_OUT), what, "there is nothing to evaluate on", fix)
     if strategy == "no" and (data.val_size or data.eval_dataset):
         key = "val_size" if data.val_size else "eval_dataset"
         why = "the held-out rows would be neither trained on nor evaluated" if data.val_size else "it would not be read"
-        mend = f"write eval_strategy: epoch, or remove {key}"
-        yield Problem((f"data.{key}", _STRATEGY), f"{key} with eval_strategy no", why, mend)
+        fix = f"write eval_strategy: epoch, or remove {key}"
+        yield Problem((f"data.{key}", _STRATEGY), f"{key} with eval_strategy no", why, fix)
 
 
 def streamed_epochs(context: Context) -> Iterator[Problem]:

@@ -56,8 +56,8 @@ def scheduler_kwargs(context: Context) -> Iterator[Problem]:
         if name not in takes:
             near = difflib.get_close_matches(name, takes, n=1, cutoff=0.5)
             why = f"it takes {', '.join(takes)}" if takes else "it takes nothing beyond its type"
-            mend = f"did you mean {near[0]}?" if near else f"remove {name}, or choose another lr_scheduler_type"
-            yield Problem((_KWARGS, _TYPE), f"lr_scheduler_kwargs: {kind} does not take {name!r}", why, mend)
+            fix = f"did you mean {near[0]}?" if near else f"remove {name}, or choose another lr_scheduler_type"
+            yield Problem((_KWARGS, _TYPE), f"lr_scheduler_kwargs: {kind} does not take {name!r}", why, fix)
         elif not takes[name][0](value):
             what = f"lr_scheduler_kwargs: {name} is {value!r}"
             yield Problem((_KWARGS,), what, f"expected {takes[name][1]}", f"give {name} {takes[name][1]}")
@@ -69,8 +69,8 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
     kind, kwargs = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
     if kind == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
         what = "lr_scheduler_type warmup_stable_decay without num_decay_steps"
-        mend = "write lr_scheduler_kwargs: {num_decay_steps: 100}, with the steps in which the rate falls at the end"
-        yield Problem((_TYPE, _KWARGS), what, "the steps of the decay are not derived from anything else", mend)
+        fix = "write lr_scheduler_kwargs: {num_decay_steps: 100}, with the steps in which the rate falls at the end"
+        yield Problem((_TYPE, _KWARGS), what, "the steps of the decay are not derived from anything else", fix)
     if kind != "cosine_with_min_lr":
         return
     given = [name for name in ("min_lr", "min_lr_rate") if name in kwargs]
@@ -117,8 +117,8 @@ def warmup(context: Context) -> Iterator[Problem]:
 def steps(context: Context) -> Iterator[Problem]:
     """A run of no steps is a slip of the pen."""
     if context.settings.optimizer.max_steps == 0:
-        mend = "write max_steps: 1, or -1 to let num_train_epochs decide"
-        yield Problem(("optimizer.max_steps",), "max_steps is 0", "nothing would be trained", mend)
+        fix = "write max_steps: 1, or -1 to let num_train_epochs decide"
+        yield Problem(("optimizer.max_steps",), "max_steps is 0", "nothing would be trained", fix)
 
 
 def precision(context: Context) -> Iterator[Problem]:

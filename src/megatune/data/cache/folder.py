@@ -79,8 +79,8 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
             return place.made(build)
         except _CannotWriteError as failure:
             failures.append(failure)
-    mend = "name a folder that can be written as " + ("tokenized_path" if data.tokenized_path else "$MEGATUNE_CACHE")
-    findings = [Finding("cannot write the prepared rows", str(f.folder), f.reason, mend) for f in failures]
+    fix = "name a folder that can be written as " + ("tokenized_path" if data.tokenized_path else "$MEGATUNE_CACHE")
+    findings = [Finding("cannot write the prepared rows", str(f.folder), f.reason, fix) for f in failures]
     raise MegatuneError(findings, ExitCode.CANNOT_WRITE) from failures[-1]
 
 
@@ -171,12 +171,12 @@ class _Place:
         stored = _stored_key(self.folder)
         if stored is None and _holds_something(self.folder):
             what = f"tokenized_path: {self.folder} is not a folder of prepared rows"
-            why, mend = "what megatune did not make is never replaced", "name a new folder"
-            raise MegatuneError(Finding(what, why=why, mend=mend), ExitCode.SETTINGS)
+            why, fix = "what megatune did not make is never replaced", "name a new folder"
+            raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.SETTINGS)
         if stored not in (None, self.key) and not self.overwrite:
             what = f"tokenized_path: {self.folder} has rows made from other data or settings"
-            mend = "name another folder, or write overwrite_cache: true to replace them"
-            raise MegatuneError(Finding(what, mend=mend), ExitCode.SETTINGS)
+            fix = "name another folder, or write overwrite_cache: true to replace them"
+            raise MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)
 
     def _make_parent(self) -> None:
         """Raises OSError, also where others could have put rows there."""

@@ -99,13 +99,13 @@ def read_preview(
     data, stage = settings.data, settings.run.stage
     if evaluation and data.val_size and data.streaming:
         why = f"a stream holds out the first {data.val_size:g} samples that mix_strategy draws"
-        mend = "leave out --eval: without it, the first rows of each data set are shown"
-        raise MegatuneError(Finding("--eval with streaming: true", why=why, mend=mend), ExitCode.SETTINGS)
+        fix = "leave out --eval: without it, the first rows of each data set are shown"
+        raise MegatuneError(Finding("--eval with streaming: true", why=why, fix=fix), ExitCode.SETTINGS)
     if evaluation and data.val_size:
         return _held_out(settings, tokenizer, wanted)
     if evaluation and not data.eval_dataset:
         raise MegatuneError(
-            Finding("--eval: nothing is evaluated on", mend="set val_size or eval_dataset"), ExitCode.SETTINGS
+            Finding("--eval: nothing is evaluated on", fix="set val_size or eval_dataset"), ExitCode.SETTINGS
         )
     encoder = make_encoder(settings, tokenizer)
     sources = resolve_datasets(data.eval_dataset if evaluation else data.dataset, data.dataset_dir, stage)
@@ -249,14 +249,12 @@ def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
 def _no_rows(preview: Preview, wanted: range) -> MegatuneError:
     if preview.total:
         rows = "1 row" if preview.total == 1 else f"{preview.total:,} rows"
-        finding = Finding(f"--row {wanted.start} of {rows}", mend=f"--row {preview.total} or less")
+        finding = Finding(f"--row {wanted.start} of {rows}", fix=f"--row {preview.total} or less")
         return MegatuneError(finding, ExitCode.SETTINGS)
     if not preview.bad:
         return MegatuneError(Finding("the data sets have no rows"), ExitCode.DATA)
     where, first = preview.bad[0]
     return MegatuneError(
-        Finding(
-            f"0 usable of the first {preview.read:,} rows", where, str(first), "mend the rows, or columns and tags"
-        ),
+        Finding(f"0 usable of the first {preview.read:,} rows", where, str(first), "fix the rows, or columns and tags"),
         ExitCode.DATA,
     )

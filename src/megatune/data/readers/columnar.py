@@ -119,4 +119,4 @@ def _from_row(batches: Iterator[Any], skip: int) -> Iterator[Any]:
 def _check_names(path: Path, names: list[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise unreadable(path, f"two columns are named {twice!r}", mend="give each column its own name")
+        raise unreadable(path, f"two columns are named {twice!r}", fix="give each column its own name")

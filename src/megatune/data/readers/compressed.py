@@ -115,19 +115,19 @@ def _something_else(path: Path, expected: str, found: str | None) -> MegatuneErr
     said = COMPRESSIONS.get(expected, expected)
     base = path.with_suffix("") if expected in COMPRESSIONS else path
     if found is None:
-        mend = f"name it {base.name} if it is not compressed" if expected in COMPRESSIONS else ""
-        return unreadable(path, f"the name says {said}, the content is something else", mend=mend)
+        fix = f"name it {base.name} if it is not compressed" if expected in COMPRESSIONS else ""
+        return unreadable(path, f"the name says {said}, the content is something else", fix=fix)
     if found == "":
-        mend = "fetch the file itself: git lfs pull"
+        fix = "fetch the file itself: git lfs pull"
     elif found == ".zip":
-        mend = "unpack it first"
+        fix = "unpack it first"
     elif found not in COMPRESSIONS:
-        mend = f"name it {base.with_suffix(found).name}"
+        fix = f"name it {base.with_suffix(found).name}"
     elif base.suffix.lower() in (".parquet", ".arrow"):
-        mend = "decompress it first"
+        fix = "decompress it first"
     else:
-        mend = f"name it {base.name}{found}"
-    return unreadable(path, f"the name says {said}, the content is {_CONTENTS[found][0]}", mend=mend)
+        fix = f"name it {base.name}{found}"
+    return unreadable(path, f"the name says {said}, the content is {_CONTENTS[found][0]}", fix=fix)
 
 
 def _cannot_read(path: Path, error: OSError) -> MegatuneError:

@@ -128,7 +128,7 @@ class _Text:
         return (value, None, end) if isinstance(value, dict) else ({}, not_an_object(value), end)
 
     def _may_be_cut(self, error: Exception) -> bool:
-        """Whether more text may mend the error: an open string, or any token that ends with the text."""
+        """Whether more text may fix the error: an open string, or any token that ends with the text."""
         if not isinstance(error, json.JSONDecodeError):
             return False
         return error.msg.startswith("Unterminated string") or error.pos > len(self._text) - LONGEST_TOKEN
@@ -174,11 +174,9 @@ def _refuse_object_over_lines(path: Path) -> None:
     following = text[end:].lstrip().partition("\n")[0]
     if isinstance(value, dict) and "\n" in text[start:end] and not _is_object(following.encode()):
         inside = [key for key, rows in value.items() if isinstance(rows, list) and len(value) == 1]
-        mend = (
-            f"keep the list of {inside[0]!r} only" if inside else "one object a line, or an array of objects in .json"
-        )
+        fix = f"keep the list of {inside[0]!r} only" if inside else "one object a line, or an array of objects in .json"
         line = text.count("\n", 0, start) + 1
-        raise unreadable(f"{path}:{line}", "one JSON object over several lines is no row", mend=mend)
+        raise unreadable(f"{path}:{line}", "one JSON object over several lines is no row", fix=fix)
 
 
 def _not_utf8(path: Path) -> MegatuneError:

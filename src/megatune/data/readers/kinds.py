@@ -85,23 +85,23 @@ def read_rows(path: Path, after: Position | None = None) -> Iterator[RawRow]:
 def _refuse_utf16(path: Path) -> None:
     with open_bytes(path) as stream:
         if stream.read(2) in UTF16_BOMS:
-            raise unreadable(path, "the file is UTF-16", mend="save it as UTF-8")
+            raise unreadable(path, "the file is UTF-16", fix="save it as UTF-8")
 
 
 def _refused(path: Path) -> MegatuneError:
     suffix = content_suffix(path)
     if suffix in _RUNS_CODE:
         what, why = f"{suffix} files are not read", "loading one would run code that it may hold"
-        mend = "save the rows as .jsonl or .parquet"
+        fix = "save the rows as .jsonl or .parquet"
     elif suffix == ".py":
         what, why = "scripts are not run", "reading data must not run code"
-        mend = "run it yourself, and have it write .jsonl or .parquet"
+        fix = "run it yourself, and have it write .jsonl or .parquet"
     elif suffix in _ARCHIVES:
-        what, why, mend = "archives are not read", "", "unpack it first"
+        what, why, fix = "archives are not read", "", "unpack it first"
     elif not suffix and compression_suffix(path):
         what, why = "the name does not say what is compressed", ""
-        mend = f"name it by its content, as {path.stem}.jsonl{path.suffix}"
+        fix = f"name it by its content, as {path.stem}.jsonl{path.suffix}"
     else:
         what, why = "not a kind of data file that is read", ""
-        mend = f"one of {', '.join(_SUFFIXES)}; but for .parquet and .arrow also with {', '.join(COMPRESSIONS)}"
-    return MegatuneError(Finding(what, str(path), why, mend), ExitCode.INPUT)
+        fix = f"one of {', '.join(_SUFFIXES)}; but for .parquet and .arrow also with {', '.join(COMPRESSIONS)}"
+    return MegatuneError(Finding(what, str(path), why, fix), ExitCode.INPUT)

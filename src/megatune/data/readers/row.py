@@ -57,6 +57,6 @@ def json_type(value: object) -> str:
     return "null" if value is None else _JSON_NAMES.get(type(value), type(value).__name__)
 
 
-def unreadable(where: Path | str, what: str, why: str = "", mend: str = "") -> MegatuneError:
+def unreadable(where: Path | str, what: str, why: str = "", fix: str = "") -> MegatuneError:
     """The error that ends the reading of a file (exit code 65)."""
-    return MegatuneError(Finding(what, str(where), why, mend), ExitCode.DATA)
+    return MegatuneError(Finding(what, str(where), why, fix), ExitCode.DATA)

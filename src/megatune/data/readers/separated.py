@@ -53,10 +53,10 @@ def _record_error(values: list[str], header: list[str]) -> RowError:
 def _check_header(where: str, header: list[str]) -> None:
     for number, name in enumerate(header, start=1):
         if not name.strip():
-            mend = "name it, or leave it out (pandas: to_csv(index=False))"
-            raise unreadable(where, f"column {number} of the header has no name", mend=mend)
+            fix = "name it, or leave it out (pandas: to_csv(index=False))"
+            raise unreadable(where, f"column {number} of the header has no name", fix=fix)
         if name in header[: number - 1]:
-            raise unreadable(where, f"the header has {name!r} twice", mend="give each column its own name")
+            raise unreadable(where, f"the header has {name!r} twice", fix="give each column its own name")
 
 
 def _lines(path: Path, taken: list[str]) -> Iterator[str]:

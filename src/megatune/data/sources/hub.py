@@ -58,8 +58,8 @@ def hub_files(
     repository = open_repository(hub, repo_id, where)
     name = f"{repo_id} on {repository.host}"
     card = read_card(read_file(repository, README) or "", name)
-    mend = "download it to a folder, and name the files there"
-    layout = Layout(list(repository.sizes), card, name=repo_id.rpartition("/")[2], where=name, mend=mend)
+    fix = "download it to a folder, and name the files there"
+    layout = Layout(list(repository.sizes), card, name=repo_id.rpartition("/")[2], where=name, fix=fix)
     return fetch_all(repository, layout.files(subsets, split, folder))
 
 
@@ -71,7 +71,7 @@ def open_repository(hub: Hub, repo_id: str, where: str) -> Repository:
     """
     if not is_repository_id(repo_id, owner=hub == "ms"):
         what = f"{repo_id!r} is no id of a data set on a hub"
-        raise MegatuneError(Finding(what, where, mend="write OWNER/NAME"), ExitCode.SETTINGS)
+        raise MegatuneError(Finding(what, where, fix="write OWNER/NAME"), ExitCode.SETTINGS)
     repository = _repository(hub, repo_id)
     repository.sizes  # noqa: B018 - one that is not there is found out here
     return repository
@@ -155,8 +155,8 @@ class ModelScopeRepository:
             from modelscope_hub import HubApi, HubConfig
         except ImportError as error:
             what = f"{repo_id}: the library of ModelScope's hub is not installed"
-            mend = "pip install 'megatune[modelscope]', or take the data set from Hugging Face: hf::OWNER/NAME"
-            raise MegatuneError(Finding(what, "dataset", mend=mend), ExitCode.UNAVAILABLE) from error
+            fix = "pip install 'megatune[modelscope]', or take the data set from Hugging Face: hf::OWNER/NAME"
+            raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.UNAVAILABLE) from error
         config = HubConfig()
         self.repo_id = repo_id
         self.host = _host(config.endpoint)

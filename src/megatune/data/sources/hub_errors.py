@@ -25,13 +25,13 @@ def explained_huggingface(repo_id: str, host: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        mend = "ask for access on its page, then log in: hf auth login, or set HF_TOKEN"
-        raise _missing(f"access to {repo_id} on {host} has to be asked for", mend) from error
+        fix = "ask for access on its page, then log in: hf auth login, or set HF_TOKEN"
+        raise _missing(f"access to {repo_id} on {host} has to be asked for", fix) from error
     except (errors.RepositoryNotFoundError, errors.DisabledRepoError, errors.RevisionNotFoundError) as error:
-        mend = "check the name; for a private one log in: hf auth login, or set HF_TOKEN"
-        raise _missing(f"no data set {repo_id} on {host}, or it is private", mend) from error
+        fix = "check the name; for a private one log in: hf auth login, or set HF_TOKEN"
+        raise _missing(f"no data set {repo_id} on {host}, or it is private", fix) from error
     except errors.HFValidationError as error:
-        finding = Finding(f"{repo_id!r} is no id of a data set on a hub", "dataset", mend="write OWNER/NAME")
+        finding = Finding(f"{repo_id!r} is no id of a data set on a hub", "dataset", fix="write OWNER/NAME")
         raise MegatuneError(finding, ExitCode.SETTINGS) from error
     except (
         errors.LocalEntryNotFoundError,
@@ -40,8 +40,8 @@ def explained_huggingface(repo_id: str, host: str) -> Iterator[None]:
         errors.FileMetadataError,
         httpx.HTTPError,
     ) as error:
-        mend = f"set HF_ENDPOINT to a mirror that answers, or {_COPY}"
-        raise _unavailable(repo_id, host, _why(error, errors.OfflineModeIsEnabled), mend) from error
+        fix = f"set HF_ENDPOINT to a mirror that answers, or {_COPY}"
+        raise _unavailable(repo_id, host, _why(error, errors.OfflineModeIsEnabled), fix) from error
     except OSError as error:
         raise _not_written(repo_id, error) from error
 
@@ -58,11 +58,11 @@ def explained_modelscope(repo_id: str, host: str) -> Iterator[None]:
     try:
         yield
     except (NotExistError, AuthenticationError, PermissionDeniedError) as error:
-        mend = "check the name; for a private one set MODELSCOPE_API_TOKEN"
-        raise _missing(f"no data set {repo_id} on {host}, or it is private", mend) from error
+        fix = "check the name; for a private one set MODELSCOPE_API_TOKEN"
+        raise _missing(f"no data set {repo_id} on {host}, or it is private", fix) from error
     except HubError as error:
-        mend = f"set MODELSCOPE_ENDPOINT to one that answers, or {_COPY}"
-        raise _unavailable(repo_id, host, _why(error), mend) from error
+        fix = f"set MODELSCOPE_ENDPOINT to one that answers, or {_COPY}"
+        raise _unavailable(repo_id, host, _why(error), fix) from error
     except OSError as error:
         raise _not_written(repo_id, error) from error
 
@@ -89,15 +89,15 @@ def _why(error: BaseException, offline: type[BaseException] | None = None) -> st
     return "it does not answer in time" if "Timeout" in type(root).__name__ else type(root).__name__
 
 
-def _missing(what: str, mend: str) -> MegatuneError:
-    return MegatuneError(Finding(what, "dataset", mend=mend), ExitCode.INPUT)
+def _missing(what: str, fix: str) -> MegatuneError:
+    return MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.INPUT)
 
 
-def _unavailable(repo_id: str, host: str, why: str, mend: str) -> MegatuneError:
-    return MegatuneError(Finding(f"cannot get {repo_id} from {host}", "dataset", why, mend), ExitCode.UNAVAILABLE)
+def _unavailable(repo_id: str, host: str, why: str, fix: str) -> MegatuneError:
+    return MegatuneError(Finding(f"cannot get {repo_id} from {host}", "dataset", why, fix), ExitCode.UNAVAILABLE)
 
 
 def _not_written(repo_id: str, error: OSError) -> MegatuneError:
     what = f"cannot keep the files of {repo_id}: {error.strerror or type(error).__name__}"
-    mend = "set HF_HOME or MODELSCOPE_CACHE to a folder that can be written"
-    return MegatuneError(Finding(what, str(error.filename or ""), mend=mend), ExitCode.CANNOT_WRITE)
+    fix = "set HF_HOME or MODELSCOPE_CACHE to a folder that can be written"
+    return MegatuneError(Finding(what, str(error.filename or ""), fix=fix), ExitCode.CANNOT_WRITE)

@@ -27,7 +27,7 @@ def is_data(path: str) -> bool:
     return is_visible(path) and data_suffix(Path(path)) is not None
 
 
-def check_kinds(paths: Sequence[str], where: str, mend: str = "") -> None:
+def check_kinds(paths: Sequence[str], where: str, fix: str = "") -> None:
     """Refuse files of several kinds, which cannot be one data set, and none at all.
 
     Args:
@@ -40,13 +40,13 @@ def check_kinds(paths: Sequence[str], where: str, mend: str = "") -> None:
     kinds = sorted({kind for path in visible if (kind := data_suffix(path))})
     if len(kinds) == 1:
         return
-    mend = mend or f"one kind of file in a folder, of {', '.join(supported_suffixes())}"
+    fix = fix or f"one kind of file in a folder, of {', '.join(supported_suffixes())}"
     if kinds:
         what = f"data files of several kinds: {' and '.join(kinds)}"
     else:
         others = sorted({path.suffix.lower() for path in visible if path.suffix})
         what = f"no data files; {', '.join(others)} files are not read" if others else "no data files"
-    raise MegatuneError(Finding(what, where, mend=mend), ExitCode.INPUT)
+    raise MegatuneError(Finding(what, where, fix=fix), ExitCode.INPUT)
 
 
 def is_visible(path: str) -> bool:

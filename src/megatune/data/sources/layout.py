@@ -60,18 +60,18 @@ class Layout:
         card: what `read_card` gave.
         name: of the repository, without its owner; NAME.py would be its script.
         where: the repository, as messages name it.
-        mend: what to do where its files cannot be chosen by these rules.
+        fix: what to do where its files cannot be chosen by these rules.
 
     Raises:
         MegatuneError: the card's `configs` are not in their form, or the rows are made by a script (exit code 66).
     """
 
     def __init__(
-        self, paths: Sequence[str], card: Mapping[str, Any] | None, *, name: str, where: str, mend: str = ""
+        self, paths: Sequence[str], card: Mapping[str, Any] | None, *, name: str, where: str, fix: str = ""
     ) -> None:
         self._paths = sorted(paths)
         self._where = where
-        self._mend = mend
+        self._fix = fix
         self._configs = self._read_configs((card or {}).get("configs"))
         scripts = [path for path in self._paths if path.endswith(".py") and "/" not in path]
         own = f"{name}.py"
@@ -94,7 +94,7 @@ class Layout:
         else:
             found = [path for name in self._chosen(subsets) for path in self._of_subset(name, split)]
         found = list(dict.fromkeys(found))
-        check_kinds([path for path in found if not is_data(path)] or found, self._where, self._mend)
+        check_kinds([path for path in found if not is_data(path)] or found, self._where, self._fix)
         return found
 
     def _chosen(self, subsets: Sequence[str]) -> Sequence[str]:
@@ -104,8 +104,8 @@ class Layout:
         if not subsets:
             default = [n for n in names if len(names) == 1 or n == DEFAULT_SUBSET or self._configs[n].get("default")]
             if not default:
-                mend = f"write NAME:{names[0]}, or NAME:all for all of them; there are {_listed(names)}"
-                raise self._unknown("it has several subsets, and none was chosen", mend)
+                fix = f"write NAME:{names[0]}, or NAME:all for all of them; there are {_listed(names)}"
+                raise self._unknown("it has several subsets, and none was chosen", fix)
             return default[:1]
         if unknown := [name for name in subsets if name not in names]:
             only = "it has no subsets" if not self._configs else f"its subsets are {_listed(names)}"
@@ -135,7 +135,7 @@ class Layout:
         inside = [path.removeprefix(prefix) for path in self._paths if path.startswith(prefix)]
         data = [path for path in inside if is_data(path)]
         if not data:
-            check_kinds(inside, f"{self._where}: {folder}" if folder else self._where, self._mend)
+            check_kinds(inside, f"{self._where}: {folder}" if folder else self._where, self._fix)
         splits = splits_by_name(data)
         if split not in splits:
             raise self._no_split(split, list(splits), subset)
@@ -181,14 +181,14 @@ class Layout:
 
     def _no_split(self, split: str, splits: Sequence[str], subset: str) -> MegatuneError:
         of = f" of subset {subset}" if subset and self._configs else ""
-        mend = f'write "split" in dataset_info.json: one of {_listed(splits)}'
-        return self._unknown(f"no split {split}{of}", mend)
+        fix = f'write "split" in dataset_info.json: one of {_listed(splits)}'
+        return self._unknown(f"no split {split}{of}", fix)
 
-    def _unknown(self, what: str, mend: str) -> MegatuneError:
-        return MegatuneError(Finding(what, self._where, mend=mend), ExitCode.SETTINGS)
+    def _unknown(self, what: str, fix: str) -> MegatuneError:
+        return MegatuneError(Finding(what, self._where, fix=fix), ExitCode.SETTINGS)
 
     def _refused(self, what: str, why: str = "") -> MegatuneError:
-        return MegatuneError(Finding(what, self._where, why, self._mend), ExitCode.INPUT)
+        return MegatuneError(Finding(what, self._where, why, self._fix), ExitCode.INPUT)
 
 
 def splits_by_name(paths: Sequence[str]) -> dict[str, list[str]]:

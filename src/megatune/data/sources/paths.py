@@ -27,7 +27,7 @@ def local_files(
     if path.is_file():
         if chosen:
             what = f"{path} is a file, which has no subsets, splits or folders"
-            raise MegatuneError(Finding(what, where, mend="remove them"), ExitCode.SETTINGS)
+            raise MegatuneError(Finding(what, where, fix="remove them"), ExitCode.SETTINGS)
         if data_suffix(path) is None:
             read_rows(path)  # refuses it, with the reason for its kind
         return (path,)

@@ -92,5 +92,5 @@ def _number(number: str, text: str) -> int:
 
 
 def _refused(text: str, what: str) -> MegatuneError:
-    mend = "write NAME#500 for 500 rows, and OWNER/NAME:SUBSET for one subset"
-    return MegatuneError(Finding(f"{text!r}: {what}", "dataset", mend=mend), ExitCode.SETTINGS)
+    fix = "write NAME#500 for 500 rows, and OWNER/NAME:SUBSET for one subset"
+    return MegatuneError(Finding(f"{text!r}: {what}", "dataset", fix=fix), ExitCode.SETTINGS)

@@ -99,8 +99,8 @@ def parse_entry(entry: Any, where: str) -> Entry:
     findings = [*_unknown_keys(entry, _KEYS, where), *_wrong_types(entry, where), *_unbuilt_columns(entry, where)]
     formatting: Formatting = entry.get("formatting") or "alpaca"
     if formatting not in FORMATTINGS:
-        mend = f"one of {', '.join(FORMATTINGS)}"
-        findings.append(Finding(f"formatting: {formatting!r} is unknown", where, mend=mend))
+        fix = f"one of {', '.join(FORMATTINGS)}"
+        findings.append(Finding(f"formatting: {formatting!r} is unknown", where, fix=fix))
         formatting = "alpaca"
     columns, of_columns = _overridden(default_columns(formatting), entry.get("columns"), "columns", where)
     tags, of_tags = _overridden(default_tags(formatting), entry.get("tags"), "tags", where)
@@ -143,10 +143,10 @@ def _place(entry: Mapping[str, Any]) -> tuple[Hub | None, str | None]:
 def _without_place(entry: Mapping[str, Any], where: str) -> Finding:
     for key, why in _REFUSED_PLACES.items():
         if entry.get(key):
-            mend = "download the rows, and write file_name in place of it"
-            return Finding(f"{key}: {why}", where, mend=mend)
-    mend = "add file_name, a file or folder of this data set, or hf_hub_url or ms_hub_url, its id on a hub"
-    return Finding("file_name is missing", where, mend=mend)
+            fix = "download the rows, and write file_name in place of it"
+            return Finding(f"{key}: {why}", where, fix=fix)
+    fix = "add file_name, a file or folder of this data set, or hf_hub_url or ms_hub_url, its id on a hub"
+    return Finding("file_name is missing", where, fix=fix)
 
 
 def _wrong_types(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
@@ -187,7 +187,7 @@ def _overridden(default: Any, block: Any, name: str, where: str) -> tuple[Any, l
 
 def _unknown_keys(block: Mapping[str, Any], known: Sequence[str], where: str) -> list[Finding]:
     return [
-        Finding(f"{key}: unknown key", where, mend=f"nearest: {nearest(key, known, 1) or ', '.join(known)}")
+        Finding(f"{key}: unknown key", where, fix=f"nearest: {nearest(key, known, 1) or ', '.join(known)}")
         for key in block
         if key not in known
     ]

@@ -160,10 +160,10 @@ def _detected(text: str, reference: Reference, files: tuple[Path, ...], stage: s
     form = next((form for fields in rows if (form := detect(fields))), None)
     if form is None:
         what = f"{text}: no known form has the fields {', '.join(rows[0]) or 'of a row without fields'}"
-        mend = f"describe it in {DATASET_INFO}: formatting and columns"
-        raise MegatuneError(Finding(what, "dataset", mend=mend), ExitCode.DATA)
-    mend = f"name the two answers chosen and rejected, or describe them in {DATASET_INFO}"
-    _check_stage(form.ranking, stage, f"dataset: {text}", mend)
+        fix = f"describe it in {DATASET_INFO}: formatting and columns"
+        raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)
+    fix = f"name the two answers chosen and rejected, or describe them in {DATASET_INFO}"
+    _check_stage(form.ranking, stage, f"dataset: {text}", fix)
     return DatasetSource(text, files, form.formatting, form.columns, form.tags, reference.num_samples, form.ranking)
 
 
@@ -178,13 +178,13 @@ def _open_unprefixed(repo_id: str) -> None:
         raise MegatuneError(findings, error.exit_code) from error
 
 
-def _check_stage(ranking: bool, stage: str, where: str, mend: str) -> None:
+def _check_stage(ranking: bool, stage: str, where: str, fix: str) -> None:
     if ranking and stage != "dpo":
         what = f"its rows are preference pairs, which stage {stage} does not train"
-        raise MegatuneError(Finding(what, where, mend="write stage: dpo"), ExitCode.SETTINGS)
+        raise MegatuneError(Finding(what, where, fix="write stage: dpo"), ExitCode.SETTINGS)
     if not ranking and stage == "dpo":
         what = "its rows are no preference pairs, and stage dpo trains nothing else"
-        raise MegatuneError(Finding(what, where, mend=f"{mend}; else write stage: sft"), ExitCode.SETTINGS)
+        raise MegatuneError(Finding(what, where, fix=f"{fix}; else write stage: sft"), ExitCode.SETTINGS)
 
 
 def _unknown(name: str, place: _Place) -> MegatuneError:
@@ -193,7 +193,7 @@ def _unknown(name: str, place: _Place) -> MegatuneError:
     near = nearest(name, place.info)
     known = ", ".join(sorted(place.info)[:10]) or f"{place.where} names no data set"
     what = f"{name!r} is neither in {place.where} nor a path"
-    return MegatuneError(Finding(what, "dataset", mend=f"nearest: {near}" if near else known), ExitCode.SETTINGS)
+    return MegatuneError(Finding(what, "dataset", fix=f"nearest: {near}" if near else known), ExitCode.SETTINGS)
 
 
 def _default_hub() -> Hub:

@@ -206,7 +206,7 @@ def refuse_streaming(settings: Settings) -> None:
             Finding(
                 "data stats with streaming: true",
                 why="it prepares and counts all rows, and streamed ones are read while training",
-                mend="write streaming=false, and max_samples=10000 for the first rows of each data set",
+                fix="write streaming=false, and max_samples=10000 for the first rows of each data set",
             ),
             ExitCode.SETTINGS,
         )

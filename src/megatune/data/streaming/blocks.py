@@ -111,7 +111,7 @@ class MixedStream:
 
 def nothing_left(name: str) -> MegatuneError:
     """The refusal of a val_size that takes all of the training data."""
-    finding = Finding(f"val_size leaves nothing of {name} to train on", mend="make it smaller, or use eval_dataset")
+    finding = Finding(f"val_size leaves nothing of {name} to train on", fix="make it smaller, or use eval_dataset")
     return MegatuneError(finding, ExitCode.SETTINGS)
 
 

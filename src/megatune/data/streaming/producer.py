@@ -212,7 +212,7 @@ def _filled(samples: Iterator[Sample], unset: list[str]) -> Iterator[Sample]:
                 if any(placeholder in text for text in texts(sample.example)):
                     name = PLACEHOLDERS[placeholder]
                     finding = Finding(
-                        f"{placeholder} is in the data and {name} is not set", sample.where, mend=f"set {name}"
+                        f"{placeholder} is in the data and {name} is not set", sample.where, fix=f"set {name}"
                     )
                     raise MegatuneError(finding, ExitCode.SETTINGS)
         yield sample

@@ -110,7 +110,7 @@ class StreamedSet:
             Finding(
                 f"{report.name}: 0 usable of {self.state.rows} rows",
                 why="; ".join(f"{count} x {reason}" for reason, count in report.dropped.most_common()),
-                mend=f"the first: {report.examples[0]}" if report.examples else "the files have no rows",
+                fix=f"the first: {report.examples[0]}" if report.examples else "the files have no rows",
             ),
             ExitCode.DATA,
         )

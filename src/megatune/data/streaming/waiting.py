@@ -52,9 +52,9 @@ def wait_for(
                 raise folder.failure() or died(folder, wanted)
         if now > deadline:
             why = f"{folder.doing()}; ddp_timeout is {limit:g} seconds"
-            mend = "raise ddp_timeout, lower buffer_size, or give it more processes with preprocessing_num_workers"
+            fix = "raise ddp_timeout, lower buffer_size, or give it more processes with preprocessing_num_workers"
             raise MegatuneError(
-                Finding(f"{wanted} has not come from the process that reads the data", why=why, mend=mend),
+                Finding(f"{wanted} has not come from the process that reads the data", why=why, fix=fix),
                 ExitCode.PROCESS_DIED,
             )
         time.sleep(_POLL_SECONDS)
@@ -68,7 +68,7 @@ def died(folder: StreamFolder, wanted: str, how: str = "died") -> MegatuneError:
         Finding(
             f"the process that reads the data {how}, and {wanted} is still to come",
             why=f"the last it said: {folder.doing()}",
-            mend="if it was killed for its memory, lower preprocessing_num_workers; the same command goes on from the "
+            fix="if it was killed for its memory, lower preprocessing_num_workers; the same command goes on from the "
             "last checkpoint",
         ),
         ExitCode.PROCESS_DIED,

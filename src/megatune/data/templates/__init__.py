@@ -66,8 +66,8 @@ def _named(name: str) -> NamedTemplate:
     if name in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name]
     near = difflib.get_close_matches(name, template_names(), n=2)
-    mend = f"nearest: {', '.join(near)}" if near else f"one of {', '.join(template_names())}, or a path ending in .yaml"
-    raise MegatuneError(Finding(f"template: {name!r} is unknown", mend=mend), ExitCode.SETTINGS)
+    fix = f"nearest: {', '.join(near)}" if near else f"one of {', '.join(template_names())}, or a path ending in .yaml"
+    raise MegatuneError(Finding(f"template: {name!r} is unknown", fix=fix), ExitCode.SETTINGS)
 
 
 def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | None) -> Template:
@@ -112,10 +112,10 @@ def _refused(name: str, tokenizer: PreTrainedTokenizerBase, why: str) -> Megatun
     fitting = _fitting(tokenizer)
     if tokenizer.chat_template and name != "default":
         fitting.insert(0, "default")
-    mend = (
+    fix = (
         f"templates that fit it: {', '.join(fitting)}"
         if fitting
         else (f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}")
     )
     what = f"template: {name} does not fit this model's tokenizer"
-    return MegatuneError(Finding(what, tokenizer.name_or_path, why, mend), ExitCode.INPUT)
+    return MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)

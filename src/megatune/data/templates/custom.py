@@ -45,8 +45,8 @@ def read_template(path: str) -> NamedTemplate:
         MegatuneError: every fault of the file at once (exit code 64), or there is no such file (exit code 66).
     """
     if not Path(path).is_file():
-        mend = "check the path; it is taken from the folder that the command runs in"
-        raise MegatuneError(Finding(f"template: there is no file {path}", mend=mend), ExitCode.INPUT)
+        fix = "check the path; it is taken from the folder that the command runs in"
+        raise MegatuneError(Finding(f"template: there is no file {path}", fix=fix), ExitCode.INPUT)
     entries, findings = read_file(path)
     fields: dict[str, Any] = {"name": Path(path).stem}
     for entry in entries:
@@ -69,26 +69,26 @@ def _field(entry: Entry, findings: list[Finding]) -> Any:
     key, value = entry.key, entry.value
     if key not in _KEYS:
         near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
-        mend = f"nearest: {near[0]}" if near else f"one of {', '.join(_KEYS)}"
-        findings.append(Finding(f"{key} is no key of a template", entry.where, mend=mend))
+        fix = f"nearest: {near[0]}" if near else f"one of {', '.join(_KEYS)}"
+        findings.append(Finding(f"{key} is no key of a template", entry.where, fix=fix))
         return None
     found = len(findings)
     result: Any = value.text
     if key == "special_tokens":
         result = tuple(item.text for item in value.items)
         if not isinstance(value.data, list) or not all(result):
-            findings.append(Finding("special_tokens must be a list of texts", entry.where, mend='write ["<token>"]'))
+            findings.append(Finding("special_tokens must be a list of texts", entry.where, fix='write ["<token>"]'))
     elif key == "thinks":
         result = value.data
         if not isinstance(result, bool):
             findings.append(Finding("thinks must be true or false", entry.where))
     elif value.text is None:
-        findings.append(Finding(f"{key} must be text", entry.where, mend='write it in quotes: "..."'))
+        findings.append(Finding(f"{key} must be text", entry.where, fix='write it in quotes: "..."'))
     elif key == "tools":
         result = TOOL_FORMATS.get(value.text)
         if result is None:
-            mend = f"one of {', '.join(TOOL_FORMATS)}"
-            findings.append(Finding(f"tools: {value.text!r} is no tool format", entry.where, mend=mend))
+            fix = f"one of {', '.join(TOOL_FORMATS)}"
+            findings.append(Finding(f"tools: {value.text!r} is no tool format", entry.where, fix=fix))
     else:
         findings += _faults(key, value.text, entry.where)
     return result if len(findings) == found else None
@@ -101,15 +101,15 @@ def _faults(key: str, text: str, where: str) -> list[Finding]:
     allowed = (*(("{content}",) if key in _WITH_CONTENT else ()), "{bos}", "{eos}")
     unknown = [match for match in _PLACEHOLDER.findall(text) if match not in allowed]
     if unknown:
-        mend = f"write {' or '.join(allowed)}"
-        return [Finding(f"{key}: {placeholder} stands for nothing", where, mend=mend) for placeholder in unknown]
+        fix = f"write {' or '.join(allowed)}"
+        return [Finding(f"{key}: {placeholder} stands for nothing", where, fix=fix) for placeholder in unknown]
     number = text.count("{content}")
     if key in _WITH_CONTENT and number != 1:
         times = "has no {content}" if number == 0 else "has {content} more than once"
         return [Finding(f"{key} {times}", where, "the message goes in its place", "write {content} once")]
     if key == "assistant" and not text.partition("{content}")[2].strip():
-        mend = "write {eos} or a special token after {content}"
-        return [Finding("assistant: nothing ends the answer", where, "the model would not learn to stop", mend)]
+        fix = "write {eos} or a special token after {content}"
+        return [Finding("assistant: nothing ends the answer", where, "the model would not learn to stop", fix)]
     return []
 
 
@@ -119,4 +119,4 @@ def _missing(key: str, path: str) -> Finding:
         "assistant": '"{content}<|im_end|>\\n"',
         "system": '"<|im_start|>system\\n{content}<|im_end|>\\n"',
     }
-    return Finding(f"{key} is missing", path, mend=f"for example {key}: {examples[key]}")
+    return Finding(f"{key} is missing", path, fix=f"for example {key}: {examples[key]}")

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, mend: str) -> None:
+def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, fix: str) -> None:
     """Refuse a template whose answers do not end with one special token, or whose prompts and answers share tokens.
 
     Args:
-        mend: what to change where nothing ends an answer.
+        fix: what to change where nothing ends an answer.
 
     Raises:
         MegatuneError: exit code 66, with the ids and the text of the tokens.
@@ -26,7 +26,7 @@ def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, mend: s
         last = shown(end[-4:], tokenizer) if end else "nothing"
         what = f"template: {template.name} does not teach the model to stop"
         why = f"the last tokens of an answer are {last}; none is a special token that ends it"
-        raise MegatuneError(Finding(what, tokenizer.name_or_path, why, mend), ExitCode.INPUT)
+        raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
     if needs_whole_text(template, tokenizer) and not prompts_stay(template, tokenizer):
         what = f"template: {template.name} cannot be used with this model's tokenizer"
         prompt, whole = prompt_and_whole(PROBE, template, tokenizer)
@@ -34,8 +34,8 @@ def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, mend: s
             "a prompt becomes other tokens when an answer follows: "
             f"{shown(prompt[-4:], tokenizer)}, not {shown(whole[: len(prompt)][-4:], tokenizer)}"
         )
-        mend = "use a template whose prompts end with a special token, such as a YAML file of your own"
-        raise MegatuneError(Finding(what, tokenizer.name_or_path, why, mend), ExitCode.INPUT)
+        fix = "use a template whose prompts end with a special token, such as a YAML file of your own"
+        raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
 
 
 def stop_note(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -61,7 +61,7 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
     devices = sorted({run.mean.machine.device.name for run in measured})
     if len(devices) > 1:
         what = f"the runs are of several devices: {', '.join(devices)}"
-        raise MegatuneError(Finding(what, mend="calibrate each device with its own runs"), ExitCode.INPUT)
+        raise MegatuneError(Finding(what, fix="calibrate each device with its own runs"), ExitCode.INPUT)
     calibration, left = _fit(measured)
     neutral = Calibration()
     found = []
@@ -103,12 +103,12 @@ def _measured(runs: Sequence[str | Path]) -> list[_Run]:
             continue
         usable = [run for record in records if (run := _run(folder.name, record)) is not None]
         if not usable:
-            findings.append(Finding("no step of it was measured", str(folder), mend="give a run that trained"))
+            findings.append(Finding("no step of it was measured", str(folder), fix="give a run that trained"))
         found += usable
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
     if not found:
-        raise MegatuneError(Finding("no runs are given", mend="megatune plan --calibrate OUTPUT ..."), ExitCode.INPUT)
+        raise MegatuneError(Finding("no runs are given", fix="megatune plan --calibrate OUTPUT ..."), ExitCode.INPUT)
     return found
 
 

@@ -81,13 +81,13 @@ def _content(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MegatuneError(
-            Finding("there is no such file", str(path), mend="megatune plan --calibrate RUN writes one"), ExitCode.INPUT
+            Finding("there is no such file", str(path), fix="megatune plan --calibrate RUN writes one"), ExitCode.INPUT
         ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         mark, why = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        mend = "megatune plan --calibrate RUN writes it anew"
-        raise MegatuneError(Finding("cannot be read", where, why, mend), ExitCode.INPUT) from None
+        fix = "megatune plan --calibrate RUN writes it anew"
+        raise MegatuneError(Finding("cannot be read", where, why, fix), ExitCode.INPUT) from None
     if not isinstance(content, dict):
         raise MegatuneError(Finding("is not a mapping of factors", str(path)), ExitCode.INPUT)
     return content
@@ -95,7 +95,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _factors(content: Mapping[str, Any], path: str | Path) -> Calibration:
     findings = [
-        Finding(f"unknown key {key!r}", str(path), mend=f"it has {', '.join(('device', *_NAMES))}")
+        Finding(f"unknown key {key!r}", str(path), fix=f"it has {', '.join(('device', *_NAMES))}")
         for key in content
         if key not in (*_NAMES, "device")
     ]

@@ -73,7 +73,7 @@ def find_machine(
     links = {**CATALOGUE_LINKS, **own.links}
     entry = _collect(findings, lambda: _entry(gpu, own.devices))
     if gpus_per_node is not None and gpus_per_node < 1:
-        findings.append(Finding(f"gpus_per_node: {gpus_per_node} is no number of GPUs", mend="gpus_per_node: 8"))
+        findings.append(Finding(f"gpus_per_node: {gpus_per_node} is no number of GPUs", fix="gpus_per_node: 8"))
     size = gpus_per_node or (entry.gpus_per_node if entry else 1)
     # A device that is not known leaves nothing to assume: only what was given is looked up.
     inside = link or (entry.device.link if entry else "pcie4")
@@ -151,7 +151,7 @@ def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
         Finding(
             f"gpu: there is no device {name!r} in the catalogue",
             why=f"nearest: {', '.join(near)}" if near else f"it has {', '.join(entries)}",
-            mend="give one of these, or its numbers in a file: --devices FILE (docs/devices.md)",
+            fix="give one of these, or its numbers in a file: --devices FILE (docs/devices.md)",
         ),
         ExitCode.INPUT,
     )
@@ -181,7 +181,7 @@ def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, 
             Finding(
                 f"{kind}: there is no {kind} {name!r} in the catalogue",
                 why=f"nearest: {', '.join(near)}",
-                mend="give one of these, or its numbers in a file: --devices FILE (docs/devices.md)",
+                fix="give one of these, or its numbers in a file: --devices FILE (docs/devices.md)",
             ),
             ExitCode.INPUT,
         )

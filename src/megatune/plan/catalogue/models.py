@@ -90,7 +90,7 @@ def _unknown(name: str) -> MegatuneError:
         Finding(
             f"model {name!r} is neither a folder, nor a config.json, nor a name that ships with megatune",
             why=f"nearest: {', '.join(near)}" if near else f"names that ship: {', '.join(MODELS)}",
-            mend="give one of these names, or the folder of the checkpoint; its config.json is enough",
+            fix="give one of these names, or the folder of the checkpoint; its config.json is enough",
         ),
         ExitCode.INPUT,
     )

@@ -100,25 +100,25 @@ class _Reader:
     def _where(self, node: yaml.Node) -> str:
         return f"{self.file}:{node.start_mark.line + 1}"
 
-    def _refuse(self, node: yaml.Node, what: str, why: str = "", mend: str = "") -> None:
-        self.findings.append(Finding(what, self._where(node), why, mend))
+    def _refuse(self, node: yaml.Node, what: str, why: str = "", fix: str = "") -> None:
+        self.findings.append(Finding(what, self._where(node), why, fix))
 
     def _mapping(self, node: yaml.Node, what: str, known: tuple[str, ...] | None = None) -> dict[str, yaml.Node]:
         """The nodes of a mapping by key; with `known`, other keys are refused."""
         if not isinstance(node, yaml.MappingNode):
-            self._refuse(node, f"{what} holds no `key: value` lines", mend=_EXAMPLE)
+            self._refuse(node, f"{what} holds no `key: value` lines", fix=_EXAMPLE)
             return {}
         found: dict[str, yaml.Node] = {}
         for key_node, value_node in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key is None:
-                self._refuse(key_node, "a key must be text", mend="write `key: value`")
+                self._refuse(key_node, "a key must be text", fix="write `key: value`")
             elif key in found:
-                self._refuse(key_node, f"{key} stands twice", mend="keep one of the two")
+                self._refuse(key_node, f"{key} stands twice", fix="keep one of the two")
             elif known is not None and key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                mend = f"{near[0]}" if near else f"one of {', '.join(known)}"
-                self._refuse(key_node, f"unknown key {key!r} in {what}", mend=mend)
+                fix = f"{near[0]}" if near else f"one of {', '.join(known)}"
+                self._refuse(key_node, f"unknown key {key!r} in {what}", fix=fix)
             else:
                 found[key] = value_node
         return found
@@ -160,7 +160,7 @@ class _Reader:
         text = node.value if isinstance(node, yaml.ScalarNode) else ""
         if (split_ports(text, known)[0] if key == "network" else text) not in known:
             near = difflib.get_close_matches(text, list(known), n=3, cutoff=0.4) or list(known)
-            self._refuse(node, f"{fields.name}: there is no {key} {text!r}", mend=f"one of {', '.join(near)}")
+            self._refuse(node, f"{fields.name}: there is no {key} {text!r}", fix=f"one of {', '.join(near)}")
             return None
         return text
 
@@ -221,7 +221,7 @@ class _Reader:
         read = {dtype: self._positive(each, f"{fields.name}: tflops: {dtype}") for dtype, each in nodes.items()}
         peaks = {**(base.device.flops if base else {}), **{key: value * 1e12 for key, value in read.items() if value}}
         if missing := [dtype for dtype in DTYPES if dtype not in peaks and dtype not in read]:
-            self._refuse(node, f"{fields.name}: tflops has no {', '.join(missing)}", mend=f"give {', '.join(DTYPES)}")
+            self._refuse(node, f"{fields.name}: tflops has no {', '.join(missing)}", fix=f"give {', '.join(DTYPES)}")
         return Peaks(peaks)
 
     def _texts(self, fields: _Fields, key: str) -> tuple[str, ...]:
@@ -229,12 +229,12 @@ class _Reader:
             return ()
         if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
             return tuple(item.value for item in node.value)
-        self._refuse(node, f"{fields.name}: {key} is no list of names", mend=f"{key}: [name, another]")
+        self._refuse(node, f"{fields.name}: {key} is no list of names", fix=f"{key}: [name, another]")
         return ()
 
     def _require(self, fields: _Fields, keys: tuple[str, ...]) -> None:
         if missing := [key for key in keys if key not in fields.nodes]:
-            self.findings.append(Finding(f"{fields.name} has no {', '.join(missing)}", fields.where, mend=_EXAMPLE))
+            self.findings.append(Finding(f"{fields.name} has no {', '.join(missing)}", fields.where, fix=_EXAMPLE))
 
 
 def _entry(

@@ -31,8 +31,8 @@ def read_vision_language(name: str, config: Config, where: str) -> PlannedModel:
         findings += _problems(vision, keys, where)
         tower = None if findings else read_tower(vision)
     else:
-        mend = "use the config.json that was published with the weights"
-        findings.append(Finding("'vision_config' is missing", where, mend=mend))
+        fix = "use the config.json that was published with the weights"
+        findings.append(Finding("'vision_config' is missing", where, fix=fix))
     try:
         architecture = read_architecture(_text_config(config, decoder), where)
     except MegatuneError as error:

@@ -71,8 +71,8 @@ def _unknown(key: str, dialect: Dialect) -> MegatuneError:
     near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
     if name not in _SHORT:
         near += [each for each in names if name in each and each not in near][: 3 - len(near)]
-    mend = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
-    return MegatuneError(Finding(f"unknown setting {key!r}", mend=mend), ExitCode.SETTINGS)
+    fix = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
+    return MegatuneError(Finding(f"unknown setting {key!r}", fix=fix), ExitCode.SETTINGS)
 
 
 def _setting(info: SettingInfo, grounds: Sequence[Ground], language: Language, dialect: Dialect) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _setting(info: SettingInfo, grounds: Sequence[Ground], language: Language, d
 
 
 def _refusal(key: str, refused: Refused, words: Words, language: Language) -> Iterator[str]:
-    why, mend = refusal_texts(refused.why, refused.mend, language)
+    why, fix = refusal_texts(refused.why, refused.fix, language)
     values = ""
     if refused.values is not None:
         listed = words.comma.join(map(shown, refused.values))
@@ -110,7 +110,7 @@ def _refusal(key: str, refused: Refused, words: Words, language: Language) -> It
     passes = [*refused.off, *([] if refused.values else [None])]
     if passes and refused.values is None:
         yield wrapped(words.passes + words.colon + words.comma.join(map(shown, passes)), indent="    ", first="  ")
-    if mend:
+    if fix:
         yield wrapped(
-            words.instead + words.colon + mend.removeprefix("write ").removeprefix("写 "), indent="    ", first="  "
+            words.instead + words.colon + fix.removeprefix("write ").removeprefix("写 "), indent="    ", first="  "
         )

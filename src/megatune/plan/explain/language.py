@@ -49,10 +49,10 @@ def texts_of(info: SettingInfo, language: Language) -> Texts:
     return Texts(text.what, text.how, text.when, expected(info) + unit, text.values)
 
 
-def refusal_texts(why: str, mend: str, language: Language) -> tuple[str, str]:
+def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:
     """Why a known key is refused, and what to write instead."""
     if language == "en":
-        return why, mend
-    from megatune.config.chinese.refusals import MENDS, REFUSALS
+        return why, fix
+    from megatune.config.chinese.refusals import FIXES, REFUSALS
 
-    return REFUSALS.get(why, why), MENDS.get(mend, mend)
+    return REFUSALS.get(why, why), FIXES.get(fix, fix)

@@ -46,5 +46,5 @@ def _refused(words: Words, language: Language, dialect: Dialect) -> Iterator[str
         every = refused.values is None
         values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.values or ())
         passes = ", ".join(f"`{shown(v)}`" for v in refused.off) or ("`null`" if every else words.the_rest)
-        why, _ = refusal_texts(refused.why, refused.mend, language)
+        why, _ = refusal_texts(refused.why, refused.fix, language)
         yield f"| `{key}` | {values} | {passes} | {why.replace('|', chr(92) + '|')} |\n"

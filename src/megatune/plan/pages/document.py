@@ -93,14 +93,14 @@ def document(question: Question, found: Answer, top: int) -> str:
         "global_batch_size": question.global_batch_size,
         "fits": found.fits,
         "plan": None if found.own is None else estimate_document(found.own),
-        "mends": [
+        "fixes": [
             {
-                "changes": dict(mend.changes),
-                "fullest_bytes": mend.after.fullest.total,
-                "seconds": mend.after.time.total,
-                "fits": mend.after.fits,
+                "changes": dict(fix.changes),
+                "fullest_bytes": fix.after.fullest.total,
+                "seconds": fix.after.time.total,
+                "fits": fix.after.fits,
             }
-            for mend in found.mends
+            for fix in found.fixes
         ],
         "enough": None if found.enough is None else estimate_document(found.enough),
         "better": found.is_better,

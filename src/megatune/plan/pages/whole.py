@@ -51,8 +51,8 @@ def pages(question: Question, found: Answer, top: int) -> Iterator[Page]:
     if found.own is not None:
         yield from _plan(found.own, question)
         if not found.own.fits:
-            enough = any(mend.after.fits for mend in found.mends)
-            yield _words("What would make it fit" if enough else "What helps most", lambda width: _mends(found, width))
+            enough = any(fix.after.fits for fix in found.fixes)
+            yield _words("What would make it fit" if enough else "What helps most", lambda width: _fixes(found, width))
         yield _words("Is there a better layout?", lambda width: _better(found, width))
     else:
         yield _words("", lambda width: _searched(found, top, width))
@@ -79,10 +79,10 @@ def _words(heading: str, lines: Callable[[int], Iterable[str]]) -> Page:
     return Page(heading, lambda width: ([terminal.Piece(line)] for line in lines(width)))
 
 
-def _mends(found: Answer, width: int) -> Iterator[str]:
-    for mend in found.mends:
-        yield from wrapped(str(mend), width)
-    if not any(mend.after.fits for mend in found.mends):
+def _fixes(found: Answer, width: int) -> Iterator[str]:
+    for fix in found.fixes:
+        yield from wrapped(str(fix), width)
+    if not any(fix.after.fits for fix in found.fixes):
         yield from wrapped(f"No change of one or two settings is enough. {_MORE_MEMORY}", width)
 
 

@@ -13,7 +13,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel, Trainable
-from megatune.plan.changes.mends import savings, searched
+from megatune.plan.changes.fixes import savings, searched
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
@@ -132,18 +132,18 @@ def too_large(planned: Estimate) -> Finding:
     stage, device = planned.fullest, planned.case.machine.device
     name, held = largest_part(stage)
     which = f"stage {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else "each rank"
-    mends = savings(planned)
+    fixes = savings(planned)
     state = stage.weights + stage.gradients + stage.master_weights + stage.optimizer_state
     why = f"the largest part is {name}, {size(held)}; all: {parts(stage)}; for rows of"
     why += f" {planned.case.sequence_length:,} tokens"
     if state > device.memory:
         why += f"; weights, gradients and optimizer alone take {size(state)}, whatever the batch"
     head = "one of"
-    if not any(mend.after.fits for mend in mends):
+    if not any(fix.after.fits for fix in fixes):
         head = "no one or two changes are enough; what helps most"
         if planned.case.world_size <= _SEARCHED and (layout := searched(planned)) is not None:
-            head, mends = "the layout that fits and is fastest", [layout]
-    lines = [f"{head}:", *(f"        {each}" for each in mends)] if mends else []
+            head, fixes = "the layout that fits and is fastest", [layout]
+    lines = [f"{head}:", *(f"        {each}" for each in fixes)] if fixes else []
     if longest := longest_row(planned):
         lines.append(
             f"        cutoff_len: {longest}, the longest rows that fit: memory is planned for rows of that length"
@@ -155,5 +155,5 @@ def too_large(planned: Estimate) -> Finding:
     return Finding(
         f"this run cannot fit: {which} would hold {size(stage.total)}, and {device.name} has {size(device.memory)}",
         why=why,
-        mend="\n".join(lines).strip(),
+        fix="\n".join(lines).strip(),
     )

@@ -167,7 +167,7 @@ def read_records(path: Path) -> list[RunRecord]:
         raise MegatuneError(
             Finding(
                 f"there is no {path.name} in {path.parent}",
-                mend="give the output_dir of a run that was planned (memory_check: off notes no plan)",
+                fix="give the output_dir of a run that was planned (memory_check: off notes no plan)",
             ),
             ExitCode.INPUT,
         ) from None

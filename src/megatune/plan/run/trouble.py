@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.changes.mends import Mend, savings, speedups
+from megatune.plan.changes.fixes import Fix, savings, speedups
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory import StageMemory
 from megatune.plan.pages.wording import parts, percent, seconds, size
@@ -54,7 +54,7 @@ def diagnose(folder: str | Path) -> list[str]:
 def _read(folder: Path) -> _Run:
     if not (folder / "run.yaml").is_file() and not (folder / PLAN_NAME).is_file():
         why = "there is no run.yaml in it" if folder.is_dir() else "there is no such folder"
-        finding = Finding(f"{folder} is not the folder of a run", why=why, mend="give the output_dir of a run")
+        finding = Finding(f"{folder} is not the folder of a run", why=why, fix="give the output_dir of a run")
         raise MegatuneError(finding, ExitCode.INPUT)
     try:
         record = read_records(folder)[-1]
@@ -278,9 +278,9 @@ def _beside_steps(run: _Run) -> Iterator[str]:
         yield f"uneven     the slowest step took {seconds(max(each_step))}, the median {seconds(middle)}"
 
 
-def _listed(head: str, mends: list[Mend]) -> Iterator[str]:
-    if not mends:
+def _listed(head: str, fixes: list[Fix]) -> Iterator[str]:
+    if not fixes:
         yield f"{head:<10} nothing in the settings, by the planner"
         return
     yield f"{head}, by the planner:"
-    yield from (f"    {number}. {each}" for number, each in enumerate(mends, 1))
+    yield from (f"    {number}. {each}" for number, each in enumerate(fixes, 1))

@@ -29,15 +29,15 @@ def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     what = f"{folder}: {said or 'how it ended is not noted'}"
     if measured:
         what += f"; it took {' and '.join(measured)}"
-    mend = f"`megatune plan {folder}/run.yaml` plans it now; its next start notes its plan"
+    fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start notes its plan"
     if _is_off(folder):
         end, why = "nothing was planned for it", "memory_check: off plans nothing"
-        mend += ", with memory_check: error or warn"
+        fix += ", with memory_check: error or warn"
     elif not (folder / PLAN_NAME).is_file():
         end, why = "nothing was planned for it", f"there is no {PLAN_NAME} in {folder}"
     else:
         end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
-    return MegatuneError(Finding(f"{what}; {end}", why=why, mend=mend), ExitCode.INPUT)
+    return MegatuneError(Finding(f"{what}; {end}", why=why, fix=fix), ExitCode.INPUT)
 
 
 def _is_off(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatune.plan.changes.mends import OVERLAPS, TIGHT, Mend, less_recompute, mend
+from megatune.plan.changes.fixes import OVERLAPS, TIGHT, Fix, fix, less_recompute
 from megatune.plan.changes.variation import smaller_micro_batch, written
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.wording import percent, seconds, size
@@ -63,7 +63,7 @@ def _single_precision(planned: Estimate) -> Iterator[str]:
     """fp32 on a GPU, where bf16 gains 5 % or more."""
     if planned.case.settings.precision.params_dtype != "float32":
         return
-    better = mend(planned, {"precision.bf16": True})
+    better = fix(planned, {"precision.bf16": True})
     if better is not None and better.gain >= _TIME:
         yield f"this run computes in fp32: {better}"
 
@@ -87,11 +87,11 @@ def _tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
             "parallel.pipeline_model_parallel_size": stages,
             "parallel.sequence_parallel": smaller > 1,
         }
-        best = _better(best, mend(planned, changes))
+        best = _better(best, fix(planned, changes))
     yield said + (f"; {best}" if best is not None else f"; sizes that divide {inside} stay inside")
 
 
-def _better(one: Mend | None, other: Mend | None) -> Mend | None:
+def _better(one: Fix | None, other: Fix | None) -> Fix | None:
     """The faster of two that fit with something to spare."""
     if other is None or other.gain <= 0:
         return one
@@ -105,12 +105,12 @@ def _no_sequence_parallel(planned: Estimate) -> Iterator[str]:
     parallel = planned.case.settings.parallel
     if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
         return
-    better = mend(planned, {"parallel.sequence_parallel": True})
+    better = fix(planned, {"parallel.sequence_parallel": True})
     if better is not None and (_saves(better) or better.gain >= _TIME):
         yield f"tensor parallelism without sequence parallelism keeps whole what could be split: {better}"
 
 
-def _saves(found: Mend) -> bool:
+def _saves(found: Fix) -> bool:
     return found.saving >= _MEMORY * found.before.case.machine.device.memory
 
 
@@ -128,13 +128,13 @@ def _bubble(planned: Estimate) -> Iterator[str]:
         candidates += [{"parallel.virtual_pipeline_model_parallel_size": size} for size in (2, 3, 4)]
     best = None
     for changes in candidates:
-        best = _better(best, mend(planned, changes))
+        best = _better(best, fix(planned, changes))
     if best is not None and best.gain >= _TIME:
         yield f"{few} wait for each other {percent(share)} of a step: {best}"
         return
     # More rows in a step change what is trained, so this is said without a judgement of the whole.
     accumulation = "batch.gradient_accumulation_steps"
-    more = mend(planned, {accumulation: max(4 * stages, 2 * count)})
+    more = fix(planned, {accumulation: max(4 * stages, 2 * count)})
     if more is not None and more.gain >= _TIME:
         yield (
             f"{few} wait for each other {percent(share)} of a step; {written(more.changes)} trains "
@@ -154,7 +154,7 @@ def _nothing_to_share(planned: Estimate) -> Iterator[str]:
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         current = getattr(case.settings.parallel, name)
         if current % 2 == 0:
-            best = _better(best, mend(planned, {f"parallel.{name}": current // 2}))
+            best = _better(best, fix(planned, {f"parallel.{name}": current // 2}))
     if best is not None and best.gain >= _TIME:
         yield (
             f"there is one replica of the model, so each rank keeps its optimizer's state whole, {size(whole)};"
@@ -168,7 +168,7 @@ def _recompute_not_needed(planned: Estimate) -> Iterator[str]:
     if not recompute.recompute_granularity and not recompute.moe_layer_recompute:
         return
     for changes in less_recompute(planned.case):
-        best = _better(best, mend(planned, changes))
+        best = _better(best, fix(planned, changes))
     if best is not None and best.gain >= _TIME:
         some = best.after.case.settings.recompute.recompute_granularity is not None
         yield f"{'less recomputation would do' if some else 'recomputation is not needed'}: {best}"
@@ -181,6 +181,6 @@ def _no_overlap(planned: Estimate) -> Iterator[str]:
     if case.shard_size == 1 or (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
         return
     changes = OVERLAPS if parallel.use_distributed_optimizer else {"parallel.overlap_grad_reduce": True}
-    better = mend(planned, changes)
+    better = fix(planned, changes)
     if better is not None and better.after.fits and better.gain >= _TIME:
         yield f"exchanges of replicas wait until computing is done: {better}"

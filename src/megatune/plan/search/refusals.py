@@ -84,7 +84,7 @@ def _finding(space: Space, layout: Mapping[str, int]) -> Finding:
     found = check(settings, request.model.architecture, request.world_size, origins=dict.fromkeys(named, "plan"))
     about = [finding for finding in found if finding.where]
     if about:
-        return Finding(about[0].what, "", about[0].why, about[0].mend)
+        return Finding(about[0].what, "", about[0].why, about[0].fix)
     dp = request.world_size // (layout[_TP] * layout[_PP] * layout[_CP])
     valid = nearest(request.rows, (max(request.rows // dp, 1) * dp, (request.rows // dp + 1) * dp))
     return Finding(

@@ -66,7 +66,7 @@ class Refusal:
         what: what all of them have in common.
         why: the reason, as the rules give it.
         count: how many layouts of the machine's processes are among them.
-        example: the rules' finding about one of them, whose mend is the nearest valid value.
+        example: the rules' finding about one of them, whose fix is the nearest valid value.
     """
 
     what: str

@@ -77,8 +77,8 @@ def _not_built(case: Case) -> list[Finding]:
     elif case.trainable.freeze_language_model:
         problems.append(("a frozen language model leaves nothing to train", "plan without freeze_language_model"))
     return [
-        Finding(f"no settings file for {case.model.name}: {what}", why="it is planned only", mend=mend)
-        for what, mend in problems
+        Finding(f"no settings file for {case.model.name}: {what}", why="it is planned only", fix=fix)
+        for what, fix in problems
     ]
 
 

@@ -82,7 +82,7 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
     if error.filename:
         why = f"{why}: {error.filename}"
     if error.errno not in _FULL:
-        return Finding(f"cannot write {path}", why=why, mend="make it writable, or choose another output_dir")
+        return Finding(f"cannot write {path}", why=why, fix="make it writable, or choose another output_dir")
     need = f"needs {_amount(bytes_needed)}, " if bytes_needed is not None else ""
     try:
         room = f"{_amount(shutil.disk_usage(_existing(path)).free)} free there"
@@ -91,7 +91,7 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
     return Finding(
         f"no room to write {path}: {need}{room}",
         why=why,
-        mend="free some room, lower save_total_limit, or choose an output_dir on another disk",
+        fix="free some room, lower save_total_limit, or choose an output_dir on another disk",
     )
 
 

@@ -99,5 +99,5 @@ def _held_by(output_dir: Path, holder: bytes) -> Finding:
         who = "a process that has just started"
     return Finding(
         f"{output_dir} is being written to by another run: {who}",
-        mend="wait for that run or stop it, or choose another output_dir",
+        fix="wait for that run or stop it, or choose another output_dir",
     )

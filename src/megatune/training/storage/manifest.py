@@ -108,7 +108,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise _refused(checkpoint, f"{MANIFEST_NAME} cannot be read: {error}") from error
     if version != FORMAT_VERSION:
         what = f"{MANIFEST_NAME} has format version {version}; this megatune reads version {FORMAT_VERSION}"
-        raise _refused(checkpoint, what, mend="use the version of megatune that wrote it")
+        raise _refused(checkpoint, what, fix="use the version of megatune that wrote it")
     if digest != _digest_of_json(content):
         raise _refused(checkpoint, f"{MANIFEST_NAME} is damaged: its digest does not match")
     files = tuple(FileDigest(**file) for file in content["files"])
@@ -160,8 +160,8 @@ def _digest_of_json(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _refused(checkpoint: Path, what: str, mend: str = "") -> MegatuneError:
-    return MegatuneError(Finding(what, where=str(checkpoint), mend=mend), ExitCode.INPUT)
+def _refused(checkpoint: Path, what: str, fix: str = "") -> MegatuneError:
+    return MegatuneError(Finding(what, where=str(checkpoint), fix=fix), ExitCode.INPUT)
 
 
 def _leaves(name: str) -> bool:

@@ -63,8 +63,8 @@ def require(settings: Settings, architecture: Architecture) -> None:
         return
     why = _obstacle(backend, getattr(torch, settings.precision.params_dtype), *_channels(architecture))
     if why:
-        mend = f"write {_KEY}: auto, which takes the fastest kernel that can be had"
-        raise MegatuneError(Finding(f"{_KEY} {backend} cannot be had here", why=why, mend=mend), ExitCode.SETTINGS)
+        fix = f"write {_KEY}: auto, which takes the fastest kernel that can be had"
+        raise MegatuneError(Finding(f"{_KEY} {backend} cannot be had here", why=why, fix=fix), ExitCode.SETTINGS)
 
 
 def _channels(architecture: Architecture) -> tuple[int, int]:

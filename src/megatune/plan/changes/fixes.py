@@ -22,7 +22,7 @@ _CHANGES_NUMBERS = {"data.cutoff_len", "optimizer.exp_avg_dtype", "optimizer.exp
 
 
 @dataclass(frozen=True)
-class Mend:
+class Fix:
     """A change of settings.
 
     Attributes:
@@ -57,7 +57,7 @@ class Mend:
         return f"{written(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"
 
 
-def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[Mend]:
+def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[Fix]:
     """The cheapest changes after which the run fits, by time; those that help most where none is enough.
 
     Single changes come before pairs of them, and those that leave the run's numbers as they are before others.
@@ -67,37 +67,37 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[M
     """
     room = int(TIGHT * before.case.machine.device.memory) if room is None else room
 
-    def fits(found: Mend) -> bool:
+    def fits(found: Fix) -> bool:
         return found.after.fullest.total <= room
 
     candidates = [each for each in _less_memory(before.case) if each]
     useful = [
         (candidate, found)
         for candidate in candidates
-        if (found := mend(before, candidate)) is not None and found.saving >= _LEAST_SAVING * before.fullest.total
+        if (found := fix(before, candidate)) is not None and found.saving >= _LEAST_SAVING * before.fullest.total
     ]
     enough = _distinct(sorted((found for _, found in useful if fits(found)), key=_cost))
     if len(enough) < count:
         # A pair of which one half is enough offers nothing new.
         halves = [candidate for candidate, found in useful if not fits(found)]
         pairs = ({**one, **other} for one, other in combinations(halves, 2) if not one.keys() & other.keys())
-        enough += _distinct(sorted(filter(fits, _mends(before, pairs)), key=_cost))
+        enough += _distinct(sorted(filter(fits, _fixes(before, pairs)), key=_cost))
     if not enough:
         enough = _distinct(sorted((found for _, found in useful), key=lambda found: -found.saving))
     return enough[:count]
 
 
-def speedups(before: Estimate, count: int = 3) -> list[Mend]:
+def speedups(before: Estimate, count: int = 3) -> list[Fix]:
     """The changes that gain most time and still fit."""
     found = [
         each
-        for each in _mends(before, filter(None, _less_time(before.case)))
+        for each in _fixes(before, filter(None, _less_time(before.case)))
         if each.after.fits and each.gain >= _LEAST_GAIN
     ]
     return _distinct(sorted(found, key=_cost))[:count]
 
 
-def searched(before: Estimate) -> Mend | None:
+def searched(before: Estimate) -> Fix | None:
     """The fastest layout of the same devices and rows that fits, whatever it changes; None where none does."""
     from megatune.plan.search import Request, search
 
@@ -123,7 +123,7 @@ def searched(before: Estimate) -> Mend | None:
         for name, value in getattr(found.case.settings, group)
         if value != getattr(getattr(case.settings, group), name)
     }
-    return Mend(changes, before, found)
+    return Fix(changes, before, found)
 
 
 def more_devices(too_large: Sequence[Estimate]) -> Estimate | None:
@@ -161,28 +161,28 @@ def _on_more(case: Case, factor: int) -> Iterator[Case]:
             yield found[1]
 
 
-def _distinct(found: Iterable[Mend]) -> list[Mend]:
+def _distinct(found: Iterable[Fix]) -> list[Fix]:
     """The first of those that change the same settings to different values."""
-    first: dict[frozenset[str], Mend] = {}
+    first: dict[frozenset[str], Fix] = {}
     for each in found:
         first.setdefault(frozenset(each.changes) - {"batch.gradient_accumulation_steps"}, each)
     return list(first.values())
 
 
-def mend(before: Estimate, changes: Changes) -> Mend | None:
+def fix(before: Estimate, changes: Changes) -> Fix | None:
     """One change judged; None where it cannot be made."""
-    return next(iter(_mends(before, [changes])), None)
+    return next(iter(_fixes(before, [changes])), None)
 
 
-def _cost(found: Mend) -> tuple[bool, float]:
+def _cost(found: Fix) -> tuple[bool, float]:
     return not found.keeps_numbers, -found.after.time.tokens_per_second
 
 
-def _mends(before: Estimate, candidates: Iterable[Changes]) -> Iterator[Mend]:
+def _fixes(before: Estimate, candidates: Iterable[Changes]) -> Iterator[Fix]:
     for candidate in candidates:
         if (found := varied(before.case, candidate)) is not None:
             changes, case = found
-            yield Mend(changes, before, estimate(case))
+            yield Fix(changes, before, estimate(case))
 
 
 def _less_memory(case: Case) -> Iterator[Changes]:
