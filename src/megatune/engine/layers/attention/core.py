@@ -65,7 +65,7 @@ class CoreAttention(torch.nn.Module):
         """Attend. Padding is at the end of its document, so no real token sees it and no mask is needed.
 
         Args:
-            query: [s / cp, b, n, d], the tokens that `engine.sequences.share` gives this rank.
+            query: [s / cp, b, n, d], the tokens that `engine.sequences.local_batch` gives this rank.
             key: [s / cp, b, g, d].
             value: [s / cp, b, g, e].
 
