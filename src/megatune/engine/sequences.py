@@ -125,7 +125,7 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
     Args:
         normalizer: as in Sequences; None counts trained tokens.
     """
-    device = torch.cuda.current_device()
+    device = torch.device(torch.cuda.current_device())
     s = batch.input_ids.shape[1]
     boundaries = (0, s) if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()

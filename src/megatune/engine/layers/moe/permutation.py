@@ -1,4 +1,4 @@
-"""Rows of tokens, grouped by the expert that they go to, and back.
+"""Permute tokens into rows grouped by expert, and back.
 
 Legend: n tokens, k choices of each token, h hidden size, R rows: a token has a row for each of its choices.
 """
