@@ -1,6 +1,6 @@
 """Logits, loss and every parameter's gradient against Transformers, for every family and layout.
 
-Tolerances are those of DESIGN.md, in megatune.verify.compare. With MEGATUNE_WRITE_PARITY=1 the worst errors are written
+Tolerances are those of megatune.verify.compare. With MEGATUNE_WRITE_PARITY=1 the worst errors are written
 to docs/parity.md.
 """
 

@@ -18,7 +18,7 @@ from megatune.architecture import Architecture
 from megatune.config.settings import BatchSettings, DataSettings
 from megatune.engine import device
 from megatune.engine.layers import cross_entropy
-from megatune.engine.layers.attention import kernels
+from megatune.engine.layers.attention import core, kernels
 from megatune.engine.layers.attention.choice import in_runs
 from megatune.plan.case import Case, PlannedModel, Trainable, VisionTower
 from megatune.plan.machine import Calibration
