@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Modules that go by another name than their distribution.
-NAMES = {"yaml": "pyyaml", "megatron": "megatron-core"}
+NAMES = {"yaml": "pyyaml", "megatron": "megatron-core", "PIL": "pillow"}
 # What a distribution is needed by that imports nothing of it by name.
 NEEDED_BY = {"tensorboard": "torch.utils.tensorboard", "accelerate": "transformers"}
 TOOLS = {"pytest-xdist", "ruff", "mypy"}  # of the Makefile
@@ -29,8 +29,9 @@ def _name(text: str) -> str:
 
 def imported(folder: str) -> tuple[set[str], set[str]]:
     """Distributions whose modules the files of a folder import, and the modules."""
-    own = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"megatune", "gpu_training"}
-    own |= {path.name for path in (ROOT / folder).iterdir() if path.is_dir()}
+    # Tests import from benchmarks, too.
+    own = {path.stem for one in {folder, "benchmarks"} for path in (ROOT / one).rglob("*") if path.suffix != ".md"}
+    own.add("megatune")
     modules: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
