@@ -15,7 +15,11 @@ EXTRAS = PROJECT["optional-dependencies"]
 # Modules that go by another name than their distribution.
 NAMES = {"yaml": "pyyaml", "megatron": "megatron-core", "PIL": "pillow"}
 # What a distribution is needed by that imports nothing of it by name.
-NEEDED_BY = {"tensorboard": "torch.utils.tensorboard", "accelerate": "transformers"}
+NEEDED_BY = {
+    "tensorboard": "torch.utils.tensorboard",
+    "accelerate": "transformers",
+    "liger-kernel": "transformers.integrations.liger",
+}
 TOOLS = {"pytest-xdist", "ruff", "mypy"}  # of the Makefile
 
 
