@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.weights import (
-    Layout,
+    TensorLayout,
     Slice,
     Weight,
     by_expert,
@@ -142,9 +142,9 @@ def test_segments_cover_every_element_exactly_once(case):
                 size = add_covered(covered, weight, architecture, part, shapes, layer)
                 # Padding of the vocabulary is in no segment; everything else is full.
                 room = element_count(engine_shape(weight, architecture, part))
-                assert size <= room if weight.layout is Layout.VOCABULARY else size == room
-            copies = dense_cut.tp_size if weight.layout is Layout.REPLICATED else 1
-            dim = 1 if weight.layout is Layout.COLUMNS else 0
+                assert size <= room if weight.layout is TensorLayout.VOCABULARY else size == room
+            copies = dense_cut.tp_size if weight.layout is TensorLayout.REPLICATED else 1
+            dim = 1 if weight.layout is TensorLayout.COLUMNS else 0
             assert covered == {(name, dim, i): copies for name, shape in shapes.items() for i in range(shape[dim])}
 
 
