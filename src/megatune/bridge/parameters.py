@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.engine.groups import Place
-from megatune.families import FAMILIES
+from megatune.engine.groups import RankCoordinates
+from megatune.engine.weights import named_weights
 from megatune.families.weights import Segment, Slice, Weight, by_expert, engine_shape, hf_shapes, segments
-
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
-_OUTPUT_LAYER = "output_layer.weight"
-_WORD_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +70,7 @@ class Piece:
         return segments(self.local.weight, architecture, part, self.local.layer)
 
 
-def slice_of(weight: Weight, place: Place) -> Slice:
+def slice_of(weight: Weight, place: RankCoordinates) -> Slice:
     """The part of a weight that a rank holds."""
     if weight.per_expert:
         return Slice(place.etp_size, place.etp_rank, place.ep_size, place.ep_rank)
@@ -85,38 +78,17 @@ def slice_of(weight: Weight, place: Place) -> Slice:
 
 
 def local_parameters(
-    model: Sequence[torch.nn.Module], architecture: Architecture, place: Place
+    model: Sequence[torch.nn.Module], architecture: Architecture, place: RankCoordinates
 ) -> list[LocalParameter]:
-    """Every parameter of this rank's chunks and every buffer in the weight map, in the order of the model.
+    """List every parameter of this rank's chunks and every buffer in the weight map, in the order of the model.
 
     The shapes that the family declares are held against those that Megatron-Core built.
     """
-    by_name = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
     found: list[LocalParameter] = []
     for chunk in model:
-        for name, layer, parameter in _named_tensors(chunk, by_name):
-            is_copy = name == _OUTPUT_LAYER and architecture.tie_word_embeddings
-            weight = by_name[_WORD_EMBEDDING if is_copy else name]
-            part = slice_of(weight, place)
+        for weight, layer, tensor, is_copy in named_weights(chunk, architecture):
+            part, built = slice_of(weight, place), tuple(tensor.shape)
             declared = engine_shape(weight, architecture, part)
-            assert tuple(parameter.shape) == declared, f"{name}: built {tuple(parameter.shape)}, declared {declared}"
-            found.append(LocalParameter(weight, layer, part, parameter, is_copy))
+            assert built == declared, f"{weight.engine}: built {built}, declared {declared}"
+            found.append(LocalParameter(weight, layer, part, tensor, is_copy))
     return found
-
-
-def _named_tensors(chunk: torch.nn.Module, by_name: dict[str, Weight]) -> Iterator[tuple[str, int, Tensor]]:
-    """Names as the weight map has them, with the layer's number over all pipeline stages beside them.
-
-    Every parameter, and of the buffers those that the map declares: others are computed.
-    """
-    decoder: Any = chunk
-    while hasattr(decoder, "module"):  # DDP and mixed-precision wrappers
-        decoder = decoder.module
-    for name, tensor in itertools.chain(decoder.named_parameters(), decoder.named_buffers()):
-        match = _LAYER.fullmatch(name)
-        layer = 0
-        if match is not None:
-            layer = decoder.decoder.layers[int(match[2])].layer_number - 1
-            name = f"{match[1]}{{layer}}{match[3]}"
-        if isinstance(tensor, torch.nn.Parameter) or (name in by_name and by_name[name].is_buffer):
-            yield name, layer, tensor

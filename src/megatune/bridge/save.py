@@ -11,7 +11,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.parameters import LocalParameter, Piece
 from megatune.bridge.writing import Writing
-from megatune.engine.groups import Place
+from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
 
 # Hugging Face's own limit of a weight file.
@@ -22,7 +22,7 @@ def save_weights(
     folder: Path,
     parameters: Sequence[LocalParameter],
     architecture: Architecture,
-    place: Place,
+    place: RankCoordinates,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
@@ -44,7 +44,7 @@ def save_optimizer(
     parameters: Sequence[LocalParameter],
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
-    place: Place,
+    place: RankCoordinates,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
@@ -65,7 +65,7 @@ def save_gradients(
     parameters: Sequence[LocalParameter],
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
-    place: Place,
+    place: RankCoordinates,
 ) -> list[Path]:
     """Write the gradients that `forward_backward` left, fp32, as `gradient*.safetensors`, tensors named grad/NAME."""
     tensors = {param: {"grad": shard.grad} for param, shard in shards.items()}
@@ -80,7 +80,7 @@ def _save_shards(
     shards: Mapping[Tensor, MainShard],
     tensors: Mapping[Tensor, Mapping[str, Tensor]],
     architecture: Architecture,
-    place: Place,
+    place: RankCoordinates,
     max_file_bytes: int,
 ) -> list[Path]:
     """Write tensors of which this rank holds elements start..stop, those of its shard, as fp32."""

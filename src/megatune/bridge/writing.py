@@ -22,13 +22,13 @@ from megatune.architecture import Architecture
 from megatune.bridge.parameters import LocalParameter, Piece
 from megatune.bridge.safetensors_writer import SafetensorsWriter, TensorEntry
 from megatune.engine.groups import (
-    Place,
+    RankCoordinates,
     expert_replica_group,
     expert_tensor_parallel_group,
     replica_group,
     tensor_parallel_group,
 )
-from megatune.families.weights import Layout
+from megatune.families.weights import TensorLayout
 
 # (piece, kind) -> this rank's elements of it, [n]; where they are split over replicas, zero for others' elements.
 Provider = Callable[[Piece, str], Tensor]
@@ -80,7 +80,7 @@ class Writing:
         kinds: tuple[str, ...],
         parameters: Sequence[LocalParameter],
         architecture: Architecture,
-        place: Place,
+        place: RankCoordinates,
         max_file_bytes: int,
     ) -> None:
         self.folder, self.stem, self.kinds = folder, stem, kinds
@@ -205,7 +205,7 @@ class Writing:
         """The slices of all tensor-parallel ranks, on the writing one."""
         holders = file.holders
         is_writer = holders.slice_rank == file.slice_rank
-        if piece.local.weight.layout is Layout.REPLICATED or holders.slice_size == 1:
+        if piece.local.weight.layout is TensorLayout.REPLICATED or holders.slice_size == 1:
             return [mine] if is_writer else None
         slices = [torch.empty_like(mine) for _ in range(holders.slice_size)] if is_writer else None
         torch.distributed.gather(mine.contiguous(), slices, group=holders.slices, group_dst=file.slice_rank)

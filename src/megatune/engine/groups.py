@@ -21,8 +21,8 @@ _store: torch.distributed.Store | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where this rank stands in the layout.
+class RankCoordinates:
+    """This rank's numbers in the layout's groups, and their sizes.
 
     Attributes:
         dp_rank, dp_size: among the ranks that get different rows.
@@ -97,7 +97,7 @@ def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout:
     torch.distributed.init_process_group(device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
-def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> Place:
+def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoordinates:
     """Build Megatron-Core's groups for the layout. `join` comes first.
 
     Args:
@@ -117,9 +117,9 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> Place:
     return place()
 
 
-def place() -> Place:
+def place() -> RankCoordinates:
     """This rank's place in the groups that `build` made."""
-    return Place(
+    return RankCoordinates(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),

@@ -1,4 +1,4 @@
-"""Answers where Megatron-Core asks Transformer Engine or Apex for something although it is not installed."""
+"""Patches Megatron-Core where it uses functions of Transformer Engine or Apex although neither is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class _NoFp8:
-    """What Transformer Engine's FP8GlobalStateManager says where nothing computes in fp8."""
+    """Transformer Engine's FP8GlobalStateManager where nothing computes in fp8."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -20,7 +20,7 @@ class _NoFp8:
 
 
 def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Norm of all tensors together, fp32 [1]; Megatron-Core's own waits for the GPU once a tensor."""
+    """Compute the norm of all tensors together, fp32 [1]; Megatron-Core's own waits for the GPU once a tensor."""
     return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
 
 
@@ -32,8 +32,8 @@ def _scale(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], fact
     torch._foreach_mul_(targets, factor)
 
 
-def answer() -> None:
-    """Stand where Megatron-Core looks for their functions, and for names that it uses without looking."""
+def patch_megatron() -> None:
+    """Give Megatron-Core our functions in place of Apex's, and the names of Transformer Engine's that it expects."""
     module: Any = clip_grads
     module.l2_norm_impl, module.multi_tensor_scale_impl = _norm, _scale
     if hasattr(random, "FP8GlobalStateManager"):

@@ -8,7 +8,7 @@ from math import prod
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
 from megatune.families.dense import ENGINE_LAYER
-from megatune.families.weights import WHOLE, TensorLayout, Slice, Weight, experts_of, hf_shape, layers_of
+from megatune.families.weights import WHOLE, Slice, TensorLayout, Weight, experts_of, hf_shape, layers_of
 from megatune.plan.case import PlannedModel, Trainable
 
 # The engine's matrices by the names that lora_target has for them.
