@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.weights import (
-    TensorLayout,
     Slice,
+    TensorLayout,
     Weight,
     by_expert,
     engine_shape,

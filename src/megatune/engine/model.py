@@ -129,7 +129,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     and nothing else.
 
     Args:
-        trained: False freezes all parameters; they get no gradient buffers, and dropout and the like are off.
+        trained: False freezes all parameters; they have no gradient buffers, and the model is in eval mode.
     """
     patch_megatron()
     require(settings, architecture)
@@ -153,6 +153,8 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
         mark_weights(chunk, architecture)
         if not trained:
             chunk.requires_grad_(False).eval()
+            # What a pipeline stage receives asks for a gradient.
+            chunk.forward = torch.no_grad()(chunk.forward)
         if ddp_config.use_distributed_optimizer:
             _free_parameters(chunk)
         chunks.append(chunk)
