@@ -179,7 +179,7 @@ def test_a_slice_is_its_experts_one_after_the_other(case):
 
 
 def test_an_experts_slice_is_its_gate_rows_then_its_up_rows(model_dir):
-    """Expert parallelism deals experts in blocks; expert tensor parallelism cuts each of them."""
+    """Expert parallelism shards experts in blocks; expert tensor parallelism cuts each of them."""
     architecture = load_architecture(model_dir("mixtral"))  # 4 experts of 96 channels
     weights = {weight.engine.rpartition(".")[2]: weight for weight in FAMILIES["mixtral"].weights if weight.per_expert}
     part = Slice(tp_size=2, tp_rank=1, ep_size=2, ep_rank=1)

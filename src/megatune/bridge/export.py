@@ -38,13 +38,13 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
     pieces = {
         (piece.local.weight.engine, piece.local.layer, piece.slice.ep_rank): piece
         for local in loaded.parameters
-        if not local.is_copy and holders[local.weight.per_expert].replica_rank == 0
+        if not local.is_copy and holders[local.weight.per_expert].replicas.rank() == 0
         for piece in local.pieces(architecture)
     }
     owned = {
         key: piece.local.parameter.dtype
         for key, piece in pieces.items()
-        if holders[piece.local.weight.per_expert].slice_rank == 0
+        if holders[piece.local.weight.per_expert].slices.rank() == 0
     }
     owners = {key: (rank, dtype) for rank, keys in enumerate(groups.gather(owned)) for key, dtype in keys.items()}
     wanted = set(range(place.world_size) if ranks is None else ranks)

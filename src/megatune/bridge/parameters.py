@@ -33,15 +33,15 @@ class LocalParameter:
     is_copy: bool
 
     def segments(self, architecture: Architecture) -> list[Segment]:
-        """The pieces of Hugging Face tensors that make up this rank's slice."""
+        """List the pieces of Hugging Face tensors that make up this rank's slice."""
         return segments(self.weight, architecture, self.slice, self.layer)
 
     def hf_shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors that it is a part of, by name; of this rank's experts only."""
+        """Find the shapes of the Hugging Face tensors that it is a part of, by name; of this rank's experts only."""
         return hf_shapes(self.weight, architecture, self.layer, self.slice)
 
     def pieces(self, architecture: Architecture) -> list[Piece]:
-        """The parameter expert by expert, in order; as one piece where it is no expert's."""
+        """Cut the parameter into its experts, in order; into one piece where it belongs to none."""
         parts = by_expert(self.weight, architecture, self.slice)
         size = self.parameter.numel() // len(parts)
         return [Piece(self, part, index * size, (index + 1) * size) for index, part in enumerate(parts)]
@@ -62,19 +62,8 @@ class Piece:
     stop: int
 
     def hf_shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors that it is a part of, by name."""
+        """Find the shapes of the Hugging Face tensors that it is a part of, by name."""
         return hf_shapes(self.local.weight, architecture, self.local.layer, self.slice)
-
-    def segments(self, architecture: Architecture, part: Slice) -> list[Segment]:
-        """The pieces of those tensors that another rank's slice of it is made of."""
-        return segments(self.local.weight, architecture, part, self.local.layer)
-
-
-def slice_of(weight: Weight, place: RankCoordinates) -> Slice:
-    """The part of a weight that a rank holds."""
-    if weight.per_expert:
-        return Slice(place.etp_size, place.etp_rank, place.ep_size, place.ep_rank)
-    return Slice(place.tp_size, place.tp_rank)
 
 
 def local_parameters(
@@ -84,10 +73,12 @@ def local_parameters(
 
     The shapes that the family declares are held against those that Megatron-Core built.
     """
+    whole = Slice(place.tp_size, place.tp_rank)
+    experts = Slice(place.etp_size, place.etp_rank, place.ep_size, place.ep_rank)
     found: list[LocalParameter] = []
     for chunk in model:
         for weight, layer, tensor, is_copy in named_weights(chunk, architecture):
-            part, built = slice_of(weight, place), tuple(tensor.shape)
+            part, built = (experts if weight.per_expert else whole), tuple(tensor.shape)
             declared = engine_shape(weight, architecture, part)
             assert built == declared, f"{weight.engine}: built {built}, declared {declared}"
             found.append(LocalParameter(weight, layer, part, tensor, is_copy))

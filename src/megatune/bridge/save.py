@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from megatune.engine.optimizer import MainShard
 
 # Hugging Face's own limit of a weight file.
 MAX_FILE_BYTES = 5 * 10**9
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def save_weights(
@@ -64,7 +68,8 @@ def save_optimizer(
     Tensors are named KIND/HUGGING_FACE_NAME, so that any layout can read them. Master weights are left out where the
     model itself is fp32: they are the model.
     """
-    kinds = _of_all_ranks({kind for shard in shards.values() for kind in shard.state})
+    # Under the distributed optimizer a rank may own no part of any parameter.
+    kinds = sorted(_united({kind: None for shard in shards.values() for kind in shard.state}))
     if any(local.parameter.dtype != torch.float32 for local in parameters):
         kinds = ["main", *kinds]
     tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
@@ -97,16 +102,16 @@ def _save_shards(
     """Write tensors of which this rank holds elements start..stop, those of its shard, as fp32."""
     trained = [local for local in parameters if not local.weight.is_buffer]
 
-    def is_split(local: LocalParameter) -> bool:
+    def is_whole(local: LocalParameter) -> bool:
         shard = shards.get(local.parameter)
-        return shard is None or (shard.start, shard.stop) != (0, local.parameter.numel())
+        return shard is not None and (shard.start, shard.stop) == (0, local.parameter.numel())
 
     # Only the distributed optimizer splits a parameter; without it every replica holds all of them.
-    any_split = bool(_of_all_ranks({local.weight.engine for local in trained if is_split(local)}))
+    is_split = not all(groups.gather(all(is_whole(local) for local in trained)))
 
     def provide(piece: Piece, kind: str) -> Tensor:
         param, shard = piece.local.parameter, shards.get(piece.local.parameter)
-        if not any_split:
+        if not is_split:
             # Averages may lie in the host's memory, or be narrower.
             return tensors[param][kind[:-1]][piece.start : piece.stop].to(param.device, torch.float32)
         whole = torch.zeros(piece.stop - piece.start, dtype=torch.float32, device=param.device)
@@ -118,13 +123,13 @@ def _save_shards(
         return whole
 
     names = tuple(f"{kind}/" for kind in kinds)
-    files = _FileSet(folder, stem, names, torch.float32, provide, any_split, architecture, place, max_file_bytes)
+    files = _FileSet(folder, stem, names, torch.float32, provide, is_split, architecture, place, max_file_bytes)
     return files.write(trained)
 
 
-def _of_all_ranks(mine: set[str]) -> list[str]:
-    """Unite sets of all ranks: under the distributed optimizer a rank may own no part of any parameter."""
-    return sorted(set().union(*groups.gather(mine)))
+def _united(mine: dict[K, V]) -> dict[K, V]:
+    """Unite dictionaries of all ranks, on every rank."""
+    return {key: value for part in groups.gather(mine) for key, value in part.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +177,9 @@ class _FileSet:
         files = self._plan([local for local in parameters if not local.is_copy])
         written = []
         for file in files:
-            if file.replica_rank != file.holders.replica_rank and not self.is_split:
+            if file.replica_rank != file.holders.replicas.rank() and not self.is_split:
                 continue
-            if (file.replica_rank, file.slice_rank) == (file.holders.replica_rank, file.holders.slice_rank):
+            if (file.replica_rank, file.slice_rank) == (file.holders.replicas.rank(), file.holders.slices.rank()):
                 path = self.folder / file.name
                 with SafetensorsWriter(path, [entry for piece in file.pieces for entry in self._entries(piece)]) as out:
                     for name, tensor in self._tensors(file):
@@ -187,12 +192,11 @@ class _FileSet:
 
     def _plan(self, parameters: Sequence[LocalParameter]) -> list[_File]:
         """List the files of this rank's holders: weights in order, a new file where one would grow too large."""
-        by_holders: dict[Holders, list[list[Piece]]] = {
-            holders_of(self.place, experts=experts): [] for experts in (False, True)
-        }
-        sizes = dict.fromkeys(by_holders, 0)
+        kinds = [holders_of(self.place, experts=experts) for experts in (False, True)]
+        by_holders: dict[Holders, list[list[Piece]]] = {holders: [] for holders in kinds}
+        sizes = dict.fromkeys(kinds, 0)
         for local in parameters:
-            holders = holders_of(self.place, experts=local.weight.per_expert)
+            holders = kinds[local.weight.per_expert]
             contents = by_holders[holders]
             for piece in local.pieces(self.architecture):
                 num_bytes = sum(entry.num_bytes for entry in self._entries(piece))
@@ -201,17 +205,16 @@ class _FileSet:
                     sizes[holders] = 0
                 contents[-1].append(piece)
                 sizes[holders] += num_bytes
-        counts: dict[tuple[int, int], int] = {}
-        for of_rank in groups.gather({holders.key: len(contents) for holders, contents in by_holders.items()}):
-            counts |= of_rank
+        counts = _united({holders.key: len(contents) for holders, contents in by_holders.items()})
         total = sum(counts.values())
         files = []
         for holders, contents in by_holders.items():
             first = sum(count for key, count in counts.items() if key < holders.key)
+            replicas, slices = holders.replicas.size(), holders.slices.size()
             for index, pieces in enumerate(contents):
                 name = f"{self.stem}-{first + index + 1:05d}-of-{total:05d}" if total > 1 else self.stem
-                replica, part = index % holders.replica_size, index // holders.replica_size % holders.slice_size
-                files.append(_File(f"{name}.safetensors", tuple(pieces), holders, replica, part))
+                writer = index % replicas, index // replicas % slices
+                files.append(_File(f"{name}.safetensors", tuple(pieces), holders, *writer))
         return files
 
     def _entries(self, piece: Piece) -> list[TensorEntry]:
@@ -225,12 +228,12 @@ class _FileSet:
         for piece in file.pieces:
             for kind in self.kinds:
                 mine = self.provide(piece, kind)
-                if self.is_split and holders.replica_size > 1:
+                if self.is_split and holders.replicas.size() > 1:
                     # Parts that are zero where another replica's are not: the sum of their bits is exact, signs of zero
                     # included.
                     bits = mine.view(torch.int32)
                     torch.distributed.reduce(bits, group=holders.replicas, group_dst=file.replica_rank)
-                    if file.replica_rank != holders.replica_rank:
+                    if file.replica_rank != holders.replicas.rank():
                         continue
                 cpu = torch.device("cpu")
                 whole = gather_piece(piece, mine, holders, file.slice_rank, self.architecture, cpu)
@@ -241,13 +244,11 @@ class _FileSet:
         mine = {
             entry.name: (file.name, entry.num_bytes)
             for file in files
-            if (file.holders.slice_rank, file.holders.replica_rank) == (0, 0)
+            if (file.holders.slices.rank(), file.holders.replicas.rank()) == (0, 0)
             for piece in file.pieces
             for entry in self._entries(piece)
         }
-        merged: dict[str, tuple[str, int]] = {}
-        for of_rank in groups.gather(mine):
-            merged |= of_rank
+        merged = _united(mine)
         if self.place.rank != 0 or len({file for file, _ in merged.values()}) == 1:
             return []
         path = self.folder / f"{self.stem}.safetensors.index.json"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -22,7 +25,6 @@ from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.sequences import Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
-from megatune.engine.upstream import patch_megatron
 from megatune.engine.weights import mark_weights
 from megatune.families.weights import padded_vocab_size
 
@@ -103,7 +105,7 @@ class DecoderModel(GPTModel):
         return self.compute_language_model_loss(labels, logits)
 
     def _rotary_embedding(self, position_ids: Tensor) -> Tensor:
-        """Compute cosine and sine, int64 [s / cp] to [2, s / cp, 1, 1, channels], once for all layers."""
+        """Compute cosine and sine once for all layers: int64 [s / cp] to [2, s / cp, 1, 1, channels]."""
         return cos_sin(position_ids, self.inverse_frequencies, self.attention_factor, self.config.params_dtype)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     Args:
         trained: False freezes all parameters; they have no gradient buffers, and the model is in eval mode.
     """
-    patch_megatron()
+    _patch_recomputation()
     require(settings, architecture)
     parallel, performance = settings.parallel, settings.performance
     if performance.bias_activation_fusion:
@@ -165,6 +167,14 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     ]
     _set_overlaps(config, model)
     return model
+
+
+def _patch_recomputation() -> None:
+    """Define names of Transformer Engine's that the recomputation of single modules uses, in fp8 or not."""
+    module: Any = random
+    if not hasattr(module, "FP8GlobalStateManager"):
+        module.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+        module.activation_recompute_forward = module.fp8_autocast = lambda **unused: contextlib.nullcontext()
 
 
 def _free_parameters(chunk: torch.nn.Module) -> None:

@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -20,8 +21,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
+from megatune.engine import groups
 from megatune.engine.adam import FusedAdam
-from megatune.engine.groups import has_replicas
 
 # Loss scaling of fp16, as Megatron-LM's defaults.
 _INITIAL_LOSS_SCALE = 2.0**32
@@ -81,7 +82,7 @@ def build_optimizer(
     precision: PrecisionSettings,
 ) -> ChainedOptimizer:
     """Build Megatron-Core's optimizer for these model chunks, its state allocated."""
-    _patch_adam(settings)
+    _patch_megatron(settings)
     config = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.learning_rate,
@@ -119,11 +120,14 @@ def build_optimizer(
 def shards_optimizer(parallel: ParallelSettings) -> bool:
     """Whether optimizer state is sharded. Without replicas to shard it over, the distributed optimizer would only copy
     gradients and parameters to and fro."""
-    return parallel.use_distributed_optimizer and (has_replicas() or parallel.overlap_param_gather)
+    place = groups.place()
+    has_replicas = max(place.replica_size, place.expert_replica_size) > 1
+    return parallel.use_distributed_optimizer and (has_replicas or parallel.overlap_param_gather)
 
 
-def _patch_adam(settings: OptimizerSettings) -> None:
-    """Give Megatron-Core our FusedAdam in place of Apex's, whose interface it has."""
+def _patch_megatron(settings: OptimizerSettings) -> None:
+    """Give Megatron-Core our FusedAdam, norm and scaling in place of Apex's, whose interfaces they have."""
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     megatron_optimizer.Adam = partial(
         FusedAdam,
@@ -135,6 +139,19 @@ def _patch_adam(settings: OptimizerSettings) -> None:
     # The distributed optimizer checks the class it is given; SGD is as elementwise as Adam.
     distrib_optimizer.Adam = (FusedAdam, torch.optim.SGD)
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Compute the norm of all tensors together, fp32 [1]; Megatron-Core's own waits for the GPU once a tensor."""
+    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
+
+
+def _scale(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], factor: float) -> None:
+    """Multiply in place; Megatron-Core's own makes a scaled copy of each tensor first."""
+    sources, targets = tensor_lists
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)
 
 
 def _init_state(optimizer: ChainedOptimizer, settings: OptimizerSettings) -> None:
@@ -154,41 +171,27 @@ def main_shards(optimizer: ChainedOptimizer) -> dict[Tensor, MainShard]:
     return {param: shard for part in _parts(optimizer) for param, shard in _shards(part)}
 
 
-def _shards(part: Any) -> Iterator[tuple[torch.nn.Parameter, MainShard]]:
+def _shards(part: Any) -> Iterator[tuple[Tensor, MainShard]]:
+    state = part.optimizer.state
     if isinstance(part, DistributedOptimizer):
-        yield from _distributed_shards(part)
+        buckets = [bucket for by_dtype in part.gbuf_ranges for held in by_dtype.values() for bucket in held]
+        for param, ranges in (pair for bucket in buckets for pair in bucket["param_map"].items()):
+            group, order = part.model_param_group_index_map[param]
+            main = part.optimizer.param_groups[group]["params"][order]
+            yield param, _shard(param, main, state[main], ranges["param"].start, ranges["param"].end)
         return
-    groups = part.optimizer.param_groups
     if isinstance(part, Float16OptimizerWithFloat16Params):
-        pairs = [
-            pair
-            for models, mains in (
-                *zip(part.float16_groups, part.fp32_from_float16_groups, strict=True),
-                *((params, params) for params in part.fp32_from_fp32_groups),
-            )
-            for pair in zip(models, mains, strict=True)
-        ]
+        models = [*part.float16_groups, *part.fp32_from_fp32_groups]
+        mains = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
     else:
-        pairs = [(param, param) for group in groups for param in group["params"]]
-    for param, main in pairs:
-        state = part.optimizer.state.get(main, {})
-        yield param, MainShard(0, param.numel(), main.data.view(-1), param.main_grad.view(-1), _flat(state))
+        models = mains = [group["params"] for group in part.optimizer.param_groups]
+    for param, main in zip(chain(*models), chain(*mains), strict=True):
+        yield param, _shard(param, main, state.get(main, {}), 0, param.numel())
 
 
-def _distributed_shards(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, MainShard]]:
-    for ranges_by_dtype in part.gbuf_ranges:
-        for buckets in ranges_by_dtype.values():
-            for bucket in buckets:
-                for param, ranges in bucket["param_map"].items():
-                    group, order = part.model_param_group_index_map[param]
-                    main = part.optimizer.param_groups[group]["params"][order]
-                    start, stop = ranges["param"].start, ranges["param"].end
-                    grad = param.main_grad.view(-1)[start:stop]
-                    yield param, MainShard(start, stop, main.data.view(-1), grad, _flat(part.optimizer.state[main]))
-
-
-def _flat(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.view(-1) for key, value in state.items()}
+def _shard(param: Any, main: Tensor, state: dict[str, Tensor], start: int, stop: int) -> MainShard:
+    flat = {key: value.view(-1) for key, value in state.items()}
+    return MainShard(start, stop, main.data.view(-1), param.main_grad.view(-1)[start:stop], flat)
 
 
 def scalars(optimizer: ChainedOptimizer) -> dict[str, float]:

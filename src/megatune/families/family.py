@@ -39,7 +39,7 @@ class Family:
         aliases: config.json keys that may go by another name: the one used here, by the other.
         rope_types: the kinds of rotary scaling it may ask for.
         ignored_keys: regular expressions of checkpoint keys that this model does not use, as Transformers does not;
-            {num_layers} stands for the number of layers.
+            {num_layers} is replaced by the number of layers.
         head_dim_key: config.json key of the head dimension, of its rotary part in latent attention.
         head_dim_default: head dimension where config.json has none; None means hidden_size / num_attention_heads.
         experts: reads the mixture of experts; None from it where no layer is sparse.
