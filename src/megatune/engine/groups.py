@@ -78,15 +78,9 @@ def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         meet(torch.distributed.PrefixStore(f"megatune/{attempt}", store), rank, world_size, timeout=timeout)
     except (torch.distributed.DistError, RuntimeError) as error:
-        raise MegatuneError(
-            Finding(
-                f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at "
-                f"{address}:{port}",
-                why=str(error).splitlines()[0],
-                fix="check MASTER_ADDR and MASTER_PORT on every node, and that every node was started",
-            ),
-            ExitCode.UNAVAILABLE,
-        ) from error
+        who = f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at {address}:{port}"
+        fix = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
+        raise MegatuneError(Finding(who, why=str(error).splitlines()[0], fix=fix), ExitCode.UNAVAILABLE) from error
 
 
 def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout: float) -> None:
@@ -119,26 +113,20 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoord
 
 def place() -> RankCoordinates:
     """Return this rank's coordinates in the groups that `build` made."""
-    return RankCoordinates(
-        rank=torch.distributed.get_rank(),
-        world_size=torch.distributed.get_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        replica_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        replica_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        expert_replica_rank=parallel_state.get_expert_data_parallel_rank(),
-        expert_replica_size=parallel_state.get_expert_data_parallel_world_size(),
-    )
+    by_name = {
+        "tp": tensor_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "replica": replica_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "etp": expert_tensor_parallel_group(),
+        "expert_replica": expert_replica_group(),
+    }
+    numbers = {"rank": rank(), "world_size": torch.distributed.get_world_size()}
+    for name, group in by_name.items():
+        numbers |= {f"{name}_rank": group.rank(), f"{name}_size": group.size()}
+    return RankCoordinates(**numbers)
 
 
 def tensor_parallel_group() -> torch.distributed.ProcessGroup:
