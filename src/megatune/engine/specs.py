@@ -26,7 +26,7 @@ from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNor
 def block_spec(
     architecture: Architecture, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """List the modules of this pipeline chunk's layers."""
+    """The layers of this pipeline chunk."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(architecture, config, layer) for layer in range(first, first + count)]

@@ -62,14 +62,28 @@ EXPERT_BIAS = _sparse(
 )
 
 
-def qwen_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which layers are sparse in Qwen: each `decoder_sparse_step`-th one, except `mlp_only_layers`."""
+def qwen_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts | None:
+    """Read Qwen's experts: in each `decoder_sparse_step`-th layer, except `mlp_only_layers`; None where in no layer.
+
+    Args:
+        declared: further attributes.
+    """
     dense, step = set(config["mlp_only_layers"]), config["decoder_sparse_step"]
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"]))
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"]))
+    if not any(layers):
+        return None
+    return MixtureOfExperts(
+        layers=layers,
+        num_experts=config["num_experts"],
+        router_topk=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        pre_softmax=not config["norm_topk_prob"],
+        **declared,
+    )
 
 
 def expert_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """What no router can do, and why."""
+    """Find what no router can do, and say why."""
     moe = architecture.moe
     if moe is None:
         return
