@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.assemble import LoadedModel
-from megatune.bridge.gathering import gather_piece, holders_of
+from megatune.bridge.parameters import gather_piece, holders_of
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.families import FAMILIES

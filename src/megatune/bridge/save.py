@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.gathering import Holders, gather_piece, holders_of
-from megatune.bridge.parameters import LocalParameter, Piece
+from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of
 from megatune.bridge.safetensors_writer import SafetensorsWriter, TensorEntry
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
