@@ -52,8 +52,10 @@ def test_the_stream_is_the_checkpoint(pool, model_dir, family, tied, layout, ran
     assert len(alone) == len(dict(alone))
 
 
-def test_experts_come_one_by_one_and_layers_in_order(pool, model_dir):
-    (pairs,) = pool.run(1, export, model_dir("deepseek_v3"), ALL["1"].settings(precision={"bf16": True}), None, True)
+@pytest.mark.parametrize("ranks", [None, [1]])
+def test_experts_come_one_by_one_and_layers_in_order(pool, model_dir, ranks):
+    settings = ALL["ep2"].settings(precision={"bf16": True})
+    _, pairs = pool.run(2, export, model_dir("deepseek_v3"), settings, ranks, True)
     names = [name for name, _ in pairs]
     layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
     assert layers == sorted(layers)
