@@ -38,7 +38,7 @@ def find(assembly: Assembly, name: str) -> Any:
 def check_after_flip(
     model: Path, settings: Settings, samples: list[Sample], rank: int, name: str, which: str
 ) -> tuple[str, int]:
-    """Flip a bit of a weight or of its gradient on one rank; what every rank is told, and the exit code."""
+    """Flip a bit of a weight or of its gradient on one rank; what every rank reports, and the exit code."""
     assembly = assemble(model, settings)
     measure_loss(assembly, deal(samples, assembly.place, settings.parallel))
     check_gradients(assembly, 3)
@@ -91,7 +91,7 @@ def test_flipped_bit_is_named(pool, model_dir, layout, rank, name, which, said):
     ],
 )
 def test_flipped_bit_among_experts_is_named(pool, model_dir, layout, rank, name, said):
-    """Experts have copies where others are dealt elsewhere; their router has one on every rank."""
+    """Experts have copies where other experts are sharded elsewhere; their router has one on every rank."""
     chosen = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}[layout]
     arguments = (model_dir("qwen3_moe"), chosen.settings(), random_samples(301, LENGTHS), rank, name, "weight")
     for text, code in pool.run(chosen.world_size, check_after_flip, *arguments):

@@ -1,4 +1,4 @@
-"""What stands in for CUDA on a CPU: enough for Megatron-Core, and in nobody else's way."""
+"""The stand-ins for CUDA on a CPU: enough for Megatron-Core, and no hindrance to others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatune.engine.layers.rotary import inverse_frequencies
 from megatune.families import load_architecture
 from megatune.verify.reference import load_reference_model
 
-pytestmark = pytest.mark.skipif(device.HAS_GPU, reason="with a GPU nothing stands in")
+pytestmark = pytest.mark.skipif(device.HAS_GPU, reason="with a GPU nothing is patched")
 
 
-def test_calls_of_megatron_core_are_answered():
+def test_calls_of_megatron_core_work():
     assert torch.cuda.current_device() == torch.device("cpu") == device.current()
     stream, event = torch.cuda.Stream(), torch.cuda.Event()
     event.record(stream)

@@ -38,8 +38,8 @@ def test_precision_of_gradients_and_averages(pool, model_dir, layout):
         (LAYOUTS[layout].settings({}, {"bf16": True}), torch.float32, torch.float32, 0.0),
     ]
     for settings, gradient, exp_avg, fraction in cases:
-        (answer, *_) = pool.run(LAYOUTS[layout].world_size, dtypes_and_host_fraction, model_dir("qwen3"), settings)
-        assert answer == ({gradient}, {"exp_avg": {exp_avg}, "exp_avg_sq": {torch.float32}}, fraction)
+        (found, *_) = pool.run(LAYOUTS[layout].world_size, dtypes_and_host_fraction, model_dir("qwen3"), settings)
+        assert found == ({gradient}, {"exp_avg": {exp_avg}, "exp_avg_sq": {torch.float32}}, fraction)
 
 
 def moved_bias(model: Path, settings: Settings, samples: list[Sample]) -> dict[str, torch.Tensor]:

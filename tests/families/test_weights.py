@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.weights import (
-    Layout,
     Slice,
+    TensorLayout,
     Weight,
     by_expert,
     engine_shape,
@@ -142,9 +142,9 @@ def test_segments_cover_every_element_exactly_once(case):
                 size = add_covered(covered, weight, architecture, part, shapes, layer)
                 # Padding of the vocabulary is in no segment; everything else is full.
                 room = element_count(engine_shape(weight, architecture, part))
-                assert size <= room if weight.layout is Layout.VOCABULARY else size == room
-            copies = dense_cut.tp_size if weight.layout is Layout.REPLICATED else 1
-            dim = 1 if weight.layout is Layout.COLUMNS else 0
+                assert size <= room if weight.layout is TensorLayout.VOCABULARY else size == room
+            copies = dense_cut.tp_size if weight.layout is TensorLayout.REPLICATED else 1
+            dim = 1 if weight.layout is TensorLayout.COLUMNS else 0
             assert covered == {(name, dim, i): copies for name, shape in shapes.items() for i in range(shape[dim])}
 
 
@@ -179,7 +179,7 @@ def test_a_slice_is_its_experts_one_after_the_other(case):
 
 
 def test_an_experts_slice_is_its_gate_rows_then_its_up_rows(model_dir):
-    """Expert parallelism deals experts in blocks; expert tensor parallelism cuts each of them."""
+    """Expert parallelism shards experts in blocks; expert tensor parallelism cuts each of them."""
     architecture = load_architecture(model_dir("mixtral"))  # 4 experts of 96 channels
     weights = {weight.engine.rpartition(".")[2]: weight for weight in FAMILIES["mixtral"].weights if weight.per_expert}
     part = Slice(tp_size=2, tp_rank=1, ep_size=2, ep_rank=1)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from activation_cases import CASES, Measured
-from measured_memory import LiveBytes, measure_step
+from live_bytes import LiveBytes
+from measured_memory import measure_step
 from memory_table import ASKED, DOCUMENT, MemoryTable
 
 from megatune.plan.memory.activations import activation_bytes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from activation_cases import DENSE, QWEN3, SHARED, SP, TP2, Measured
 from layouts import Layout
-from measured_memory import LiveBytes
+from live_bytes import LiveBytes
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings

@@ -9,12 +9,12 @@ import pytest
 from layouts import LAYOUTS, MORE_LAYOUTS
 
 from megatune.data.batches import Batch
-from megatune.engine.groups import Place
+from megatune.engine.groups import RankCoordinates
 from megatune.verify.measure import deal
 from megatune.verify.samples import Sample, random_samples, sample_rows
 
 LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
-ALONE = Place(**dict.fromkeys(Place.__slots__, 0) | {"dp_size": 1})
+ALONE = RankCoordinates(**dict.fromkeys(RankCoordinates.__slots__, 0) | {"dp_size": 1})
 
 
 def trained(batches: list[Batch]) -> Counter[tuple[int, int, int]]:

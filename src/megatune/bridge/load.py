@@ -33,30 +33,30 @@ def check_keys(folder: SafetensorsFolder, architecture: Architecture) -> None:
     }
     names = folder.names()
     ignored = re.compile("|".join(family.ignored(architecture)))
-    unknown = [name for name in names - expected.keys() if not ignored.fullmatch(name)]
-    findings = [
-        Finding(f"{len(keys)} keys {problem}: {_some(keys)}", str(folder.folder), why, fix)
-        for keys, problem, why, fix in (
-            (
-                expected.keys() - names,
-                "are missing",
-                f"config.json describes a {architecture.model_type} that has them",
+    missing, unknown = expected.keys() - names, {key for key in names - expected.keys() if not ignored.fullmatch(key)}
+    model_type, where = architecture.model_type, str(folder.folder)
+    findings = []
+    if missing:
+        findings.append(
+            Finding(
+                f"{len(missing)} keys are missing: {_some(missing)}",
+                where,
+                f"config.json describes a {model_type} that has them",
                 "use the config.json and the weights of one checkpoint",
-            ),
-            (
-                unknown,
-                "are unknown",
-                f"a {architecture.model_type} has no place for them, and nothing is left out silently",
-                "check that config.json names the right model_type, or remove them",
-            ),
+            )
         )
-        if keys
-    ]
+    if unknown:
+        findings.append(
+            Finding(
+                f"{len(unknown)} keys are unknown: {_some(unknown)}",
+                where,
+                f"a {model_type} has no place for them, and nothing is left out silently",
+                "check that config.json names the right model_type, or remove them",
+            )
+        )
     for name, shape in expected.items():
         if name in names and folder.shape(name) != shape:
-            findings.append(
-                Finding(f"{name} is {list(folder.shape(name))}, config.json says {list(shape)}", str(folder.folder))
-            )
+            findings.append(Finding(f"{name} is {list(folder.shape(name))}, config.json says {list(shape)}", where))
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
 

@@ -1,24 +1,20 @@
-"""Which weights this rank holds."""
+"""The weights that this rank holds, and whole Hugging Face tensors from the slices of all ranks."""
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatune.architecture import Architecture
-from megatune.engine.groups import Place
-from megatune.families import FAMILIES
-from megatune.families.weights import Segment, Slice, Weight, by_expert, engine_shape, hf_shapes, segments
-
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
-_OUTPUT_LAYER = "output_layer.weight"
-_WORD_EMBEDDING = "embedding.word_embeddings.weight"
+from megatune.engine import groups
+from megatune.engine.groups import RankCoordinates
+from megatune.engine.weights import named_weights
+from megatune.families.weights import Segment, Slice, TensorLayout, Weight, by_expert, engine_shape, hf_shapes, segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +36,15 @@ class LocalParameter:
     is_copy: bool
 
     def segments(self, architecture: Architecture) -> list[Segment]:
-        """The pieces of Hugging Face tensors that make up this rank's slice."""
+        """List the pieces of Hugging Face tensors that make up this rank's slice."""
         return segments(self.weight, architecture, self.slice, self.layer)
 
     def hf_shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors that it is a part of, by name; of this rank's experts only."""
+        """Find the shapes of the Hugging Face tensors that it is a part of, by name; of this rank's experts only."""
         return hf_shapes(self.weight, architecture, self.layer, self.slice)
 
     def pieces(self, architecture: Architecture) -> list[Piece]:
-        """The parameter expert by expert, in order; as one piece where it is no expert's."""
+        """Cut the parameter into its experts, in order; into one piece where it belongs to none."""
         parts = by_expert(self.weight, architecture, self.slice)
         size = self.parameter.numel() // len(parts)
         return [Piece(self, part, index * size, (index + 1) * size) for index, part in enumerate(parts)]
@@ -69,54 +65,78 @@ class Piece:
     stop: int
 
     def hf_shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors that it is a part of, by name."""
+        """Find the shapes of the Hugging Face tensors that it is a part of, by name."""
         return hf_shapes(self.local.weight, architecture, self.local.layer, self.slice)
-
-    def segments(self, architecture: Architecture, part: Slice) -> list[Segment]:
-        """The pieces of those tensors that another rank's slice of it is made of."""
-        return segments(self.local.weight, architecture, part, self.local.layer)
-
-
-def slice_of(weight: Weight, place: Place) -> Slice:
-    """The part of a weight that a rank holds."""
-    if weight.per_expert:
-        return Slice(place.etp_size, place.etp_rank, place.ep_size, place.ep_rank)
-    return Slice(place.tp_size, place.tp_rank)
 
 
 def local_parameters(
-    model: Sequence[torch.nn.Module], architecture: Architecture, place: Place
+    model: Sequence[torch.nn.Module], architecture: Architecture, place: RankCoordinates
 ) -> list[LocalParameter]:
-    """Every parameter of this rank's chunks and every buffer in the weight map, in the order of the model.
+    """List every parameter of this rank's chunks and every buffer in the weight map, in the order of the model.
 
     The shapes that the family declares are held against those that Megatron-Core built.
     """
-    by_name = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
+    whole = Slice(place.tp_size, place.tp_rank)
+    experts = Slice(place.etp_size, place.etp_rank, place.ep_size, place.ep_rank)
     found: list[LocalParameter] = []
     for chunk in model:
-        for name, layer, parameter in _named_tensors(chunk, by_name):
-            is_copy = name == _OUTPUT_LAYER and architecture.tie_word_embeddings
-            weight = by_name[_WORD_EMBEDDING if is_copy else name]
-            part = slice_of(weight, place)
+        for weight, layer, tensor, is_copy in named_weights(chunk, architecture):
+            part, built = (experts if weight.per_expert else whole), tuple(tensor.shape)
             declared = engine_shape(weight, architecture, part)
-            assert tuple(parameter.shape) == declared, f"{name}: built {tuple(parameter.shape)}, declared {declared}"
-            found.append(LocalParameter(weight, layer, part, parameter, is_copy))
+            assert built == declared, f"{weight.engine}: built {built}, declared {declared}"
+            found.append(LocalParameter(weight, layer, part, tensor, is_copy))
     return found
 
 
-def _named_tensors(chunk: torch.nn.Module, by_name: dict[str, Weight]) -> Iterator[tuple[str, int, Tensor]]:
-    """Names as the weight map has them, with the layer's number over all pipeline stages beside them.
+class Holders(NamedTuple):
+    """The ranks that together hold some weights, as this rank sees them.
 
-    Every parameter, and of the buffers those that the map declares: others are computed.
+    Attributes:
+        key: of these ranks among all such; files are numbered in this order.
+        slices: the ranks that hold slices of the same weights.
+        replicas: the ranks that hold copies of the same slices.
     """
-    decoder: Any = chunk
-    while hasattr(decoder, "module"):  # DDP and mixed-precision wrappers
-        decoder = decoder.module
-    for name, tensor in itertools.chain(decoder.named_parameters(), decoder.named_buffers()):
-        match = _LAYER.fullmatch(name)
-        layer = 0
-        if match is not None:
-            layer = decoder.decoder.layers[int(match[2])].layer_number - 1
-            name = f"{match[1]}{{layer}}{match[3]}"
-        if isinstance(tensor, torch.nn.Parameter) or (name in by_name and by_name[name].is_buffer):
-            yield name, layer, tensor
+
+    key: tuple[int, int]
+    slices: ProcessGroup
+    replicas: ProcessGroup
+
+
+def holders_of(place: RankCoordinates, *, experts: bool) -> Holders:
+    """Find the ranks that hold this rank's experts, or its other weights."""
+    # Without expert parallelism those of experts are those of everything else.
+    if experts and (place.ep_size, place.etp_size) != (1, place.tp_size):
+        key = (place.pp_rank, 1 + place.ep_rank)
+        return Holders(key, groups.expert_tensor_parallel_group(), groups.expert_replica_group())
+    return Holders((place.pp_rank, 0), groups.tensor_parallel_group(), groups.replica_group())
+
+
+def gather_piece(
+    piece: Piece, mine: Tensor, holders: Holders, slice_rank: int, architecture: Architecture, device: torch.device
+) -> dict[str, Tensor] | None:
+    """Gather the slices of a piece on one of the ranks that hold them.
+
+    Args:
+        mine: this rank's slice, flattened, [n].
+        slice_rank: the rank that gets them.
+        device: for the whole tensors.
+
+    Returns:
+        On that rank the Hugging Face tensors, whole, in memory of their own; None elsewhere.
+    """
+    local, slices = piece.local, [mine]
+    if local.weight.layout is not TensorLayout.REPLICATED and holders.slices.size() > 1:
+        wanted = holders.slices.rank() == slice_rank
+        slices = [torch.empty_like(mine) for _ in range(holders.slices.size())] if wanted else []
+        torch.distributed.gather(mine.contiguous(), slices or None, group=holders.slices, group_dst=slice_rank)
+    if holders.slices.rank() != slice_rank:
+        return None
+    shapes = piece.hf_shapes(architecture)
+    whole = {name: torch.empty(shape, dtype=mine.dtype, device=device) for name, shape in shapes.items()}
+    for rank, values in enumerate(slices):
+        position = 0
+        for segment in segments(local.weight, architecture, replace(piece.slice, tp_rank=rank), local.layer):
+            target = whole[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
+            target.copy_(values[position : position + target.numel()].view(target.shape))
+            position += target.numel()
+    return whole

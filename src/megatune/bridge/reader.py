@@ -36,47 +36,34 @@ class SafetensorsFolder:
     def _list(self, name: str) -> dict[str, str]:
         index, single = self.folder / f"{name}.safetensors.index.json", self.folder / f"{name}.safetensors"
         if index.is_file():
-            try:
-                file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise MegatuneError(
-                    Finding(f"is not an index of weights: {error}", str(index)), ExitCode.INPUT
-                ) from None
-            files = set(file_of.values())
-            missing = sorted(file for file in files if not (self.folder / file).is_file())
-            if missing:
-                raise MegatuneError(
-                    Finding(
-                        f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}",
-                        str(index),
-                        fix="download the checkpoint again",
-                    ),
-                    ExitCode.INPUT,
-                )
-            return dict(file_of)
+            return self._read_index(index)
         if single.is_file():
             try:
                 with safe_open(single, framework="pt") as file:
                     return dict.fromkeys(file.keys(), single.name)
             except (SafetensorError, OSError) as error:
-                raise MegatuneError(_damaged(single, error), ExitCode.INPUT) from None
-        pickles = sorted(path.name for path in self.folder.glob("*.bin")) + sorted(
-            path.name for path in self.folder.glob("*.pt*")
-        )
-        raise MegatuneError(
-            Finding(
-                f"there is no {single.name}",
-                str(self.folder),
-                f"{pickles[0]} is a pickle, which can run code when it is loaded" if pickles else "",
-                "save the model as safetensors with Transformers: model.save_pretrained(OUT)"
-                if pickles
-                else "give a folder that holds the weights",
-            ),
-            ExitCode.INPUT,
-        )
+                raise _damaged(single, error) from None
+        why, fix = "", "give a folder that holds the weights"
+        pickles = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(self.folder.glob(pattern))]
+        if pickles:
+            why = f"{pickles[0]} is a pickle, which can run code when it is loaded"
+            fix = "save the model as safetensors with Transformers: model.save_pretrained(OUT)"
+        raise MegatuneError(Finding(f"there is no {single.name}", str(self.folder), why, fix), ExitCode.INPUT)
+
+    def _read_index(self, index: Path) -> dict[str, str]:
+        try:
+            file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise MegatuneError(Finding(f"is not an index of weights: {error}", str(index)), ExitCode.INPUT) from None
+        files = set(file_of.values())
+        missing = sorted(file for file in files if not (self.folder / file).is_file())
+        if missing:
+            what = f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
+            raise MegatuneError(Finding(what, str(index), fix="download the checkpoint again"), ExitCode.INPUT)
+        return dict(file_of)
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """List the names of all tensors."""
         return set(self._file_of)
 
     def _slice(self, name: str) -> Any:
@@ -86,14 +73,14 @@ class SafetensorsFolder:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
             return self._open[file].get_slice(name)
         except (SafetensorError, OSError) as error:
-            raise MegatuneError(_damaged(self.folder / file, error), ExitCode.INPUT) from None
+            raise _damaged(self.folder / file, error) from None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Read the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        """The rows or columns that the segment names, in the file's dtype, on the CPU.
+        """Read the rows or columns that the segment names, in the file's dtype, on the CPU.
 
         Args:
             prefix: of the tensor's name in the file.
@@ -127,7 +114,6 @@ class SafetensorsFolder:
         return math.prod(shape) // shape[segment.dim] * (segment.stop - segment.start)
 
 
-def _damaged(path: Path, error: Exception) -> Finding:
-    return Finding(
-        f"cannot be read as safetensors: {error}", str(path), "the file is damaged or cut short", "copy it again"
-    )
+def _damaged(path: Path, error: Exception) -> MegatuneError:
+    what, why = f"cannot be read as safetensors: {error}", "the file is damaged or cut short"
+    return MegatuneError(Finding(what, str(path), why, "copy it again"), ExitCode.INPUT)

@@ -1,28 +1,42 @@
-"""Saves the engine's tensors as Hugging Face safetensors: weights, the optimizer's state, gradients."""
+"""Saves the engine's tensors as Hugging Face safetensors: weights, the optimizer's state, gradients.
+
+A file belongs to the ranks that together hold its weights: those of a pipeline stage, for experts those of a stage that
+hold the same experts. Its tensors are gathered one by one over the tensor-parallel ranks of one replica, to the one
+rank that writes the file, so that ranks write different files at the same time and none ever holds more than one weight
+(of experts: one expert's) whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.parameters import LocalParameter, Piece
-from megatune.bridge.writing import Writing
-from megatune.engine.groups import Place
+from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of
+from megatune.bridge.safetensors_writer import SafetensorsWriter, TensorEntry
+from megatune.engine import groups
+from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
 
 # Hugging Face's own limit of a weight file.
 MAX_FILE_BYTES = 5 * 10**9
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def save_weights(
     folder: Path,
     parameters: Sequence[LocalParameter],
     architecture: Architecture,
-    place: Place,
+    place: RankCoordinates,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
@@ -35,8 +49,8 @@ def save_weights(
     def provide(piece: Piece, kind: str) -> Tensor:
         return piece.local.parameter.data.view(-1)[piece.start : piece.stop]
 
-    writing = Writing(folder, "model", ("",), parameters, architecture, place, max_file_bytes)
-    return writing.write(provide, is_split=False)
+    files = _FileSet(folder, "model", ("",), None, provide, False, architecture, place, max_file_bytes)
+    return files.write(parameters)
 
 
 def save_optimizer(
@@ -44,7 +58,7 @@ def save_optimizer(
     parameters: Sequence[LocalParameter],
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
-    place: Place,
+    place: RankCoordinates,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
@@ -53,7 +67,8 @@ def save_optimizer(
     Tensors are named KIND/HUGGING_FACE_NAME, so that any layout can read them. Master weights are left out where the
     model itself is fp32: they are the model.
     """
-    kinds = _agreed({kind for shard in shards.values() for kind in shard.state})
+    # Under the distributed optimizer a rank may own no part of any parameter.
+    kinds = sorted(_united({kind: None for shard in shards.values() for kind in shard.state}))
     if any(local.parameter.dtype != torch.float32 for local in parameters):
         kinds = ["main", *kinds]
     tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
@@ -65,7 +80,7 @@ def save_gradients(
     parameters: Sequence[LocalParameter],
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
-    place: Place,
+    place: RankCoordinates,
 ) -> list[Path]:
     """Write the gradients that `forward_backward` left, fp32, as `gradient*.safetensors`, tensors named grad/NAME."""
     tensors = {param: {"grad": shard.grad} for param, shard in shards.items()}
@@ -80,15 +95,18 @@ def _save_shards(
     shards: Mapping[Tensor, MainShard],
     tensors: Mapping[Tensor, Mapping[str, Tensor]],
     architecture: Architecture,
-    place: Place,
+    place: RankCoordinates,
     max_file_bytes: int,
 ) -> list[Path]:
     """Write tensors of which this rank holds elements start..stop, those of its shard, as fp32."""
     trained = [local for local in parameters if not local.weight.is_buffer]
+
+    def is_whole(local: LocalParameter) -> bool:
+        shard = shards.get(local.parameter)
+        return shard is not None and (shard.start, shard.stop) == (0, local.parameter.numel())
+
     # Only the distributed optimizer splits a parameter; without it every replica holds all of them.
-    is_split = bool(
-        _agreed({local.weight.engine for local in trained if not _is_whole(shards.get(local.parameter), local)})
-    )
+    is_split = not all(groups.gather(all(is_whole(local) for local in trained)))
 
     def provide(piece: Piece, kind: str) -> Tensor:
         param, shard = piece.local.parameter, shards.get(piece.local.parameter)
@@ -104,16 +122,141 @@ def _save_shards(
         return whole
 
     names = tuple(f"{kind}/" for kind in kinds)
-    writing = Writing(folder, stem, names, trained, architecture, place, max_file_bytes)
-    return writing.write(provide, is_split=is_split)
+    files = _FileSet(folder, stem, names, torch.float32, provide, is_split, architecture, place, max_file_bytes)
+    return files.write(trained)
 
 
-def _is_whole(shard: MainShard | None, local: LocalParameter) -> bool:
-    return shard is not None and (shard.start, shard.stop) == (0, local.parameter.numel())
+def _united(mine: dict[K, V]) -> dict[K, V]:
+    """Unite dictionaries of all ranks, on every rank."""
+    return {key: value for part in groups.gather(mine) for key, value in part.items()}
 
 
-def _agreed(local: set[str]) -> list[str]:
-    """The union over all ranks: under the distributed optimizer a rank may own no part of any parameter."""
-    gathered: list[set[str]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, local)
-    return sorted(set().union(*gathered))
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file to be written: what is in it, and which of its holders writes it."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    holders: Holders
+    replica_rank: int
+    slice_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _FileSet:
+    """One set of files, such as those of a model.
+
+    Attributes:
+        stem: of the files' names.
+        kinds: prefixes of tensors' names; each weight is written once for each.
+        dtype: of all tensors; None for those of the parameters.
+        provide: (piece, kind) -> this rank's elements of it, [n]; zero for other replicas' elements where `is_split`.
+        is_split: whether every replica provides a part of each piece; otherwise each provides all of it.
+    """
+
+    folder: Path
+    stem: str
+    kinds: tuple[str, ...]
+    dtype: torch.dtype | None
+    provide: Callable[[Piece, str], Tensor]
+    is_split: bool
+    architecture: Architecture
+    place: RankCoordinates
+    max_file_bytes: int
+
+    def write(self, parameters: Sequence[LocalParameter]) -> list[Path]:
+        """Write all files; collective over all ranks.
+
+        A rank takes part in the files of two sets of holders, first in all of the one, then in all of the other, in the
+        same order as the other holders do: none waits for one that waits for it.
+
+        Returns:
+            The files that this rank wrote.
+        """
+        files = self._plan([local for local in parameters if not local.is_copy])
+        written = []
+        for file in files:
+            if file.replica_rank != file.holders.replicas.rank() and not self.is_split:
+                continue
+            if (file.replica_rank, file.slice_rank) == (file.holders.replicas.rank(), file.holders.slices.rank()):
+                path = self.folder / file.name
+                with SafetensorsWriter(path, [entry for piece in file.pieces for entry in self._entries(piece)]) as out:
+                    for name, tensor in self._tensors(file):
+                        out.write(name, tensor)
+                written.append(path)
+            else:
+                for _ in self._tensors(file):
+                    raise AssertionError("only the writing rank holds whole tensors")
+        return [*written, *self._write_index(files)]
+
+    def _plan(self, parameters: Sequence[LocalParameter]) -> list[_File]:
+        """List the files of this rank's holders: weights in order, a new file where one would grow too large."""
+        kinds = [holders_of(self.place, experts=experts) for experts in (False, True)]
+        by_holders: dict[Holders, list[list[Piece]]] = {holders: [] for holders in kinds}
+        sizes = dict.fromkeys(kinds, 0)
+        for local in parameters:
+            holders = kinds[local.weight.per_expert]
+            contents = by_holders[holders]
+            for piece in local.pieces(self.architecture):
+                num_bytes = sum(entry.num_bytes for entry in self._entries(piece))
+                if not contents or sizes[holders] + num_bytes > self.max_file_bytes:
+                    contents.append([])
+                    sizes[holders] = 0
+                contents[-1].append(piece)
+                sizes[holders] += num_bytes
+        counts = _united({holders.key: len(contents) for holders, contents in by_holders.items()})
+        total = sum(counts.values())
+        files = []
+        for holders, contents in by_holders.items():
+            first = sum(count for key, count in counts.items() if key < holders.key)
+            replicas, slices = holders.replicas.size(), holders.slices.size()
+            for index, pieces in enumerate(contents):
+                name = f"{self.stem}-{first + index + 1:05d}-of-{total:05d}" if total > 1 else self.stem
+                writer = index % replicas, index // replicas % slices
+                files.append(_File(f"{name}.safetensors", tuple(pieces), holders, *writer))
+        return files
+
+    def _entries(self, piece: Piece) -> list[TensorEntry]:
+        dtype = self.dtype or piece.local.parameter.dtype
+        shapes = piece.hf_shapes(self.architecture)
+        return [TensorEntry(kind + name, shape, dtype) for kind in self.kinds for name, shape in shapes.items()]
+
+    def _tensors(self, file: _File) -> Iterator[tuple[str, Tensor]]:
+        """Yield the file's tensors, whole, on the rank that writes it; nothing on the ranks that help."""
+        holders = file.holders
+        for piece in file.pieces:
+            for kind in self.kinds:
+                mine = self.provide(piece, kind)
+                if self.is_split and holders.replicas.size() > 1:
+                    # Parts that are zero where another replica's are not: the sum of their bits is exact, signs of zero
+                    # included.
+                    bits = mine.view(torch.int32)
+                    torch.distributed.reduce(bits, group=holders.replicas, group_dst=file.replica_rank)
+                    if file.replica_rank != holders.replicas.rank():
+                        continue
+                cpu = torch.device("cpu")
+                whole = gather_piece(piece, mine, holders, file.slice_rank, self.architecture, cpu)
+                yield from ((kind + name, tensor) for name, tensor in (whole or {}).items())
+
+    def _write_index(self, files: list[_File]) -> list[Path]:
+        """Write, on rank 0, the index that says which file holds which tensor; none where one file holds all."""
+        mine = {
+            entry.name: (file.name, entry.num_bytes)
+            for file in files
+            if (file.holders.slices.rank(), file.holders.replicas.rank()) == (0, 0)
+            for piece in file.pieces
+            for entry in self._entries(piece)
+        }
+        merged = _united(mine)
+        if self.place.rank != 0 or len({file for file, _ in merged.values()}) == 1:
+            return []
+        path = self.folder / f"{self.stem}.safetensors.index.json"
+        index = {
+            "metadata": {"total_size": sum(num_bytes for _, num_bytes in merged.values())},
+            "weight_map": {name: file for name, (file, _) in sorted(merged.items())},
+        }
+        with open(path, "w", encoding="utf-8") as out:
+            json.dump(index, out, indent=2)
+            out.flush()
+            os.fsync(out.fileno())
+        return [path]

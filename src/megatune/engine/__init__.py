@@ -1,7 +1,41 @@
-"""The only room that imports megatron. Importing it prepares the process for Megatron-Core: see device and quiet."""
+"""The only room that imports megatron. Importing it prepares the process for Megatron-Core; see also device.py."""
+
+import logging
+import os
+import warnings
 
 from megatune.engine.device import install
-from megatune.engine.quiet import quiet
+
+# Each is about a package that this engine replaces, or about an interface between two libraries below us.
+_NOISE = (
+    "Apex is not installed",
+    "Transformer Engine and Apex are not installed",
+    ".*Transformer Engine.*",
+    ".*torch.cuda.amp.*",
+    ".*_all_gather_base.*",
+    ".*_reduce_scatter_base.*",
+    ".*is deprecated.*",
+    ".*nv-grouped-gemm.*",
+    ".*barrier\\(\\).*",
+    ".*No device id is provided.*",
+    ".*CUDA initialization.*",
+    ".*NVIDIA.*driver.*",
+    ".*can't be imported.*",
+    ".*cross_entropy_loss_fusion.*",
+)
+
+
+def quiet() -> None:
+    """Silence what a user can neither act on nor needs to know. Must run before megatron is imported."""
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", module=r"megatron(\.|$)")
+    warnings.filterwarnings("ignore", module=r"torch\.distributed(\.|$)")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    os.environ.setdefault("NVTE_SUPPRESS_WARNINGS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 
 quiet()
 install()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -79,17 +79,18 @@ class FusedAdam(torch.optim.Optimizer):
         """Whether the kernel can take the parameter's state as it is."""
         return all(value.dtype == param.dtype and value.device == param.device for value in self._averages(param))
 
-    def _averages(self, param: Tensor) -> Iterator[Tensor]:
-        return (self.state[param][name] for name in self.state_dtypes)
+    def _averages(self, param: Tensor) -> list[Tensor]:
+        return [self.state[param][name] for name in self.state_dtypes]
 
     def _update_elsewhere(self, group: dict[str, Any], param: Tensor) -> None:
         assert param.grad is not None
-        device = next(self._averages(param)).device
-        # A copy even where nothing is converted: what the kernel writes is put back below.
-        work = [value.to(device, torch.float32, copy=True) for value in (param, param.grad, *self._averages(param))]
+        averages = self._averages(param)
+        # Copies even where nothing is converted: what the kernel writes is put back below.
+        inputs = (param, param.grad, *averages)
+        work = [value.to(averages[0].device, torch.float32, copy=True) for value in inputs]
         _update(group, *([tensor] for tensor in work))
         param.copy_(work[0])
-        for value, updated in zip(self._averages(param), work[2:], strict=True):
+        for value, updated in zip(averages, work[2:], strict=True):
             value.copy_(updated)
 
 
@@ -99,29 +100,15 @@ def _zeros_like(values: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
     return torch.zeros(values.shape, dtype=dtype, pin_memory=True)
 
 
-def _update(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-) -> None:
-    """One step of the fused kernel; all tensors fp32, on one device."""
+_Tensors: TypeAlias = list[Tensor]
+
+
+def _update(group: dict[str, Any], params: _Tensors, grads: _Tensors, exp_avg: _Tensors, exp_avg_sq: _Tensors) -> None:
+    """Take one step of the fused kernel; all tensors fp32, on one device."""
     # The kernel adds 1 to the step it is given; all parameters of a group share one count.
     steps = torch.full((len(params),), group["step"] - 1, dtype=torch.float32, device=params[0].device)
+    beta1, beta2 = group["betas"]
     adamw(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        list(steps.unbind()),
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+        params, grads, exp_avg, exp_avg_sq, [], list(steps.unbind()), fused=True, amsgrad=False, maximize=False,
+        beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+    )  # fmt: skip

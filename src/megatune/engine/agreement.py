@@ -1,14 +1,14 @@
 """Whether ranks that must hold the same numbers do.
 
 Copies are compared bit for bit, through a digest of each tensor: whatever makes two copies differ at all, a fault or a
-missing exchange, goes on making them differ more.
+missing exchange, keeps making them differ more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -28,8 +28,7 @@ _FIX = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """Numbers that this rank holds of one parameter or buffer.
 
     Attributes:
@@ -43,8 +42,7 @@ class Held:
     values: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
+class _Difference(NamedTuple):
     """One rank's view of a tensor whose copies differ; `gap` is to the copy of the group's first rank."""
 
     label: str
@@ -54,7 +52,7 @@ class _Difference:
 
 
 def digest(values: Tensor) -> Tensor:
-    """A number that changes with any one bit: the bits of each element times an odd number of its own, modulo 2^64.
+    """Compute a number that changes with any one bit: each element's bits times an odd number of its own, modulo 2^64.
 
     Returns:
         int64 [] on the device of `values`.
@@ -103,9 +101,9 @@ def check_agreement(what: str, held: Sequence[Held], *, over_replicas: bool = Tr
 
 
 def _copies(held: Sequence[Held], over_replicas: bool) -> Iterator[tuple[str, ProcessGroup, list[int]]]:
-    """Groups of ranks, and which of the numbers all ranks of the group hold."""
-    dense = [index for index, one in enumerate(held) if getattr(one.parameter, "allreduce", True)]
-    experts = [index for index in range(len(held)) if index not in set(dense)]
+    """Find groups of ranks, and which of the numbers all ranks of a group hold."""
+    experts = [index for index, one in enumerate(held) if not getattr(one.parameter, "allreduce", True)]
+    dense = sorted(set(range(len(held))).difference(experts))
     whole = [index for index in dense if not getattr(held[index].parameter, "tensor_model_parallel", False)]
     kinds = [("tensor-parallel", groups.tensor_parallel_group(), whole)]
     if over_replicas:
@@ -120,14 +118,14 @@ def _copies(held: Sequence[Held], over_replicas: bool) -> Iterator[tuple[str, Pr
 
 
 def _gap(values: Tensor, group: ProcessGroup) -> float:
-    """The largest difference from the group's first rank."""
+    """Compute the largest difference from the group's first rank."""
     first = values.detach().clone()
     torch.distributed.broadcast(first, group=group, group_src=0)
     return (values.float() - first.float()).abs().max().item()
 
 
 def _findings(what: str, found_by_rank: Sequence[Sequence[_Difference]]) -> list[Finding]:
-    """A finding for each kind of copies, and the ranks that disagree in it."""
+    """Report each kind of copies that differ, and the ranks that disagree in it."""
     by_tensor: dict[str, dict[str, dict[int, _Difference]]] = {}
     for rank, found in enumerate(found_by_rank):
         for one in found:
@@ -141,7 +139,7 @@ def _findings(what: str, found_by_rank: Sequence[Sequence[_Difference]]) -> list
 
 
 def _between(ranks: Mapping[int, _Difference]) -> str:
-    """Who differs from whom, and by how much at most."""
+    """Say who differs from whom, and by how much at most."""
     ((usual, times), *_) = Counter(one.digest for one in ranks.values()).most_common()
     odd = [rank for rank, one in ranks.items() if one.digest != usual]
     rest = [rank for rank in ranks if rank not in odd]
@@ -167,7 +165,7 @@ def check_scalars(what: str, values: Mapping[str, float]) -> None:
         for rank, held in enumerate(by_rank):
             ranks.setdefault(held.get(name, "none"), []).append(rank)
         if len(ranks) > 1:
-            said = "; ".join(f"{value} on rank {_listed(who[:4])}" for value, who in ranks.items())
-            findings.append(Finding(f"{what}: {name} differs between ranks", why=said, fix=_FIX))
+            why = "; ".join(f"{value} on rank {_listed(who[:4])}" for value, who in ranks.items())
+            findings.append(Finding(f"{what}: {name} differs between ranks", why=why, fix=_FIX))
     if findings:
         raise MegatuneError(findings, ExitCode.NOT_FINITE)

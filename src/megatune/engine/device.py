@@ -1,6 +1,6 @@
 """The whole difference between a CPU and a GPU.
 
-Megatron-Core calls torch.cuda throughout. On a machine without a GPU, `install` answers those calls so that the same
+Megatron-Core calls torch.cuda throughout. On a machine without a GPU, `install` patches those calls so that the same
 engine runs on CPU tensors with gloo: the current device is the CPU, streams and events do nothing (CPU work is in
 order), and CPU tensors report the CUDA type names that Megatron-Core compares as strings. With a GPU it does nothing.
 """
@@ -29,7 +29,7 @@ SENDS_HOLD_MEMORY = HAS_GPU
 
 
 def current() -> torch.device:
-    """The device that holds this rank's parameters."""
+    """Return the device that holds this rank's parameters."""
     return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
 
 
@@ -42,13 +42,13 @@ def select(local_rank: int) -> None:
 
 
 def synchronize() -> None:
-    """Wait until all queued work is done, so that a clock read after it tells the truth."""
+    """Wait until all queued work is done, so that a clock read after it counts it."""
     if HAS_GPU:
         torch.cuda.synchronize()
 
 
 def name() -> str:
-    """What the start banner calls this device."""
+    """Return the device's name, for the start banner."""
     return torch.cuda.get_device_name() if HAS_GPU else "CPU"
 
 
@@ -98,12 +98,12 @@ COUNTED: Literal["allocated", "resident"] = "allocated" if HAS_GPU else "residen
 
 
 def memory_bytes() -> int:
-    """Bytes in use now."""
+    """Return bytes in use now."""
     return torch.cuda.memory_allocated() if HAS_GPU else int(psutil.Process().memory_info().rss)
 
 
 def peak_memory_bytes() -> int:
-    """Most bytes in use so far: the allocator's peak on a GPU, the process's resident peak on a CPU."""
+    """Return the most bytes in use so far: the allocator's peak on a GPU, the process's resident peak on a CPU."""
     if HAS_GPU:
         return torch.cuda.max_memory_allocated()
     memory = psutil.Process().memory_info()
@@ -117,7 +117,7 @@ def _resident_peak() -> int:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """State of every generator a step can draw from."""
+    """Return the state of every generator a step can draw from."""
     state = {"cpu": torch.random.get_rng_state()}
     if HAS_GPU:
         state["cuda"] = torch.cuda.get_rng_state()
@@ -132,7 +132,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Answers to the CUDA calls of Megatron-Core on a machine without a GPU
+# Stand-ins for the CUDA calls of Megatron-Core on a machine without a GPU
 
 
 class _Stream:
@@ -158,12 +158,12 @@ class _Event:
 
 
 def _nothing() -> Callable[..., None]:
-    """A new function that does nothing: torch's compiler refuses one function under two of its names."""
+    """Make a function that does nothing: torch's compiler refuses one function under two of its names."""
     return lambda *args, **kwargs: None
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory, with device="cuda" read as the CPU."""
+    """Wrap a factory so that device="cuda" means the CPU."""
 
     @functools.wraps(factory)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -176,21 +176,21 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _type_with_cuda_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type() answers 'torch.cuda.FloatTensor': Megatron-Core's optimizer compares these names."""
+    """Let Tensor.type() return 'torch.cuda.FloatTensor': Megatron-Core's optimizer compares these names."""
 
     @functools.wraps(tensor_type)
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = tensor_type(tensor, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        found = tensor_type(tensor, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
     return call
 
 
 @functools.cache
 def install() -> None:
-    """Import Megatron-Core, answering its CUDA calls first on a machine without a GPU."""
+    """Import Megatron-Core, with its CUDA calls patched first on a machine without a GPU."""
     if not HAS_GPU:
-        _answer_cuda_calls()
+        _patch_cuda_calls()
         # Megatron-Core compiles its fusions when it is imported; on a CPU that would ask for a C++ compiler.
         compiler, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
     import megatron.core  # noqa: F401  (imported for its effect)
@@ -199,7 +199,7 @@ def install() -> None:
         torch.compile = compiler
 
 
-def _answer_cuda_calls() -> None:
+def _patch_cuda_calls() -> None:
     cpu = torch.device("cpu")
     cuda: Any = torch.cuda
     stream = _Stream()
@@ -219,7 +219,7 @@ def _answer_cuda_calls() -> None:
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign,assignment]
     torch.Tensor.type = _type_with_cuda_name(torch.Tensor.type)  # type: ignore[method-assign,assignment]
-    # torch's "with device" knows the factories by identity: let it note the originals, which the answers call.
+    # torch's "with device" knows the factories by identity: let it note the originals, which the wrappers call.
     torch.utils._device._device_constructors()
     for factory in ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like", "rand", "randn"):
         setattr(torch, factory, _on_cpu(getattr(torch, factory)))

@@ -1,4 +1,4 @@
-"""Process groups: who holds which part of the model, and how ranks find each other."""
+"""Process groups: which rank holds which part of the model, and how ranks find each other."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _store: torch.distributed.Store | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where this rank stands in the layout.
+class RankCoordinates:
+    """This rank's numbers in the layout's groups, and their sizes.
 
     Attributes:
         dp_rank, dp_size: among the ranks that get different rows.
@@ -54,12 +54,12 @@ class Place:
 
     @property
     def is_last_stage(self) -> bool:
-        """Holds the output layer, and so the loss."""
+        """Whether this rank holds the output layer, and so the loss."""
         return self.pp_rank == self.pp_size - 1
 
 
 def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *, timeout: float) -> None:
-    """Meet the other ranks.
+    """Join the other ranks.
 
     Args:
         timeout: seconds to wait for them here and in every later collective.
@@ -70,7 +70,7 @@ def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *
     limit = datetime.timedelta(seconds=timeout)
     device.select(local_rank)
     try:
-        # torchrun may keep a store at that address already, and says so.
+        # torchrun may keep a store at that address already, which it announces.
         hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = torch.distributed.TCPStore(
             address, port, world_size, is_master=hosts, timeout=limit, wait_for_workers=False
@@ -78,26 +78,20 @@ def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         meet(torch.distributed.PrefixStore(f"megatune/{attempt}", store), rank, world_size, timeout=timeout)
     except (torch.distributed.DistError, RuntimeError) as error:
-        raise MegatuneError(
-            Finding(
-                f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at "
-                f"{address}:{port}",
-                why=str(error).splitlines()[0],
-                fix="check MASTER_ADDR and MASTER_PORT on every node, and that every node was started",
-            ),
-            ExitCode.UNAVAILABLE,
-        ) from error
+        who = f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at {address}:{port}"
+        fix = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
+        raise MegatuneError(Finding(who, why=str(error).splitlines()[0], fix=fix), ExitCode.UNAVAILABLE) from error
 
 
 def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout: float) -> None:
-    """Meet the other ranks through a store that all of them reach; see `join`."""
+    """Join the other ranks through a store that all of them reach; see `join`."""
     global _store
     _store = store
     limit = datetime.timedelta(seconds=timeout)
     torch.distributed.init_process_group(device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
-def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> Place:
+def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoordinates:
     """Build Megatron-Core's groups for the layout. `join` comes first.
 
     Args:
@@ -117,70 +111,58 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> Place:
     return place()
 
 
-def place() -> Place:
-    """This rank's place in the groups that `build` made."""
-    return Place(
-        rank=torch.distributed.get_rank(),
-        world_size=torch.distributed.get_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        replica_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        replica_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        expert_replica_rank=parallel_state.get_expert_data_parallel_rank(),
-        expert_replica_size=parallel_state.get_expert_data_parallel_world_size(),
-    )
+def place() -> RankCoordinates:
+    """Return this rank's coordinates in the groups that `build` made."""
+    by_name = {
+        "tp": tensor_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "replica": replica_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "etp": expert_tensor_parallel_group(),
+        "expert_replica": expert_replica_group(),
+    }
+    numbers = {"rank": rank(), "world_size": torch.distributed.get_world_size()}
+    for name, group in by_name.items():
+        numbers |= {f"{name}_rank": group.rank(), f"{name}_size": group.size()}
+    return RankCoordinates(**numbers)
 
 
 def tensor_parallel_group() -> torch.distributed.ProcessGroup:
-    """The ranks that hold slices of the same weights."""
+    """Return the group of ranks that hold slices of the same weights."""
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def replica_group() -> torch.distributed.ProcessGroup:
-    """The ranks that hold copies of the same slices, experts aside."""
+    """Return the group of ranks that hold copies of the same slices, experts aside."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def expert_tensor_parallel_group() -> torch.distributed.ProcessGroup:
-    """The ranks that hold slices of the same experts."""
+    """Return the group of ranks that hold slices of the same experts."""
     return parallel_state.get_expert_tensor_parallel_group()
 
 
 def expert_replica_group() -> torch.distributed.ProcessGroup:
-    """The ranks that hold copies of the same slices of experts."""
+    """Return the group of ranks that hold copies of the same slices of experts."""
     return parallel_state.get_expert_data_parallel_group()
 
 
-def has_replicas() -> bool:
-    """Whether any weight is held by more than one rank as a copy, so that its gradient is reduced."""
-    here = place()
-    return here.replica_size > 1 or here.expert_replica_size > 1
-
-
 def rank() -> int:
-    """This process's number among all."""
+    """Return this process's number among all."""
     return torch.distributed.get_rank()
 
 
 def broadcast(value: T) -> T:
-    """Rank 0's value, on every rank. Pickled: for small things only."""
+    """Return rank 0's value on every rank. Pickled: for small things only."""
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value, by rank, on every rank. Pickled: for small things only."""
+    """Return every rank's value, by rank, on every rank. Pickled: for small things only."""
     box: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(box, value)
     return box
@@ -193,7 +175,7 @@ def post(key: str, text: str) -> None:
 
 
 def posted(key: str) -> str | None:
-    """The note that a rank left under `key`, None while there is none."""
+    """Return the note that a rank left under `key`, None while there is none."""
     assert _store is not None, "join first"
     return _store.get(key).decode() if _store.check([key]) else None
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.config.settings import ParallelSettings, Settings
+from megatune.config.settings import Settings
 from megatune.engine.layers import gradient_accumulation, swiglu
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import OutputLayer
@@ -27,10 +25,10 @@ from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.sequences import Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
-from megatune.engine.upstream import answer
+from megatune.engine.weights import mark_weights
 from megatune.families.weights import padded_vocab_size
 
-# A pipeline chunk as the rest of the project sees it.
+# A pipeline chunk as the rest of the project sees it. A frozen one is wrapped like a trained one, without buffers.
 Chunk: TypeAlias = DistributedDataParallel
 
 
@@ -51,7 +49,6 @@ class DecoderModel(GPTModel):
             position_embedding_type="none",
             vp_stage=vp_stage,
         )
-        _mark_tensor_parallel(self)
         self.inverse_frequencies = inverse_frequencies(architecture).to(torch.cuda.current_device())
         self.attention_factor = attention_factor(architecture)
         size = self.vocab_size // tp_size
@@ -89,7 +86,7 @@ class DecoderModel(GPTModel):
         return self.head(hidden_states, labels, sequences.trained) if self.post_process else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
-        """The output layer and, given labels, the loss.
+        """Compute logits or, given labels, the loss.
 
         Args:
             hidden_states: [s (/ tp), b, h], of the last layer.
@@ -108,11 +105,11 @@ class DecoderModel(GPTModel):
         return self.compute_language_model_loss(labels, logits)
 
     def _rotary_embedding(self, position_ids: Tensor) -> Tensor:
-        """int64 [s / cp] to [2, s / cp, 1, 1, channels], once for all layers."""
+        """Compute cosine and sine once for all layers: int64 [s / cp] to [2, s / cp, 1, 1, channels]."""
         return cos_sin(position_ids, self.inverse_frequencies, self.attention_factor, self.config.params_dtype)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Cross-entropy over the real vocabulary from all logits: what `cross_entropy_loss_fusion` replaces.
+        """Compute cross-entropy over the real vocabulary from all logits: what `cross_entropy_loss_fusion` replaces.
 
         Args:
             labels: int64 [b, s]; below 0 where a token is not trained.
@@ -127,22 +124,16 @@ class DecoderModel(GPTModel):
         return super().compute_language_model_loss(labels.clamp(min=0), logits) * (labels >= 0)
 
 
-def _mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark the weights that tensor parallelism cuts. Megatron-Core does so only where it draws them at random; an
-    unmarked weight passes for a copy, and all but one rank's part of it is missing in the norm of the gradient."""
-    dims: dict[type, int] = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-    for module in model.modules():
-        dim = dims.get(type(module))
-        if dim is not None and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+def build_model(architecture: Architecture, settings: Settings, *, trained: bool = True) -> list[Chunk]:
+    """Build this rank's pipeline chunks, in order, in Megatron-Core's DDP. Weights are uninitialized: load them next.
 
+    `engine.groups.build` comes first. Each call has a configuration of its own, so that several models share the groups
+    and nothing else.
 
-def build_model(architecture: Architecture, settings: Settings) -> list[DistributedDataParallel]:
-    """This rank's pipeline chunks, in order, in Megatron-Core's DDP. Weights are uninitialized memory: load them next.
-
-    `engine.groups.build` comes first.
+    Args:
+        trained: False freezes all parameters; they have no gradient buffers, and the model is in eval mode.
     """
-    answer()
+    _patch_recomputation()
     require(settings, architecture)
     parallel, performance = settings.parallel, settings.performance
     if performance.bias_activation_fusion:
@@ -152,46 +143,69 @@ def build_model(architecture: Architecture, settings: Settings) -> list[Distribu
     config = transformer_config(architecture, settings)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.precision.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=shards_optimizer(parallel),
+        overlap_grad_reduce=trained and parallel.overlap_grad_reduce,
+        overlap_param_gather=trained and parallel.overlap_param_gather,
+        use_distributed_optimizer=trained and shards_optimizer(parallel),
         check_for_nan_in_grad=False,
     )
     stages = parallel.virtual_stages
-    chunks = [
-        DecoderModel(architecture, config, vp_stage).to(config.params_dtype)
-        for vp_stage in (range(stages) if stages else [None])
-    ]
+    chunks = []
+    for vp_stage in range(stages) if stages else [None]:
+        chunk = DecoderModel(architecture, config, vp_stage).to(config.params_dtype)
+        mark_weights(chunk, architecture)
+        if not trained:
+            chunk.requires_grad_(False).eval()
+            # What a pipeline stage receives asks for a gradient.
+            chunk.forward = torch.no_grad()(chunk.forward)
+        if ddp_config.use_distributed_optimizer:
+            _free_parameters(chunk)
+        chunks.append(chunk)
     model = [
         # The first chunk's buckets overlap with the later chunks' backward passes; those go out as one.
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    _hand_over_overlaps(config, model, parallel)
+    _set_overlaps(config, model)
     return model
+
+
+def _patch_recomputation() -> None:
+    """Define names of Transformer Engine's that the recomputation of single modules uses, in fp8 or not."""
+    module: Any = random
+    if not hasattr(module, "FP8GlobalStateManager"):
+        module.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+        module.activation_recompute_forward = module.fp8_autocast = lambda **unused: contextlib.nullcontext()
+
+
+def _free_parameters(chunk: torch.nn.Module) -> None:
+    """Free the memory of parameters that DDP will map into its buffers; until then it would hold both.
+
+    A parameter keeps its shape: each of its elements is one and the same.
+    """
+    for parameter in chunk.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.new_zeros(()).expand(parameter.shape)
+    torch.cuda.empty_cache()
 
 
 def gather_parameters(model: list[Chunk]) -> None:
     """Bring parameters up to date that the distributed optimizer has updated and not yet sent to the other ranks.
 
-    With overlap_param_gather they are sent during the next forward pass of training; whoever else reads them, to
-    evaluate or to save, must ask first.
+    With overlap_param_gather they are sent during the next forward pass of training; evaluation and saving, which read
+    them before, call this first.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
-def _hand_over_overlaps(
-    config: TransformerConfig, model: list[DistributedDataParallel], parallel: ParallelSettings
-) -> None:
-    """Tell the pipeline schedules when to start and hold back communication of gradients and parameters."""
-    if parallel.overlap_grad_reduce:
-        config.no_sync_func = [chunk.no_sync for chunk in model]
-        config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
-        if len(model) == 1:
-            config.no_sync_func, config.grad_sync_func = config.no_sync_func[0], config.grad_sync_func[0]
-    if parallel.overlap_param_gather:
-        config.param_sync_func = [chunk.start_param_sync for chunk in model]
-        if len(model) == 1:
-            config.param_sync_func = config.param_sync_func[0]
+def _set_overlaps(config: TransformerConfig, model: list[Chunk]) -> None:
+    """Let the pipeline schedules start and hold back communication of gradients and parameters."""
+    hooks: dict[str, list[Callable[..., Any]]] = {}
+    if model[0].ddp_config.overlap_grad_reduce:
+        hooks["no_sync_func"] = [chunk.no_sync for chunk in model]
+        hooks["grad_sync_func"] = [chunk.start_grad_sync for chunk in model]
+    if model[0].ddp_config.overlap_param_gather:
+        hooks["param_sync_func"] = [chunk.start_param_sync for chunk in model]
+    for name, by_chunk in hooks.items():
+        setattr(config, name, by_chunk if len(model) > 1 else by_chunk[0])

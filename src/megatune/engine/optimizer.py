@@ -7,20 +7,22 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
+from megatune.engine import groups
 from megatune.engine.adam import FusedAdam
-from megatune.engine.groups import has_replicas
 
 # Loss scaling of fp16, as Megatron-LM's defaults.
 _INITIAL_LOSS_SCALE = 2.0**32
@@ -48,14 +50,39 @@ class MainShard:
     state: dict[str, Tensor]
 
 
+class SharedLossScale(DynamicGradScaler):
+    """The loss scale of fp16, one for all parts of the optimizer.
+
+    Experts' parameters are in a part of their own, and Megatron-Core gives each part a scaler that follows the part's
+    own overflows, while the loss is multiplied by the first part's. Here all parts have one, which changes once a step,
+    after all of them have unscaled their gradients.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        # The factors are those of Megatron-Core's own.
+        super().__init__(
+            config.initial_loss_scale, config.min_loss_scale, 2.0, 0.5, config.loss_scale_window, config.hysteresis
+        )
+        self._overflowed = False
+
+    def update(self, found_inf: bool) -> None:
+        """Note what one part found."""
+        self._overflowed |= found_inf
+
+    def finish_step(self) -> None:
+        """Adapt to what all parts found."""
+        super().update(self._overflowed)
+        self._overflowed = False
+
+
 def build_optimizer(
     model: list[DistributedDataParallel],
     settings: OptimizerSettings,
     parallel: ParallelSettings,
     precision: PrecisionSettings,
 ) -> ChainedOptimizer:
-    """Megatron-Core's optimizer for these model chunks, its state allocated."""
-    _offer_our_adam(settings)
+    """Build Megatron-Core's optimizer for these model chunks, its state allocated."""
+    _patch_megatron(settings)
     config = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.learning_rate,
@@ -75,6 +102,10 @@ def build_optimizer(
         overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    if precision.fp16:
+        scale = SharedLossScale(config)
+        for part in optimizer.chained_optimizers:
+            part.grad_scaler = scale
     for group in optimizer.param_groups:
         # Megatron-LM's scheduler does this; the optimizer alone would decay norms and biases, too.
         group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
@@ -87,13 +118,16 @@ def build_optimizer(
 
 
 def shards_optimizer(parallel: ParallelSettings) -> bool:
-    """Whether optimizer state is shared out. With nobody to share it with, the distributed optimizer would only copy
+    """Whether optimizer state is sharded. Without replicas to shard it over, the distributed optimizer would only copy
     gradients and parameters to and fro."""
-    return parallel.use_distributed_optimizer and (has_replicas() or parallel.overlap_param_gather)
+    place = groups.place()
+    has_replicas = max(place.replica_size, place.expert_replica_size) > 1
+    return parallel.use_distributed_optimizer and (has_replicas or parallel.overlap_param_gather)
 
 
-def _offer_our_adam(settings: OptimizerSettings) -> None:
-    """Stand where Megatron-Core looks for Apex's FusedAdam, whose shape ours has."""
+def _patch_megatron(settings: OptimizerSettings) -> None:
+    """Give Megatron-Core our FusedAdam, norm and scaling in place of Apex's, whose interfaces they have."""
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     megatron_optimizer.Adam = partial(
         FusedAdam,
@@ -107,97 +141,91 @@ def _offer_our_adam(settings: OptimizerSettings) -> None:
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
+def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Compute the norm of all tensors together, fp32 [1]; Megatron-Core's own waits for the GPU once a tensor."""
+    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
+
+
+def _scale(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], factor: float) -> None:
+    """Multiply in place; Megatron-Core's own makes a scaled copy of each tensor first."""
+    sources, targets = tensor_lists
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)
+
+
 def _init_state(optimizer: ChainedOptimizer, settings: OptimizerSettings) -> None:
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         inner = part.optimizer
         if isinstance(inner, FusedAdam):
             inner.init_state()
-        elif inner is not None and settings.sgd_momentum:
+        elif settings.sgd_momentum:
             for group in inner.param_groups:
                 for param in group["params"]:
                     inner.state[param]["momentum_buffer"] = torch.zeros_like(param.data)
 
 
 def main_shards(optimizer: ChainedOptimizer) -> dict[Tensor, MainShard]:
-    """This rank's share of the optimizer, by model parameter. Under the distributed optimizer a data-parallel rank
+    """Find this rank's share of the optimizer, by model parameter. Under the distributed optimizer a data-parallel rank
     holds a part of some parameters and nothing of others."""
-    return {
-        param: shard
-        for part in optimizer.chained_optimizers
-        if part.optimizer is not None
-        for param, shard in _shards(part)
-    }
+    return {param: shard for part in _parts(optimizer) for param, shard in _shards(part)}
 
 
-def _shards(part: object) -> Iterator[tuple[torch.nn.Parameter, MainShard]]:
+def _shards(part: Any) -> Iterator[tuple[Tensor, MainShard]]:
+    state = part.optimizer.state
     if isinstance(part, DistributedOptimizer):
-        yield from _distributed_shards(part)
+        buckets = [bucket for by_dtype in part.gbuf_ranges for held in by_dtype.values() for bucket in held]
+        for param, ranges in (pair for bucket in buckets for pair in bucket["param_map"].items()):
+            group, order = part.model_param_group_index_map[param]
+            main = part.optimizer.param_groups[group]["params"][order]
+            yield param, _shard(param, main, state[main], ranges["param"].start, ranges["param"].end)
         return
-    groups = part.optimizer.param_groups  # type: ignore[attr-defined]
     if isinstance(part, Float16OptimizerWithFloat16Params):
-        pairs = [
-            pair
-            for models, mains in (
-                *zip(part.float16_groups, part.fp32_from_float16_groups, strict=True),
-                *((params, params) for params in part.fp32_from_fp32_groups),
-            )
-            for pair in zip(models, mains, strict=True)
-        ]
+        models = [*part.float16_groups, *part.fp32_from_fp32_groups]
+        mains = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
     else:
-        pairs = [(param, param) for group in groups for param in group["params"]]
-    for param, main in pairs:
-        state = part.optimizer.state.get(main, {})  # type: ignore[attr-defined]
-        yield param, MainShard(0, param.numel(), main.data.view(-1), param.main_grad.view(-1), _flat(state))
+        models = mains = [group["params"] for group in part.optimizer.param_groups]
+    for param, main in zip(chain(*models), chain(*mains), strict=True):
+        yield param, _shard(param, main, state.get(main, {}), 0, param.numel())
 
 
-def _distributed_shards(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, MainShard]]:
-    for ranges_by_dtype in part.gbuf_ranges:
-        for buckets in ranges_by_dtype.values():
-            for bucket in buckets:
-                for param, ranges in bucket["param_map"].items():
-                    group, order = part.model_param_group_index_map[param]
-                    main = part.optimizer.param_groups[group]["params"][order]
-                    start, stop = ranges["param"].start, ranges["param"].end
-                    grad = param.main_grad.view(-1)[start:stop]
-                    yield param, MainShard(start, stop, main.data.view(-1), grad, _flat(part.optimizer.state[main]))
-
-
-def _flat(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.view(-1) for key, value in state.items()}
+def _shard(param: Any, main: Tensor, state: dict[str, Tensor], start: int, stop: int) -> MainShard:
+    flat = {key: value.view(-1) for key, value in state.items()}
+    return MainShard(start, stop, main.data.view(-1), param.main_grad.view(-1)[start:stop], flat)
 
 
 def scalars(optimizer: ChainedOptimizer) -> dict[str, float]:
-    """What the optimizer keeps besides tensors of parameters: its step count and, in fp16, the loss scaling."""
-    values: dict[str, float] = {}
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is not None:
-            values["step"] = max(group.get("step", 0) for group in part.optimizer.param_groups)
-        scaler = getattr(part, "grad_scaler", None)
-        if scaler:
-            state = scaler.state_dict()
-            values["loss_scale"] = float(state["scale"])
-            values["growth_tracker"], values["hysteresis_tracker"] = (
-                state["growth_tracker"],
-                state["hysteresis_tracker"],
-            )
+    """Read what the optimizer keeps besides tensors of parameters: its step count and, in fp16, the loss scaling."""
+    counts = [group.get("step", 0) for part in _parts(optimizer) for group in part.optimizer.param_groups]
+    values: dict[str, float] = {"step": max(counts)} if counts else {}
+    scale = loss_scale(optimizer)
+    if scale is not None:
+        state = scale.state_dict()
+        values["loss_scale"] = float(state.pop("scale"))
+        values |= state
     return values
 
 
 def load_scalars(optimizer: ChainedOptimizer, values: dict[str, float]) -> None:
     """Put back what `scalars` returned."""
-    for part in optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups if part.optimizer is not None else ():
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
             if "step" in group:
                 group["step"] = int(values["step"])
-        scaler = getattr(part, "grad_scaler", None)
-        if scaler and "loss_scale" in values:
-            scaler.load_state_dict(
-                {
-                    "scale": torch.tensor([values["loss_scale"]], dtype=torch.float),
-                    "growth_tracker": int(values["growth_tracker"]),
-                    "hysteresis_tracker": int(values["hysteresis_tracker"]),
-                }
-            )
+    scale = loss_scale(optimizer)
+    if scale is not None and "loss_scale" in values:
+        trackers = {name: int(values[name]) for name in ("growth_tracker", "hysteresis_tracker")}
+        scale.load_state_dict({"scale": torch.tensor([values["loss_scale"]], dtype=torch.float), **trackers})
+
+
+def _parts(optimizer: ChainedOptimizer) -> Iterator[Any]:
+    """Iterate over the parts of the optimizer that have parameters on this rank."""
+    return (part for part in optimizer.chained_optimizers if part.optimizer is not None)
+
+
+def loss_scale(optimizer: ChainedOptimizer) -> SharedLossScale | None:
+    """Find the loss scale; None where nothing is scaled, which is everywhere but in fp16."""
+    return getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
 
 
 @torch.no_grad()
@@ -211,7 +239,11 @@ def step(optimizer: ChainedOptimizer, learning_rate: float) -> tuple[bool, float
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     try:
-        if optimizer.prepare_grads():
+        overflowed = optimizer.prepare_grads()
+        scale = loss_scale(optimizer)
+        if scale is not None:
+            scale.finish_step()
+        if overflowed:
             return False, math.inf
         grad_norm = float(optimizer.get_grad_norm())
         if not math.isfinite(grad_norm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatune.engine import device
 
 
 def transformer_config(architecture: Architecture, settings: Settings) -> TransformerConfig:
-    """Megatron-Core's configuration of this model in this layout."""
+    """Make Megatron-Core's configuration of this model in this layout."""
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
     config: Any = kind(
         **_model(architecture),
@@ -38,18 +39,15 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
 
 
 def _model(architecture: Architecture) -> dict[str, Any]:
+    shared = (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "qk_layernorm", "add_qkv_bias",
+    )  # fmt: skip
     return {
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
+        **_same(architecture, shared),
         "layernorm_epsilon": architecture.norm_epsilon,
         "normalization": "RMSNorm",
-        "qk_layernorm": architecture.qk_layernorm,
         "add_bias_linear": False,
-        "add_qkv_bias": architecture.add_qkv_bias,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
@@ -60,31 +58,33 @@ def _model(architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _same(source: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Take what Megatron-Core calls by the same name."""
+    return {name: getattr(source, name) for name in names}
+
+
 def _mla(mla: MultiLatentAttention | None) -> dict[str, Any]:
-    if mla is None:
-        return {}
-    return {
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.qk_head_dim,
-        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "softmax_scale": mla.softmax_scale,
-    }
+    shared = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "softmax_scale")
+    return {} if mla is None else _same(mla, shared)
 
 
 def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]:
     if moe is None:
         return {}
     experts = settings.experts
+    shared = (
+        "moe_shared_expert_overlap", "moe_router_bias_update_rate", "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+        "moe_grouped_gemm",
+    )  # fmt: skip
     pre_softmax = moe.pre_softmax if experts.moe_router_pre_softmax is None else experts.moe_router_pre_softmax
     return {
+        **_same(experts, shared),
         "num_moe_experts": moe.num_experts,
         "moe_layer_freq": [int(is_moe) for is_moe in moe.layers],
         "moe_ffn_hidden_size": moe.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate_size or None,
         "moe_shared_expert_gate": moe.shared_expert_gate,
-        "moe_shared_expert_overlap": experts.moe_shared_expert_overlap,
         "moe_router_topk": experts.moe_router_topk or moe.router_topk,
         "moe_router_score_function": moe.score_function,
         "moe_router_pre_softmax": pre_softmax,
@@ -92,30 +92,22 @@ def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]
         "moe_router_group_topk": moe.group_topk or None,
         "moe_router_topk_scaling_factor": moe.topk_scaling_factor if moe.topk_scaling_factor != 1.0 else None,
         "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_bias_update_rate": experts.moe_router_bias_update_rate,
         "moe_router_dtype": experts.moe_router_dtype or moe.router_dtype,
-        "moe_router_load_balancing_type": experts.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": experts.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": experts.moe_z_loss_coeff,
-        "moe_expert_capacity_factor": experts.moe_expert_capacity_factor,
-        "moe_pad_expert_input_to_capacity": experts.moe_pad_expert_input_to_capacity,
         # Megatron-Core merged the two.
         "moe_token_dispatcher_type": experts.moe_token_dispatcher_type.removesuffix("_seq"),
-        "moe_grouped_gemm": experts.moe_grouped_gemm,
     }
 
 
 def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
     virtual = parallel.virtual_stages
+    shared = (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "context_parallel_size",
+        "cp_comm_type", "expert_model_parallel_size",
+    )  # fmt: skip
     return {
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        **_same(parallel, shared),
         "virtual_pipeline_model_parallel_size": virtual,
         "pipeline_model_parallel_layout": _pipeline_layout(parallel, num_layers),
-        "sequence_parallel": parallel.sequence_parallel,
-        "context_parallel_size": parallel.context_parallel_size,
-        "cp_comm_type": parallel.cp_comm_type,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
         # With virtual stages on two pipeline ranks a batch holds several messages between the same two ranks, which
         # gloo confuses; one by one they are exact.
@@ -126,11 +118,10 @@ def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
 
 
 def _computation(settings: Settings) -> dict[str, Any]:
-    performance, precision = settings.performance, settings.precision
-    dtype = getattr(torch, precision.params_dtype)
+    performance, dtype = settings.performance, getattr(torch, settings.precision.params_dtype)
     return {
-        "fp16": precision.fp16,
-        "bf16": precision.bf16,
+        **_same(settings.precision, ("fp16", "bf16")),
+        **_same(performance, ("cross_entropy_loss_fusion", "gradient_accumulation_fusion", "bias_activation_fusion")),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "attention_backend": AttnBackend[performance.attention_backend],
@@ -138,16 +129,13 @@ def _computation(settings: Settings) -> dict[str, Any]:
         # The stock scaling of fp16 scores by layer is not what Transformers computes.
         "apply_query_key_layer_scaling": False,
         "calculate_per_token_loss": True,
-        "cross_entropy_loss_fusion": performance.cross_entropy_loss_fusion,
-        "gradient_accumulation_fusion": performance.gradient_accumulation_fusion,
-        "bias_activation_fusion": performance.bias_activation_fusion,
         "masked_softmax_fusion": False,
         "finalize_model_grads_func": finalize_model_grads,
     }
 
 
 def _pipeline_layout(parallel: ParallelSettings, num_layers: int) -> list[list[str]] | None:
-    """What each chunk holds, written out: one way for every setting that shapes a pipeline."""
+    """Write out what each chunk holds: one way for every setting that shapes a pipeline."""
     if parallel.pipeline_model_parallel_size == 1:
         return None
     return [

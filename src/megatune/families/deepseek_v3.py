@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from megatune.architecture import MixtureOfExperts, MultiLatentAttention
-from megatune.families.dense import FRAME
+from megatune.families.dense import FRAME, LATENT_ATTENTION
 from megatune.families.family import Config, Family
-from megatune.families.latent import LATENT_ATTENTION
 from megatune.families.rope import rope_parameters, softmax_scale
 from megatune.families.sparse import EXPERT_BIAS, EXPERTS, shared_experts
 

@@ -1,89 +1,118 @@
-"""Pieces that decoder families declare themselves from: all but experts and latent attention."""
+"""Pieces that decoder families declare themselves from: embeddings, norms, attention, dense feed-forward."""
 
 from __future__ import annotations
 
-from megatune.families.weights import HFTensor, Layers, Layout, Weight
+from typing import Any
+
+from megatune.architecture import Architecture
+from megatune.families.weights import HFTensor, Layers, TensorLayout, Weight
 
 HF_LAYER = "model.layers.{layer}"
 ENGINE_LAYER = "decoder.layers.{layer}"
 
+
+def layer_weight(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], **declared: Any) -> Weight:
+    """Declare a weight of the decoder's layers.
+
+    Args:
+        engine: its name in the engine's layer.
+        hf: of each Hugging Face tensor that it is made of, the name in the layer, then the shape.
+        declared: further attributes of the Weight.
+    """
+    tensors = tuple(HFTensor(f"{HF_LAYER}.{name}", tuple(shape)) for name, *shape in hf)
+    return Weight(f"{ENGINE_LAYER}.{engine}", layout, tensors, **declared)
+
+
 EMBEDDING = Weight(
     "embedding.word_embeddings.weight",
-    Layout.VOCABULARY,
+    TensorLayout.VOCABULARY,
     (HFTensor("model.embed_tokens.weight", ("vocab_size", "hidden_size")),),
 )
 FINAL_NORM = Weight(
-    "decoder.final_layernorm.weight", Layout.REPLICATED, (HFTensor("model.norm.weight", ("hidden_size",)),)
+    "decoder.final_layernorm.weight", TensorLayout.REPLICATED, (HFTensor("model.norm.weight", ("hidden_size",)),)
 )
 OUTPUT_LAYER = Weight(
     "output_layer.weight",
-    Layout.VOCABULARY,
+    TensorLayout.VOCABULARY,
     (HFTensor("lm_head.weight", ("vocab_size", "hidden_size")),),
     exists=lambda architecture: not architecture.tie_word_embeddings,
 )
+NORMS = tuple(
+    layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"))
+    for engine, name in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm"))
+)
+MLP = (
+    layer_weight(
+        "mlp.linear_fc1.weight",
+        TensorLayout.GATE_UP,
+        ("mlp.gate_proj.weight", "ffn_hidden_size", "hidden_size"),
+        ("mlp.up_proj.weight", "ffn_hidden_size", "hidden_size"),
+        layers=Layers.DENSE,
+    ),
+    layer_weight(
+        "mlp.linear_fc2.weight",
+        TensorLayout.COLUMNS,
+        ("mlp.down_proj.weight", "hidden_size", "ffn_hidden_size"),
+        layers=Layers.DENSE,
+    ),
+)
 
-NORMS = (
-    Weight(
-        f"{ENGINE_LAYER}.input_layernorm.weight",
-        Layout.REPLICATED,
-        (HFTensor(f"{HF_LAYER}.input_layernorm.weight", ("hidden_size",)),),
-    ),
-    Weight(
-        f"{ENGINE_LAYER}.pre_mlp_layernorm.weight",
-        Layout.REPLICATED,
-        (HFTensor(f"{HF_LAYER}.post_attention_layernorm.weight", ("hidden_size",)),),
-    ),
-)
+# Grouped-query attention.
 ATTENTION = (
-    Weight(
-        f"{ENGINE_LAYER}.self_attention.linear_qkv.weight",
-        Layout.QKV,
-        (
-            HFTensor(f"{HF_LAYER}.self_attn.q_proj.weight", ("query_size", "hidden_size")),
-            HFTensor(f"{HF_LAYER}.self_attn.k_proj.weight", ("key_value_size", "hidden_size")),
-            HFTensor(f"{HF_LAYER}.self_attn.v_proj.weight", ("key_value_size", "hidden_size")),
-        ),
+    layer_weight(
+        "self_attention.linear_qkv.weight",
+        TensorLayout.QKV,
+        ("self_attn.q_proj.weight", "query_size", "hidden_size"),
+        ("self_attn.k_proj.weight", "key_value_size", "hidden_size"),
+        ("self_attn.v_proj.weight", "key_value_size", "hidden_size"),
     ),
-    Weight(
-        f"{ENGINE_LAYER}.self_attention.linear_proj.weight",
-        Layout.COLUMNS,
-        (HFTensor(f"{HF_LAYER}.self_attn.o_proj.weight", ("hidden_size", "query_size")),),
+    layer_weight(
+        "self_attention.linear_proj.weight",
+        TensorLayout.COLUMNS,
+        ("self_attn.o_proj.weight", "hidden_size", "query_size"),
     ),
 )
-QKV_BIAS = Weight(
-    f"{ENGINE_LAYER}.self_attention.linear_qkv.bias",
-    Layout.QKV,
-    (
-        HFTensor(f"{HF_LAYER}.self_attn.q_proj.bias", ("query_size",)),
-        HFTensor(f"{HF_LAYER}.self_attn.k_proj.bias", ("key_value_size",)),
-        HFTensor(f"{HF_LAYER}.self_attn.v_proj.bias", ("key_value_size",)),
-    ),
+QKV_BIAS = layer_weight(
+    "self_attention.linear_qkv.bias",
+    TensorLayout.QKV,
+    ("self_attn.q_proj.bias", "query_size"),
+    ("self_attn.k_proj.bias", "key_value_size"),
+    ("self_attn.v_proj.bias", "key_value_size"),
     exists=lambda architecture: architecture.add_qkv_bias,
 )
 QK_NORMS = tuple(
-    Weight(
-        f"{ENGINE_LAYER}.self_attention.{which}_layernorm.weight",
-        Layout.REPLICATED,
-        (HFTensor(f"{HF_LAYER}.self_attn.{which}_norm.weight", ("kv_channels",)),),
+    layer_weight(
+        f"self_attention.{which}_layernorm.weight",
+        TensorLayout.REPLICATED,
+        (f"self_attn.{which}_norm.weight", "kv_channels"),
     )
     for which in "qk"
 )
-MLP = (
-    Weight(
-        f"{ENGINE_LAYER}.mlp.linear_fc1.weight",
-        Layout.GATE_UP,
-        (
-            HFTensor(f"{HF_LAYER}.mlp.gate_proj.weight", ("ffn_hidden_size", "hidden_size")),
-            HFTensor(f"{HF_LAYER}.mlp.up_proj.weight", ("ffn_hidden_size", "hidden_size")),
-        ),
-        Layers.DENSE,
-    ),
-    Weight(
-        f"{ENGINE_LAYER}.mlp.linear_fc2.weight",
-        Layout.COLUMNS,
-        (HFTensor(f"{HF_LAYER}.mlp.down_proj.weight", ("hidden_size", "ffn_hidden_size")),),
-        Layers.DENSE,
-    ),
+
+
+def _has_query_latent(architecture: Architecture) -> bool:
+    return architecture.mla is not None and architecture.mla.q_lora_rank is not None
+
+
+def _without_query_latent(architecture: Architecture) -> bool:
+    return not _has_query_latent(architecture)
+
+
+def _latent(engine: str, layout: TensorLayout, name: str, *shape: str, **declared: Any) -> Weight:
+    return layer_weight(f"self_attention.{engine}.weight", layout, (f"self_attn.{name}.weight", *shape), **declared)
+
+
+_ROWS, _WHOLE = TensorLayout.ROWS, TensorLayout.REPLICATED
+# Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+LATENT_ATTENTION = (
+    _latent("linear_q_proj", _ROWS, "q_proj", "query_size", "hidden_size", exists=_without_query_latent),
+    _latent("linear_q_down_proj", _WHOLE, "q_a_proj", "mla.q_lora_rank", "hidden_size", exists=_has_query_latent),
+    _latent("q_layernorm", _WHOLE, "q_a_layernorm", "mla.q_lora_rank", exists=_has_query_latent),
+    _latent("linear_q_up_proj", _ROWS, "q_b_proj", "query_size", "mla.q_lora_rank", exists=_has_query_latent),
+    _latent("linear_kv_down_proj", _WHOLE, "kv_a_proj_with_mqa", "latent_size", "hidden_size"),
+    _latent("kv_layernorm", _WHOLE, "kv_a_layernorm", "mla.kv_lora_rank"),
+    _latent("linear_kv_up_proj", _ROWS, "kv_b_proj", "latent_key_value_size", "mla.kv_lora_rank"),
+    _latent("linear_proj", TensorLayout.COLUMNS, "o_proj", "hidden_size", "attention_size"),
 )
 
 # What every decoder has, whatever its attention; and with grouped-query attention.

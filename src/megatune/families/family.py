@@ -39,7 +39,7 @@ class Family:
         aliases: config.json keys that may go by another name: the one used here, by the other.
         rope_types: the kinds of rotary scaling it may ask for.
         ignored_keys: regular expressions of checkpoint keys that this model does not use, as Transformers does not;
-            {num_layers} stands for the number of layers.
+            {num_layers} is replaced by the number of layers.
         head_dim_key: config.json key of the head dimension, of its rotary part in latent attention.
         head_dim_default: head dimension where config.json has none; None means hidden_size / num_attention_heads.
         experts: reads the mixture of experts; None from it where no layer is sparse.
@@ -64,17 +64,17 @@ class Family:
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
 
     def weight_map(self, architecture: Architecture) -> tuple[Weight, ...]:
-        """The weights of this member of the family."""
+        """List the weights of this member of the family."""
         return tuple(weight for weight in self.weights if weight.exists(architecture))
 
     def ignored(self, architecture: Architecture) -> list[str]:
-        """Regular expressions of checkpoint keys that are left out, as Transformers leaves them out."""
+        """List regular expressions of checkpoint keys that are left out, as Transformers leaves them out."""
         patterns = [key.replace("{num_layers}", str(architecture.num_layers)) for key in self.ignored_keys]
         # Published checkpoints with tied embeddings may carry an output layer all the same.
         return [*patterns, *([r"lm_head\.weight"] if architecture.tie_word_embeddings else [])]
 
     def check(self, config: Config, where: str) -> list[Finding]:
-        """Everything in config.json that keeps this engine from computing the model, each named."""
+        """Find everything in config.json that keeps this engine from computing the model."""
         config = self._filled(config)
         findings = [
             Finding(f"{key!r} is missing", where, fix="use the config.json that was published with the weights")
@@ -86,14 +86,9 @@ class Family:
         for key, value in self.required.items():
             # 0 and 0.0 and False are one value here, and null means "not used".
             if (config.get(key, value) or 0) != (value or 0):
-                findings.append(
-                    Finding(
-                        f"{key} = {config[key]!r} is not supported",
-                        where,
-                        f"{self.model_type} is computed with {key} = {value!r}; another value would change the numbers",
-                        "train a checkpoint without it",
-                    )
-                )
+                what = f"{key} = {config[key]!r} is not supported"
+                why = f"{self.model_type} is computed with {key} = {value!r}; another value would change the numbers"
+                findings.append(Finding(what, where, why, "train a checkpoint without it"))
         findings += _findings(_computation_problems(config), where, "train a checkpoint without it")
         findings += _findings(
             rope_problems(rope_parameters(config), self.rope_types),
@@ -108,7 +103,7 @@ class Family:
         return findings
 
     def architecture(self, config: Config) -> Architecture:
-        """The numbers of a config.json that `check` found nothing against."""
+        """Read the numbers of a config.json that `check` found nothing against."""
         config = self._filled(config)
         heads = config["num_attention_heads"]
         rope = rope_parameters(config)
@@ -135,7 +130,7 @@ class Family:
         )
 
     def _filled(self, config: Config) -> dict[str, Any]:
-        """The config.json under one set of names, with defaults for what it leaves out."""
+        """Put config.json under one set of names, with defaults for what it leaves out."""
         named = {self.aliases.get(key, key): value for key, value in config.items()}
         absent = {key: value for key, value in {**_DEFAULTS, **self.defaults}.items() if named.get(key) is None}
         return {**named, **absent}

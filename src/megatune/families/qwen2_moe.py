@@ -3,22 +3,12 @@
 from megatune.architecture import MixtureOfExperts
 from megatune.families.dense import DECODER, QKV_BIAS
 from megatune.families.family import Config, Family
-from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, qwen_layers, shared_experts
+from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, qwen_experts, shared_experts
 
 
 def _experts(config: Config) -> MixtureOfExperts | None:
-    layers = qwen_layers(config)
-    if not any(layers):
-        return None
-    return MixtureOfExperts(
-        layers=layers,
-        num_experts=config["num_experts"],
-        router_topk=config["num_experts_per_tok"],
-        moe_ffn_hidden_size=config["moe_intermediate_size"],
-        shared_expert_intermediate_size=config["shared_expert_intermediate_size"],
-        shared_expert_gate=True,
-        pre_softmax=not config["norm_topk_prob"],
-    )
+    size = config["shared_expert_intermediate_size"]
+    return qwen_experts(config, shared_expert_intermediate_size=size, shared_expert_gate=True)
 
 
 FAMILY = Family(

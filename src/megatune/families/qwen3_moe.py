@@ -1,23 +1,8 @@
 """Qwen3-MoE."""
 
-from megatune.architecture import MixtureOfExperts
 from megatune.families.dense import DECODER, QK_NORMS
-from megatune.families.family import Config, Family
-from megatune.families.sparse import EXPERTS, qwen_layers
-
-
-def _experts(config: Config) -> MixtureOfExperts | None:
-    layers = qwen_layers(config)
-    if not any(layers):
-        return None
-    return MixtureOfExperts(
-        layers=layers,
-        num_experts=config["num_experts"],
-        router_topk=config["num_experts_per_tok"],
-        moe_ffn_hidden_size=config["moe_intermediate_size"],
-        pre_softmax=not config["norm_topk_prob"],
-    )
-
+from megatune.families.family import Family
+from megatune.families.sparse import EXPERTS, qwen_experts
 
 FAMILY = Family(
     model_type="qwen3_moe",
@@ -28,5 +13,5 @@ FAMILY = Family(
     defaults={"decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": False},
     # Transformers 5 writes the other name.
     aliases={"num_local_experts": "num_experts"},
-    experts=_experts,
+    experts=qwen_experts,
 )

@@ -6,91 +6,84 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatune.architecture import Architecture, MixtureOfExperts
-from megatune.families.dense import ENGINE_LAYER, HF_LAYER
-from megatune.families.weights import HFTensor, Layers, Layout, Weight
+from megatune.families.dense import layer_weight
+from megatune.families.weights import Layers, Role, TensorLayout, Weight
 
 
 def routed_experts(module: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
-    """The router and its experts.
+    """Declare the router and its experts.
 
     Args:
         module: the sparse feed-forward's name in a layer.
         gate, up, down: names of an expert's projections.
     """
-    layer, expert = f"{HF_LAYER}.{module}", f"{HF_LAYER}.{module}.experts.{{expert}}"
-    ffn = "moe.moe_ffn_hidden_size"
+    expert, ffn = f"{module}.experts.{{expert}}", "moe.moe_ffn_hidden_size"
     return (
-        Weight(
-            f"{ENGINE_LAYER}.mlp.router.weight",
-            Layout.REPLICATED,
-            (HFTensor(f"{layer}.gate.weight", ("moe.num_experts", "hidden_size")),),
-            Layers.SPARSE,
+        _sparse("router.weight", TensorLayout.REPLICATED, (f"{module}.gate.weight", "moe.num_experts", "hidden_size")),
+        _sparse(
+            "experts.weight1",
+            TensorLayout.GATE_UP,
+            (f"{expert}.{gate}.weight", ffn, "hidden_size"),
+            (f"{expert}.{up}.weight", ffn, "hidden_size"),
         ),
-        Weight(
-            f"{ENGINE_LAYER}.mlp.experts.weight1",
-            Layout.GATE_UP,
-            (
-                HFTensor(f"{expert}.{gate}.weight", (ffn, "hidden_size")),
-                HFTensor(f"{expert}.{up}.weight", (ffn, "hidden_size")),
-            ),
-            Layers.SPARSE,
-        ),
-        Weight(
-            f"{ENGINE_LAYER}.mlp.experts.weight2",
-            Layout.COLUMNS,
-            (HFTensor(f"{expert}.{down}.weight", ("hidden_size", ffn)),),
-            Layers.SPARSE,
-        ),
+        _sparse("experts.weight2", TensorLayout.COLUMNS, (f"{expert}.{down}.weight", "hidden_size", ffn)),
     )
 
 
 def shared_experts(module: str) -> tuple[Weight, ...]:
-    """The experts that every token goes to, as one feed-forward of this name."""
-    size = "moe.shared_expert_intermediate_size"
-    engine = f"{ENGINE_LAYER}.mlp.shared_experts"
+    """Declare the experts that every token goes to, as one feed-forward of this name."""
+    hf, size = f"mlp.{module}", "moe.shared_expert_intermediate_size"
     return (
-        Weight(
-            f"{engine}.linear_fc1.weight",
-            Layout.GATE_UP,
-            (
-                HFTensor(f"{HF_LAYER}.mlp.{module}.gate_proj.weight", (size, "hidden_size")),
-                HFTensor(f"{HF_LAYER}.mlp.{module}.up_proj.weight", (size, "hidden_size")),
-            ),
-            Layers.SPARSE,
+        _sparse(
+            "shared_experts.linear_fc1.weight",
+            TensorLayout.GATE_UP,
+            (f"{hf}.gate_proj.weight", size, "hidden_size"),
+            (f"{hf}.up_proj.weight", size, "hidden_size"),
         ),
-        Weight(
-            f"{engine}.linear_fc2.weight",
-            Layout.COLUMNS,
-            (HFTensor(f"{HF_LAYER}.mlp.{module}.down_proj.weight", ("hidden_size", size)),),
-            Layers.SPARSE,
+        _sparse(
+            "shared_experts.linear_fc2.weight", TensorLayout.COLUMNS, (f"{hf}.down_proj.weight", "hidden_size", size)
         ),
     )
 
 
+def _sparse(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], role: Role = Role.BASE) -> Weight:
+    return layer_weight(f"mlp.{engine}", layout, *hf, layers=Layers.SPARSE, role=role)
+
+
 EXPERTS = routed_experts("mlp", "gate_proj", "up_proj", "down_proj")
-SHARED_EXPERT_GATE = Weight(
-    f"{ENGINE_LAYER}.mlp.shared_experts.gate_weight",
-    Layout.REPLICATED,
-    (HFTensor(f"{HF_LAYER}.mlp.shared_expert_gate.weight", (1, "hidden_size")),),
-    Layers.SPARSE,
+SHARED_EXPERT_GATE = _sparse(
+    "shared_experts.gate_weight", TensorLayout.REPLICATED, ("mlp.shared_expert_gate.weight", 1, "hidden_size")
 )
-EXPERT_BIAS = Weight(
-    f"{ENGINE_LAYER}.mlp.router.expert_bias",
-    Layout.REPLICATED,
-    (HFTensor(f"{HF_LAYER}.mlp.gate.e_score_correction_bias", ("moe.num_experts",)),),
-    Layers.SPARSE,
-    is_buffer=True,
+EXPERT_BIAS = _sparse(
+    "router.expert_bias",
+    TensorLayout.REPLICATED,
+    ("mlp.gate.e_score_correction_bias", "moe.num_experts"),
+    role=Role.BUFFER,
 )
 
 
-def qwen_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Qwen's rule for which layers are sparse: every so many, some excepted."""
+def qwen_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts | None:
+    """Read Qwen's experts: in each `decoder_sparse_step`-th layer, except `mlp_only_layers`; None where in no layer.
+
+    Args:
+        declared: further attributes.
+    """
     dense, step = set(config["mlp_only_layers"]), config["decoder_sparse_step"]
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"]))
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"]))
+    if not any(layers):
+        return None
+    return MixtureOfExperts(
+        layers=layers,
+        num_experts=config["num_experts"],
+        router_topk=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        pre_softmax=not config["norm_topk_prob"],
+        **declared,
+    )
 
 
 def expert_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """What no router can do, and why."""
+    """Find what no router can do, and say why."""
     moe = architecture.moe
     if moe is None:
         return

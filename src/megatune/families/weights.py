@@ -19,10 +19,10 @@ from megatune.architecture import Architecture
 VOCABULARY_MULTIPLE = 128
 
 
-class Layout(Enum):
+class TensorLayout(Enum):
     """How Hugging Face tensors are arranged in the engine's tensor, and along which dimension ranks cut it.
 
-    The engine's tensor of a weight that each expert has is that of every local expert, one after the other.
+    Of a weight that each expert has, the engine's tensor is that of every local expert, stacked in a new dimension 0.
     """
 
     REPLICATED = "replicated"  # one tensor, whole on every rank
@@ -34,11 +34,27 @@ class Layout(Enum):
 
 
 class Layers(Enum):
-    """Which layers have a weight."""
+    """Which layers of the decoder have a weight, by their feed-forward."""
 
     ALL = "all"
     DENSE = "dense"
     SPARSE = "sparse"
+
+
+class Stack(Enum):
+    """The part of the model that a weight belongs to."""
+
+    DECODER = "decoder"
+    VISION = "vision"
+    PROJECTOR = "projector"
+
+
+class Role(Enum):
+    """What a weight is: of the published model, of an adapter beside it, or a buffer, which is not trained."""
+
+    BASE = "base"
+    ADAPTER = "adapter"
+    BUFFER = "buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +77,17 @@ class Weight:
     Attributes:
         layers: which layers have it, where its name has a {layer}.
         exists: whether a member of the family has it at all.
-        is_buffer: it is loaded and saved and not trained.
+        num_layers: Architecture attribute with the number of layers that {layer} counts.
     """
 
     engine: str
-    layout: Layout
+    layout: TensorLayout
     hf: tuple[HFTensor, ...]
     layers: Layers = Layers.ALL
     exists: Callable[[Architecture], bool] = _always
-    is_buffer: bool = False
+    stack: Stack = Stack.DECODER
+    role: Role = Role.BASE
+    num_layers: str = "num_layers"
 
     @property
     def per_layer(self) -> bool:
@@ -79,6 +97,17 @@ class Weight:
     def per_expert(self) -> bool:
         return "{expert}" in self.hf[0].name
 
+    @property
+    def is_buffer(self) -> bool:
+        return self.role is Role.BUFFER
+
+    @property
+    def partition_dim(self) -> int | None:
+        """The dimension of the engine's tensor that tensor-parallel ranks cut; None where each holds all of it."""
+        if self.layout is TensorLayout.REPLICATED:
+            return None
+        return int(self.layout is TensorLayout.COLUMNS) + self.per_expert
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -87,8 +116,8 @@ class Slice:
     Attributes:
         tp_size, tp_rank: over how many ranks rows or columns are cut, and which of the parts this is; of an expert's
             weights expert tensor parallelism's.
-        ep_size, ep_rank: over how many ranks experts are dealt, in blocks, and which of the blocks this is; 1 and 0
-            for what no expert has.
+        ep_size, ep_rank: over how many ranks experts are sharded, in blocks, and which of the blocks this is; 1 and 0
+            for weights outside experts.
     """
 
     tp_size: int = 1
@@ -102,8 +131,8 @@ WHOLE = Slice()
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows (dim 0) or columns (dim 1) start..stop of one Hugging Face tensor, its place in the order being its place
-    in the engine's slice."""
+    """Rows (dim 0) or columns (dim 1) start..stop of one Hugging Face tensor; segments lie in the engine's slice in
+    their order."""
 
     name: str
     dim: int
@@ -112,15 +141,17 @@ class Segment:
 
 
 def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
-    """The layers that have the weight, counted from 0; [0] for what is in no layer."""
+    """The layers of its stack that have the weight, counted from 0; [0] for a weight outside layers."""
     if not weight.per_layer:
         return [0]
-    wanted = {Layers.ALL: (True, False), Layers.DENSE: (False,), Layers.SPARSE: (True,)}[weight.layers]
-    return [layer for layer in range(architecture.num_layers) if architecture.is_moe_layer(layer) in wanted]
+    layers = range(attrgetter(weight.num_layers)(architecture))
+    if weight.layers is Layers.ALL:
+        return list(layers)
+    return [layer for layer in layers if architecture.is_moe_layer(layer) == (weight.layers is Layers.SPARSE)]
 
 
 def experts_of(weight: Weight, architecture: Architecture, part: Slice = WHOLE) -> range:
-    """The experts whose tensors make up the slice; range(1) for a weight that is no expert's."""
+    """The experts whose tensors make up the slice; range(1) for a weight outside experts."""
     if not weight.per_expert:
         return range(1)
     assert architecture.moe is not None
@@ -165,59 +196,51 @@ def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tup
     experts = (len(experts_of(weight, architecture, part)),) if weight.per_expert else ()
     rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
     match weight.layout:
-        case Layout.REPLICATED:
+        case TensorLayout.REPLICATED:
             return (*experts, rows, *rest)
-        case Layout.COLUMNS:
+        case TensorLayout.COLUMNS:
             return (*experts, rows, rest[0] // part.tp_size)
-        case Layout.VOCABULARY:
-            return (*experts, padded_vocab_size(rows, part.tp_size) // part.tp_size, *rest)
-        case Layout.ROWS | Layout.GATE_UP | Layout.QKV:
-            return (*experts, rows // part.tp_size, *rest)
+        case TensorLayout.VOCABULARY:
+            rows = padded_vocab_size(rows, part.tp_size)
+    return (*experts, rows // part.tp_size, *rest)
 
 
 def segments(weight: Weight, architecture: Architecture, part: Slice, layer: int = 0) -> list[Segment]:
     """The pieces of Hugging Face tensors that make up a slice, in the slice's order.
 
     One below the other they fill the engine's tensor, whose dimensions before the last are counted as rows. For
-    Layout.VOCABULARY the rows that pad the slice are in no segment: they are zero.
+    TensorLayout.VOCABULARY the rows that pad the slice are in no segment: they are zero.
     """
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
-    return [
-        segment
-        for expert in experts_of(weight, architecture, part)
-        for segment in _segments(
-            weight.layout,
-            [tensor.name.format(layer=layer, expert=expert) for tensor in weight.hf],
-            shapes,
-            part,
-            architecture.num_query_groups,
-        )
-    ]
+    found: list[Segment] = []
+    for expert in experts_of(weight, architecture, part):
+        names = [tensor.name.format(layer=layer, expert=expert) for tensor in weight.hf]
+        found += _segments(weight.layout, names, shapes, part, architecture.num_query_groups)
+    return found
 
 
 def _segments(
-    layout: Layout, names: Sequence[str], shapes: Sequence[tuple[int, ...]], part: Slice, num_query_groups: int
-) -> list[Segment]:
+    layout: TensorLayout, names: Sequence[str], shapes: Sequence[tuple[int, ...]], part: Slice, num_query_groups: int
+) -> Iterator[Segment]:
     size, rank = part.tp_size, part.tp_rank
     match layout:
-        case Layout.REPLICATED:
-            return [Segment(names[0], 0, 0, shapes[0][0])]
-        case Layout.COLUMNS:
+        case TensorLayout.REPLICATED:
+            yield Segment(names[0], 0, 0, shapes[0][0])
+        case TensorLayout.COLUMNS:
             columns = shapes[0][1] // size
-            return [Segment(names[0], 1, rank * columns, (rank + 1) * columns)]
-        case Layout.VOCABULARY:
+            yield Segment(names[0], 1, rank * columns, (rank + 1) * columns)
+        case TensorLayout.VOCABULARY:
             rows = padded_vocab_size(shapes[0][0], size) // size
-            stop = min((rank + 1) * rows, shapes[0][0])
-            start = min(rank * rows, stop)
-            return [Segment(names[0], 0, start, stop)] if stop > start else []
-        case Layout.ROWS | Layout.GATE_UP:
-            return [
-                Segment(name, 0, rank * rows, (rank + 1) * rows)
-                for name, rows in zip(names, (shape[0] // size for shape in shapes), strict=True)
-            ]
-        case Layout.QKV:
+            start, stop = (min(edge * rows, shapes[0][0]) for edge in (rank, rank + 1))
+            if stop > start:
+                yield Segment(names[0], 0, start, stop)
+        case TensorLayout.ROWS | TensorLayout.GATE_UP:
+            for name, shape in zip(names, shapes, strict=True):
+                rows = shape[0] // size
+                yield Segment(name, 0, rank * rows, (rank + 1) * rows)
+        case TensorLayout.QKV:
             rows = sum(shape[0] for shape in shapes) // size
-            return list(_cut(_qkv_blocks(names, shapes, num_query_groups), rank * rows, rows))
+            yield from _cut(_qkv_blocks(names, shapes, num_query_groups), rank * rows, rows)
 
 
 def _qkv_blocks(names: Sequence[str], shapes: Sequence[tuple[int, ...]], groups: int) -> Iterator[Segment]:

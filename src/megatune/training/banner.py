@@ -13,7 +13,7 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
-from megatune.engine.groups import Place
+from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.attention.choice import describe
 from megatune.engine.optimizer import shards_optimizer
 from megatune.plan.flops import num_parameters
@@ -68,7 +68,7 @@ def banner(
         yield f"resume     {resumed}: {state.step} steps done"
 
 
-def _layout(parallel: ParallelSettings, place: Place, architecture: Architecture) -> Iterator[str]:
+def _layout(parallel: ParallelSettings, place: RankCoordinates, architecture: Architecture) -> Iterator[str]:
     yield f"tp {place.tp_size}{' + sp' if parallel.sequence_parallel else ''}"
     if place.cp_size > 1:
         yield f"cp {place.cp_size} ({parallel.cp_comm_type})"

@@ -1,4 +1,4 @@
-"""Checks of a running training: do ranks that hold copies of the same numbers hold the same?"""
+"""Checks of a running training that ranks with copies of the same numbers hold the same."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def check_gradients(assembly: Assembly, step: int) -> None:
     """
     shards = main_shards(assembly.optimizer)
     held = [
-        Held(_name(local, assembly), local.parameter, shard.grad)
+        Held(_name(local, assembly), local.parameter, shards[local.parameter].grad)
         for local in assembly.parameters
-        for shard in [shards.get(local.parameter)]  # type: ignore[call-overload]
-        if shard is not None
+        if local.parameter in shards
     ]
     is_split = assembly.model[0].ddp_config.use_distributed_optimizer
     check_agreement(f"step {step}: gradients", held, over_replicas=not is_split)
@@ -42,17 +41,14 @@ def check_weights(assembly: Assembly, step: int, **values: float) -> None:
     Raises:
         MegatuneError: NOT_FINITE, see `check_agreement`.
     """
-    check_scalars(f"step {step}", {"step": step, **values, **_optimizer_scalars(assembly)})
+    kept = {f"the optimizer's {name}": value for name, value in scalars(assembly.optimizer).items()}
+    check_scalars(f"step {step}", {"step": step, **values, **kept})
     gather_parameters(assembly.model)
     held = [Held(_name(local, assembly), local.parameter, local.parameter) for local in assembly.parameters]
     check_agreement(f"step {step}: weights", held)
 
 
-def _optimizer_scalars(assembly: Assembly) -> dict[str, float]:
-    return {f"the optimizer's {name}": value for name, value in scalars(assembly.optimizer).items()}
-
-
 def _name(local: LocalParameter, assembly: Assembly) -> str:
-    """The Hugging Face names of what the parameter is made of: the first one, and how many more."""
+    """Name the first of the Hugging Face tensors that the parameter is made of, and how many more there are."""
     first, *others = local.hf_shapes(assembly.architecture)
     return f"{first} (and {len(others)} more in one tensor)" if others else first

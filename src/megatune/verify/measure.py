@@ -17,7 +17,7 @@ from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch, Collator
 from megatune.data.rows import Document
 from megatune.engine import groups, step
-from megatune.engine.groups import Place
+from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.engine.traces import tracing
 from megatune.launch.context import RankContext
@@ -36,7 +36,7 @@ def num_micro_batches(num_rows: int, micro_batch_size: int, dp_size: int, parall
 
 def deal(
     samples: Sequence[Sample],
-    place: Place,
+    place: RankCoordinates,
     parallel: ParallelSettings,
     *,
     micro_batch_size: int = 1,

@@ -8,7 +8,7 @@ from math import prod
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
 from megatune.families.dense import ENGINE_LAYER
-from megatune.families.weights import WHOLE, Layout, Slice, Weight, experts_of, hf_shape, layers_of
+from megatune.families.weights import WHOLE, Slice, TensorLayout, Weight, experts_of, hf_shape, layers_of
 from megatune.plan.case import PlannedModel, Trainable
 
 # The engine's matrices by the names that lora_target has for them.
@@ -42,8 +42,8 @@ def adapter_sizes(weight: Weight, architecture: Architecture, part: Slice, train
     if _TARGETS.get(weight.engine.removeprefix(f"{ENGINE_LAYER}.")) not in trainable.lora_target:
         return
     # Key/value heads that are fewer than tp: the rank that gets most of them.
-    cut_rows = part.tp_size if weight.layout in (Layout.ROWS, Layout.QKV, Layout.GATE_UP) else 1
-    cut_columns = part.tp_size if weight.layout is Layout.COLUMNS else 1
+    cut_rows = part.tp_size if weight.layout in (TensorLayout.ROWS, TensorLayout.QKV, TensorLayout.GATE_UP) else 1
+    cut_columns = part.tp_size if weight.layout is TensorLayout.COLUMNS else 1
     of_rank = len(experts_of(weight, architecture, part)) * trainable.lora_rank
     for tensor in weight.hf:
         rows, columns = hf_shape(tensor, architecture)

@@ -9,8 +9,8 @@ from megatune.config.settings import Settings
 from megatune.plan.memory.tensors import HeldParameter
 
 _BYTES = {"fp32": 4, "bf16": 2}
-# Tensors of one fp32 or int32 each: the loss scale and its limits and factors, what overflow is noted in.
-_SCALARS_FP16, _SCALARS_BF16, _SCALARS_FP32_SHARED, _SCALARS_FP32 = 6, 1, 2, 1
+# Tensors of one fp32 or int32 each: the loss scale with its limits and factors, and what overflow is noted in.
+_LOSS_SCALE, _SCALARS_FP16, _SCALARS_BF16, _SCALARS_FP32_SHARED, _SCALARS_FP32 = 4, 2, 1, 2, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class OptimizerRules:
     host_fraction: float
     dtype: str
 
-    def scalar_bytes(self, is_sharded: bool) -> int:
-        """Of the numbers that one optimizer keeps on the device."""
+    def scalar_bytes(self, num_parts: int, is_sharded: bool) -> int:
+        """Of the numbers that an optimizer of `num_parts` parts keeps on the device; the loss scale is one for all."""
         if self.dtype == "float16":
-            return 4 * _SCALARS_FP16
+            return 4 * (_LOSS_SCALE + num_parts * _SCALARS_FP16)
         if self.dtype == "bfloat16":
-            return 4 * _SCALARS_BF16
-        return 4 * (_SCALARS_FP32_SHARED if is_sharded else _SCALARS_FP32)
+            return 4 * num_parts * _SCALARS_BF16
+        return 4 * num_parts * (_SCALARS_FP32_SHARED if is_sharded else _SCALARS_FP32)
 
     def on_host(self, updated: Sequence[tuple[int, HeldParameter]]) -> int:
         """Elements with their state on the host, as the engine's Adam.init_state chooses them: whole shards in the

@@ -132,7 +132,7 @@ def _sum(held: HeldParameters, chunks: Sequence[ChunkContent], rules: StateRules
         gradients=sum(part.buffers for part in parts) * rules.gradient_bytes,
         master_weights=updated * 4 if rules.parameter_bytes < 4 else 0,
         optimizer_state=(updated - on_host) * optimizer.element_bytes
-        + len(parts) * optimizer.scalar_bytes(rules.is_sharded),
+        + optimizer.scalar_bytes(len(parts), rules.is_sharded),
         buffer_padding=padding * (rules.parameter_bytes + rules.gradient_bytes),
         host_state=on_host * optimizer.element_bytes,
     )

@@ -1,0 +1,64 @@
+"""The tensors of a built model as entries of the family's weight map, and the marks Megatron-Core reads on them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatune.architecture import Architecture
+from megatune.families import FAMILIES
+from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
+from megatune.families.weights import TensorLayout, Weight
+
+# A tensor of a numbered module: of a layer, whatever stack it is in.
+_NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
+
+
+def named_weights(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[tuple[Weight, int, Tensor, bool]]:
+    """Find every parameter of a pipeline chunk, and every buffer that checkpoints hold, in the family's weight map.
+
+    Yields:
+        The entry; the layer, counted from 0 over all pipeline stages, 0 outside layers; the tensor; and whether another
+        stage holds the same weight and this is its copy (tied embeddings).
+    """
+    module: Any = chunk
+    while hasattr(module, "module"):  # DDP and mixed-precision wrappers
+        module = module.module
+    by_name = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        layer, match = 0, _NUMBERED.fullmatch(name)
+        if name not in by_name and match is not None:
+            index = int(match[2])
+            # Megatron-Core's layers know their number, from 1; a module of another list is counted by its index.
+            layer = getattr(module.get_submodule(f"{match[1]}.{index}"), "layer_number", index + 1) - 1
+            name = f"{match[1]}.{{layer}}.{match[3]}"
+        is_copy = name == OUTPUT_LAYER.engine and architecture.tie_word_embeddings
+        if isinstance(tensor, torch.nn.Parameter):
+            yield by_name[EMBEDDING.engine if is_copy else name], layer, tensor, is_copy
+        elif name in by_name and by_name[name].is_buffer:
+            yield by_name[name], layer, tensor, False
+
+
+def mark_weights(chunk: torch.nn.Module, architecture: Architecture) -> None:
+    """Mark the weights that tensor parallelism cuts and those of experts, as the weight map lays them out.
+
+    Megatron-Core marks weights only where it draws them at random, and by the class of their module. An unmarked weight
+    counts as a copy: the norm of the gradient then misses all but one rank's part of it.
+    """
+    for weight, _, tensor, _ in named_weights(chunk, architecture):
+        marks = {
+            # Experts also where they are whole: ranks of tensor parallelism then hold different experts, or replicas
+            # as data parallelism has them. Unmarked they would count in the norm on the first of these ranks only.
+            "tensor_model_parallel": weight.partition_dim is not None or weight.per_expert,
+            "partition_dim": -1 if weight.partition_dim is None else weight.partition_dim,
+            "partition_stride": len(weight.hf) if weight.layout is TensorLayout.GATE_UP else 1,
+            # Gradients of experts are summed over the ranks that hold the same ones, not over all replicas.
+            "allreduce": not weight.per_expert,
+        }
+        for name, value in marks.items():
+            setattr(tensor, name, value)
