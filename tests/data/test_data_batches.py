@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader, step_batches
 from megatune.data.order import epoch_order, grouped_order
-from megatune.data.rows import Document, TokenRows
+from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
 
 PAD = 0
@@ -73,6 +73,9 @@ class Listed:
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
         return [self.rows[self.steps[step][place]] for place in places]
+
+    def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
+        return self.rows.extras([self.steps[step][place] for place in places])
 
     def names(self, step: int) -> list[str]:
         return [str(row) for row in self.steps[step]]

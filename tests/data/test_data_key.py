@@ -16,8 +16,7 @@ from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
-from megatune.data.cache.digest import FileDigests
-from megatune.data.cache.key import BY_CONTENT, BY_VALUE, prepared_key
+from megatune.data.cache.key import BY_CONTENT, BY_VALUE, FileDigests, prepared_key
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
 
@@ -55,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def key(folder: Path, *, tokenizer: Any = TOKENIZER, run: dict[str, Any] | None = None, **data: Any) -> str:
     chosen = DataSettings(**{"dataset": ["good"], "dataset_dir": str(folder), **data})
-    return prepared_key(Settings(run=RunSettings(**run or {}), data=chosen), tokenizer)
+    return prepared_key(Settings(run=RunSettings(**run or {}), data=chosen), tokenizer).name
 
 
 def test_every_data_setting_is_in_the_key_or_known_not_to_matter() -> None:
@@ -186,16 +185,16 @@ def test_a_file_that_cannot_be_read(folder: Path) -> None:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that are read to the end."""
-    from megatune.data.cache import digest
+    from megatune.data.cache import key
 
     read: list[Path] = []
-    whole: Callable[[Path], str] = digest._digest
+    whole: Callable[[Path], str] = key._content_digest
 
     def counting(path: Path) -> str:
         read.append(path)
         return whole(path)
 
-    monkeypatch.setattr(digest, "_digest", counting)
+    monkeypatch.setattr(key, "_content_digest", counting)
     return read
 
 
@@ -203,7 +202,7 @@ class TestFileDigests:
     @pytest.fixture(autouse=True)
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Files of these tests count as old at once: the clock is ten seconds ahead."""
-        monkeypatch.setattr("megatune.data.cache.digest.time.time_ns", lambda: time.clock_gettime_ns(0) + 10**10)
+        monkeypatch.setattr("megatune.data.cache.key.time.time_ns", lambda: time.clock_gettime_ns(0) + 10**10)
 
     def test_a_file_is_read_once(self, tmp_path: Path, counted: list[Path]) -> None:
         path = tmp_path / "a.json"

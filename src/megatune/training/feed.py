@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import copy_bad_rows
-from megatune.data.prepare import Prepared
+from megatune.data.prepare import Prepared, open_prepared, prepare
 from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.streaming.stream import Stream
+from megatune.data.tokenizer import load_tokenizer
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
 from megatune.training.course import Course
-from megatune.training.rows import check_vocabulary, prepare_on_node
+from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.storage import writing
-from megatune.training.streaming import StreamFollower, open_stream
+from megatune.training.streaming import StreamFollower, check_token_ids, open_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +63,42 @@ class RunData(Protocol):
 
 @contextmanager
 def opened_data(context: RankContext, settings: Settings, source: Path, resumed: Path | None) -> Iterator[RunData]:
-    """The data of a run.
+    """The data of a run, which one process of each machine prepares or reads ahead. Collective.
 
     Args:
         source: the model's folder, with the tokenizer.
-        resumed: the checkpoint that the run goes on from.
+        resumed: the checkpoint that the run resumes from.
 
     Raises:
-        MegatuneError: whatever keeps it from being read.
+        MegatuneError: whatever keeps it from being read; the machines have different rows (exit code 65).
     """
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
     if not settings.data.streaming:
-        yield _PreparedData(prepare_on_node(context, settings, source), settings, output_dir)
+        yield _PreparedData(_prepare_on_machine(context, settings, source), settings, output_dir)
         return
-    stream = open_stream(context, settings, source, resumed)
-    try:
+    with closing(open_stream(context, settings, source, resumed)) as stream:
         yield _StreamedData(stream, context, settings, output_dir, resumed is not None)
-    finally:
-        stream.close()
+
+
+def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) -> Prepared:
+    context.beat("data", 0, limit=float("inf"))
+    prepared = prepare(settings, load_tokenizer(source)) if context.local_rank == 0 else None
+    folder = wait_for_machines(context, "rows", str(prepared.directory.absolute()) if prepared else None)
+    check_same(context, "prepared rows", _contents(prepared) if prepared else None)
+    return prepared or open_prepared(Path(folder))
+
+
+def _contents(prepared: Prepared) -> dict[str, str | int]:
+    contents: dict[str, str | int] = {**prepared.key_parts, KEY: prepared.key}
+    for name, rows, report in (
+        ("training", prepared.train, prepared.report.train),
+        ("evaluation", prepared.evaluation, prepared.report.evaluation),
+    ):
+        if rows is not None and report is not None:
+            contents |= {f"{name} {count}": value or 0 for count, value in asdict(report).items()}
+            contents[f"the digest of the {name} rows"] = rows.digest
+    return contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +117,8 @@ class _PreparedData:
 
     def feed(self, course: Course, vocab_size: int) -> Feed:
         prepared = self.prepared
-        check_vocabulary(prepared, vocab_size)
+        parts = (prepared.report.train, prepared.report.evaluation)
+        check_token_ids(max(part.largest_id for part in parts if part is not None), vocab_size)
         lines = list(prepared.report.lines())
         quarantines = self.settings.data.on_bad_row == "quarantine"
         if quarantines and (copy := on_rank_0(self._copy_bad_rows)) is not None:
@@ -140,12 +159,9 @@ class _StreamedData:
         )
         evaluation = follower.evaluation()
         rows = self.stream.steps(course.global_batch_size, is_packed=self.settings.packing)
-        return Feed(rows, evaluation, self._lines(), follower)
-
-    def _lines(self) -> list[str]:
         data = self.settings.data
         order = "in the order of the data" if data.disable_shuffling else "shuffled"
         lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]
         if self.stream.held_out is not None:
             lines += self.stream.held_out.lines()
-        return lines
+        return Feed(rows, evaluation, lines, follower)

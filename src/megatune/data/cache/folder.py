@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.data.cache.lock import locked
-from megatune.data.cache.partial import partial_folder, publish, remove_abandoned
+from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -33,16 +32,8 @@ FILES_FILE = "files.json"
 
 _Identity = tuple[int, int] | None  # of a folder, None where there is none
 
-_CANNOT_WRITE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EFBIG,
-    errno.EIO,
-)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_CANNOT_WRITE = (*NO_ROOM, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
 
 
 def cache_dir() -> Path:
@@ -69,8 +60,9 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
         folder = Path(data.tokenized_path).expanduser().absolute()
         places = [_Place(folder, key, data.overwrite_cache, named=True)]
     else:
+        temporary = Path(os.environ.get("TMPDIR") or "/tmp") / f"megatune-{os.getuid()}"
         in_cache = _Place(cache_dir() / "rows" / key, key, data.overwrite_cache)
-        places = [in_cache, replace(in_cache, folder=_temporary_dir() / "rows" / key, private=True)]
+        places = [in_cache, replace(in_cache, folder=temporary / "rows" / key, private=True)]
     failures: list[_CannotWriteError] = []
     for place in places:
         if failures:
@@ -243,10 +235,6 @@ def _identity(folder: Path) -> _Identity:
         status = folder.stat()
         return status.st_ino, status.st_ctime_ns
     return None
-
-
-def _temporary_dir() -> Path:
-    return Path(os.environ.get("TMPDIR") or "/tmp") / f"megatune-{os.getuid()}"
 
 
 def _say(line: str) -> None:
