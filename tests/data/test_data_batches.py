@@ -115,15 +115,15 @@ def test_a_batch_by_hand(tmp_path: Path) -> None:
     assert {t.dtype for t in (batch.input_ids, batch.labels, batch.position_ids)} == {torch.int64}
 
 
-def test_rows_are_dealt_to_micro_batches_then_ranks(rows: TokenRows) -> None:
-    dealt = {
+def test_rows_are_assigned_to_micro_batches_then_ranks(rows: TokenRows) -> None:
+    assigned = {
         rank: [
             row_ids(batch)
             for batch in one_step(rows, range(8), **layout(data_parallel_rank=rank, data_parallel_size=2))
         ]
         for rank in (0, 1)
     }
-    assert dealt == {0: [[0, 1], [4, 5]], 1: [[2, 3], [6, 7]]}
+    assert assigned == {0: [[0, 1], [4, 5]], 1: [[2, 3], [6, 7]]}
 
 
 def test_missing_rows_train_nothing(rows: TokenRows) -> None:

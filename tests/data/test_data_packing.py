@@ -301,8 +301,8 @@ def test_the_order_is_the_same_in_every_layout(
             ]
             assert list(ranks[0]) == list(expected)[start:]
             for step in ranks[0]:
-                dealt = [ranks[rank][step][m] for m in range(accumulation) for rank in range(dp_size)]
-                assert [tokens for batch in dealt for tokens in real_tokens(batch)] == expected[step]
+                assigned = [ranks[rank][step][m] for m in range(accumulation) for rank in range(dp_size)]
+                assert [tokens for batch in assigned for tokens in real_tokens(batch)] == expected[step]
 
 
 def test_slots_without_rows_are_padding(folders: tuple[TokenRows, TokenRows]) -> None:

@@ -86,9 +86,9 @@ def request(
 
 def blocks(asked: StreamRequest) -> Iterator[Block]:
     """The blocks of a stream, without end."""
-    cutter = asked.cutter(asked.held_out())
+    mixed = asked.stream(asked.held_out())
     while True:
-        number = asked.write(cutter).number
+        number = asked.write(mixed).number
         folder = next(block.folder for block in asked.folder.blocks() if block.number == number)
         meta = BlockMeta.load(folder)
         rows, order = TokenRows(folder / PART), np.load(folder / ORDER_FILE)
@@ -166,9 +166,9 @@ def test_a_resumed_stream_reads_on_where_it_was(tmp_path: Path) -> None:
     names, data = [str(tmp_path / "long.jsonl")], {"buffer_size": 190}
     state = list(islice(blocks(request(tmp_path, names, **data)), 5))[-1][0].start
     resumed = request(tmp_path, names, state, **data)
-    cutter = resumed.cutter(None)
+    mixed = resumed.stream(None)
     before = _bytes_read()
-    cutter.write(resumed.folder.path)
+    mixed.write_block(resumed.folder.path)
     assert _bytes_read() - before < (tmp_path / "long.jsonl").stat().st_size / 2, "the file was read from its start"
 
 

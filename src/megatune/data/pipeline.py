@@ -128,7 +128,7 @@ class DatasetReader:
 
     Args:
         report: counts rows, over all passes.
-        read: the rows behind a position, of which so many come before.
+        read: the rows behind a position, given how many come before it.
         start: where every pass begins: behind the rows held out for evaluation.
         state: where to continue.
         refuse_empty: end the run at the end of a pass without a usable row (exit code 65).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,6 +14,8 @@ from megatune.data.row_error import RowError, UnsupportedRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+_Row = tuple[RawRow, SourcePosition, int]  # the position is behind it; the number is that of its copies
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -24,7 +26,7 @@ class Sample:
         example: what is trained on, or why the row is dropped.
         copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
         row: as it was read.
-        position: from where its data set goes on after it.
+        position: where its data set continues after it.
     """
 
     where: str
@@ -45,7 +47,7 @@ def read_samples(
     """The rows of one data set that num_samples and max_samples choose, in the order of its files.
 
     Args:
-        max_samples: the first so many of those that num_samples draws.
+        max_samples: the first ones of those that num_samples draws.
         placeholders: what {{name}} and {{author}} become; None where it is not set.
 
     Raises:
@@ -53,10 +55,9 @@ def read_samples(
             end, for all of them).
     """
     unfilled: dict[str, str] = {}
-    for row, position, copies in islice(_drawn(source, seed), max_samples):
-        sample, missing = _sample(row, source, stage, placeholders, copies, position)
+    for sample, missing in _samples(islice(_drawn(source, seed), max_samples), source, stage, placeholders):
         for placeholder in missing:
-            unfilled.setdefault(placeholder, row.where)
+            unfilled.setdefault(placeholder, sample.where)
         yield sample
     if unfilled:
         raise _unfilled(unfilled)
@@ -82,26 +83,22 @@ def stream_samples(
     """
     limits = [limit for limit in (source.num_samples, max_samples) if limit is not None]
     left = max(0, min(limits) - taken) if limits else None
-    for row, position in islice(source.rows_from(after), left):
-        sample, missing = _sample(row, source, stage, placeholders, 1, position)
+    rows = ((row, position, 1) for row, position in islice(source.rows_from(after), left))
+    for sample, missing in _samples(rows, source, stage, placeholders):
         if missing:
-            raise _unfilled({missing[0]: row.where})
+            raise _unfilled({missing[0]: sample.where})
         yield sample
 
 
-def _sample(
-    row: RawRow,
-    source: DatasetSource,
-    stage: str,
-    placeholders: Mapping[str, str | None],
-    copies: int,
-    position: SourcePosition,
-) -> tuple[Sample, list[str]]:
-    """The sample of a row, and the placeholders in it that have no value."""
-    example, missing = _example(row, source, stage), list[str]()
-    if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
-        example, missing = fill_placeholders(example, placeholders)
-    return Sample(row.where, example, copies, row, position), missing
+def _samples(
+    rows: Iterable[_Row], source: DatasetSource, stage: str, placeholders: Mapping[str, str | None]
+) -> Iterator[tuple[Sample, list[str]]]:
+    """The sample of each row, and the placeholders in it that have no value."""
+    for row, position, copies in rows:
+        example, missing = _example(row, source, stage), list[str]()
+        if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
+            example, missing = fill_placeholders(example, placeholders)
+        yield Sample(row.where, example, copies, row, position), missing
 
 
 def _example(row: RawRow, source: DatasetSource, stage: str) -> Example | RowError:
@@ -124,7 +121,7 @@ def _unfilled(where: Mapping[str, str]) -> MegatuneError:
     return MegatuneError(findings, ExitCode.SETTINGS)
 
 
-def _drawn(source: DatasetSource, seed: int) -> Iterator[tuple[RawRow, SourcePosition, int]]:
+def _drawn(source: DatasetSource, seed: int) -> Iterator[_Row]:
     """Rows with their number of copies: num_samples draws without replacement, as many rounds as it needs."""
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())

@@ -125,5 +125,5 @@ class PreparedSteps:
         return self._orders[epoch]
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        """Loader processes make the orders themselves: these would be the larger part of what they are sent."""
+        """Loader processes make the orders themselves: the orders would be most of what they are sent."""
         return type(self), (self.rows, self.global_batch_size, self.seed, self.shuffle, self.group_by_length)

@@ -45,7 +45,8 @@ def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) ->
     Raises:
         MegatuneError: a worker process died or hung (exit code 76).
     """
-    chunks = _chunks(samples)
+    iterator = iter(samples)
+    chunks = iter(lambda: list(islice(iterator, CHUNK_ROWS)), [])
     with _frozen_heap():
         if num_workers <= 1:
             # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
@@ -57,10 +58,8 @@ def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) ->
 
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Objects come by the million here; the garbage collector's passes over them shall not look at every module, too.
-
-    A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
-    """
+    """Objects come by the million here; the garbage collector's passes over them shall not look at every module, too."""
+    # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
     frozen_here = gc.get_freeze_count() == 0
     if frozen_here:
         gc.freeze()
@@ -132,11 +131,8 @@ def _end_with(parent: int) -> None:
 
 
 def _encode_chunk(examples: list[Example]) -> _Compact:
-    return _packed(_worker_encoder.encode(examples))
-
-
-def _packed(results: list[Encoded | RowError]) -> _Compact:
     """Few large arrays instead of many small ones, which take longer to send than to make."""
+    results = _worker_encoder.encode(examples)
     encoded = [result for result in results if isinstance(result, Encoded)]
     documents = [document for result in encoded for document in result.documents]
     none = np.empty(0, dtype=np.int32)
@@ -164,12 +160,6 @@ def _unpacked(compact: _Compact) -> list[Encoded | RowError]:
         else Encoded(tuple(islice(documents, result[0])), truncated=result[1], length=result[2])
         for result in results
     ]
-
-
-def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    iterator = iter(samples)
-    while chunk := list(islice(iterator, CHUNK_ROWS)):
-        yield chunk
 
 
 def _examples(chunk: list[Sample]) -> list[Example]:

@@ -118,11 +118,11 @@ class StreamFollower:
         self._stream.after(step * self._size)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint needs after so many steps."""
+        """What a checkpoint needs after this number of steps."""
         return self._stream.state(step * self._size).to_json()
 
     def epoch_after(self, step: int) -> float | None:
-        """Passes done after so many steps, None where that is not known yet."""
+        """Passes done after this number of steps, None where that is not known yet."""
         return self._stream.epoch_after(step * self._size)
 
     def summary(self) -> Iterator[str]:

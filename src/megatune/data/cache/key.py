@@ -45,7 +45,7 @@ BY_VALUE = frozenset(
         "model_author",
     }
 )
-# Those that determine them by what they stand for.
+# Those that determine them by the content that they name.
 BY_CONTENT = frozenset({"dataset", "dataset_dir", "eval_dataset", "template", "packing", "on_bad_row"})
 
 _CHUNK_BYTES = 2**20
@@ -66,24 +66,52 @@ class RowsKey:
     parts: Mapping[str, str]
 
 
+def remembered_digest(path: Path, folder: Path | None = None) -> str:
+    """128 bits of a file's content, in hexadecimal.
+
+    A file of the same place, size, times and inode as before is not read again.
+
+    Args:
+        folder: where digests are remembered, by default in the cache; one that cannot be written remembers nothing.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    path = path.resolve()
+    note = (folder or cache_dir() / "digests") / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path))}.json"
+    began = time.time_ns()
+    identity = _identity(path)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        remembered = json.loads(note.read_text(encoding="utf-8"))
+        if remembered["identity"] == identity:
+            return str(remembered["digest"])
+    digest = _content_digest(path)
+    if _identity(path) == identity and max(identity[1:3]) < began - _SETTLED_NS:
+        with suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            partial = note.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps({"path": str(path), "identity": identity, "digest": digest}), "ascii")
+            partial.replace(note)
+    return digest
+
+
 def prepared_key(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
     extras: Mapping[str, str] | None = None,
     *,
-    file_digest: Callable[[Path], str] | None = None,
+    file_digest: Callable[[Path], str] = remembered_digest,
 ) -> RowsKey:
     """The key of prepared rows.
 
     Args:
         extras: digests of what is kept beside the rows, by name.
-        file_digest: names the content of a file; by default a digest of all of it, remembered in the cache.
+        file_digest: names the content of a file; by default see there.
 
     Raises:
         MegatuneError: a data set cannot be resolved (exit codes 64, 66 and 69), or a file not be read (66).
     """
     data, stage = settings.data, settings.run.stage
-    file_digest = file_digest or FileDigests(cache_dir() / "digests").of
     train = resolve_datasets(data.dataset, data.dataset_dir, stage)
     evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
     files = {file: _digest(file, file_digest) for source in (*train, *evaluation) for file in source.files}
@@ -120,42 +148,6 @@ def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Rows
     data = settings.data
     key = prepared_key(settings, tokenizer, file_digest=_ends_digest)
     return RowsKey(_name([key.name, data.buffer_size, data.disable_shuffling]), key.parts)
-
-
-class FileDigests:
-    """Digests of files by their content, remembered, so that a file that has not changed is read once.
-
-    Args:
-        folder: where they are remembered; one that cannot be written remembers nothing.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def of(self, path: Path) -> str:
-        """128 bits of the file's content, in hexadecimal.
-
-        A file of the same place, size, times and inode as before is not read again.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        path = path.resolve()
-        note = self._folder / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path))}.json"
-        began = time.time_ns()
-        identity = _identity(path)
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            remembered = json.loads(note.read_text(encoding="utf-8"))
-            if remembered["identity"] == identity:
-                return str(remembered["digest"])
-        digest = _content_digest(path)
-        if _identity(path) == identity and max(identity[1:3]) < began - _SETTLED_NS:
-            with suppress(OSError):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                partial = note.with_suffix(f".{os.getpid()}")
-                partial.write_text(json.dumps({"path": str(path), "identity": identity, "digest": digest}), "ascii")
-                partial.replace(note)
-        return digest
 
 
 def _identity(path: Path) -> list[int]:
@@ -225,7 +217,7 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     else:
-        # What stands before its vocabulary is how it truncated and padded last.
+        # Before its vocabulary it has how it truncated and padded last.
         vocabulary = backend.to_str().partition('"added_tokens"')[2]
     special = json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True)
     return hashlib.sha256("\0".join((vocabulary, str(tokenizer.chat_template), special)).encode()).hexdigest()

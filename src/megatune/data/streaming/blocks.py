@@ -86,138 +86,6 @@ def reports_from_json(raw: Sequence[Mapping[str, Any]]) -> tuple[DatasetReport, 
     return tuple(DatasetReport(**{**entry, "dropped": Counter(entry["dropped"])}) for entry in raw)
 
 
-class MixedStream:
-    """Samples of several data sets, epoch after epoch.
-
-    Args:
-        state: of a block's start.
-        starts: where the data sets begin: behind the rows that are held out; None where none are.
-        concatenate: one data set after the other, whatever mix_strategy says.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        sources: Sequence[DatasetSource],
-        state: StreamState,
-        starts: Sequence[SetState] | None = None,
-        *,
-        concatenate: bool = False,
-    ) -> None:
-        data = pipeline.settings.data
-        self.pipeline, self._state = pipeline, state
-        self.strategy = "concat" if concatenate else data.mix_strategy
-        self._probabilities, self._seed = data.interleave_probs, pipeline.settings.run.seed
-        begins = starts or [SetState() for _ in sources]
-        self.sets = [
-            DatasetReader(
-                deepcopy(report),
-                partial(pipeline.stream, source),
-                begin,
-                entry,
-                refuse_empty=True,
-            )
-            for source, report, begin, entry in zip(sources, state.reports, begins, state.sets, strict=True)
-        ]
-        self._draws = self._drawn_from(state.draws)
-
-    @property
-    def epoch(self) -> int:
-        """Of the next sample, unless this epoch has none left."""
-        return self._state.epoch
-
-    def state(self, block: int, first_row: int) -> StreamState:
-        """Where the stream is, as the start of the block of this number, whose first row has that one."""
-        sets = tuple(entry.state for entry in self.sets)
-        reports = tuple(deepcopy(entry.report) for entry in self.sets)
-        return replace(self._state, block=block, first_row=first_row, sets=sets, reports=reports)
-
-    def next(self) -> Encoded | None:
-        """The next sample, None at the end of the epoch."""
-        if self.strategy == "concat":
-            return next((taken for entry in self.sets if (taken := _take(entry)) is not None), None)
-        while not self._is_over():
-            drawn = self.sets[next(self._draws)]
-            self._state = replace(self._state, draws=self._state.draws + 1)
-            if not drawn.has_next():
-                if self.strategy == "interleave_once":
-                    continue
-                drawn.begin(drawn.state.passes + 1)
-            return _take(drawn)
-        return None
-
-    def begin_epoch(self, first_row: int) -> None:
-        """Begin the next epoch, whose first row has this number."""
-        state = self._state
-        self._state = replace(
-            state,
-            epoch=state.epoch + 1,
-            draws=0,
-            epoch_first_row=first_row,
-            epoch_rows=first_row - state.epoch_first_row,
-        )
-        self._draws = self._drawn_from(0)
-        for entry in self.sets:
-            entry.begin(0)
-
-    def write_part(
-        self,
-        folder: Path,
-        part: str,
-        samples: Iterable[Encoded],
-        progress: Callable[[int], None],
-        order: Callable[[int], np.ndarray],
-    ) -> TokenReport:
-        """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says.
-
-        Args:
-            folder: exists and is empty.
-            progress: gets the number of samples so far.
-            order: of so many samples.
-        """
-        before = self._num_read()
-        with RowsBuilder(folder, self.pipeline.shape) as builder, self.pipeline.bad_rows(folder) as bad_rows:
-            for entry in self.sets:
-                entry.on_bad_row = bad_rows.add
-            for encoded in samples:
-                progress(builder.add(encoded.documents) + 1)
-            tokens = builder.write_part(part, order(len(builder)))
-        bad_rows.check(self._num_read() - before)
-        return tokens
-
-    def nothing_left(self, sets: Sequence[DatasetReader] | None = None) -> MegatuneError:
-        """The refusal of a val_size that takes all of the training data."""
-        name = ", ".join(entry.report.name for entry in sets or self.sets)
-        finding = Finding(f"val_size leaves nothing of {name} to train on", fix="make it smaller, or use eval_dataset")
-        return MegatuneError(finding, ExitCode.SETTINGS)
-
-    def close(self) -> None:
-        """End what reads ahead."""
-        for entry in self.sets:
-            entry.close()
-
-    def _num_read(self) -> int:
-        return sum(entry.report.read for entry in self.sets)
-
-    def _drawn_from(self, skipped: int) -> Iterator[int]:
-        return islice(draws(len(self.sets), self._probabilities, self._seed), skipped, None)
-
-    def _is_over(self) -> bool:
-        """By the rules of `data.mixing`: what is drawn in turn ends with a round."""
-        if self._probabilities is None and self._state.draws % len(self.sets):
-            return False
-        over = any if self.strategy == "interleave_under" else all
-        return over(entry.is_used_up for entry in self.sets)
-
-
-def _take(reader: DatasetReader) -> Encoded | None:
-    taken = reader.take()
-    if taken is None:
-        return None
-    reader.report.trained += 1
-    return taken[1]
-
-
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
     """What is known of a block without reading it.
@@ -276,24 +144,59 @@ class BlockMeta:
         return cls(**{**raw, "tokens": TokenReport(**raw["tokens"]), "start": start, "end": end})
 
 
-class BlockCutter:
-    """Cuts a stream to blocks.
+class MixedStream:
+    """Samples of several data sets, epoch after epoch, cut to blocks.
 
     Args:
-        state: where to begin, as the stream has it.
+        state: where to begin.
+        starts: where the data sets begin: behind the rows that are held out; None where none are.
+        concatenate: one data set after the other, whatever mix_strategy says.
 
     Attributes:
         state: of the next block's start.
     """
 
-    def __init__(self, stream: MixedStream, state: StreamState) -> None:
-        self._stream, self.state = stream, state
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        sources: Sequence[DatasetSource],
+        state: StreamState,
+        starts: Sequence[SetState] | None = None,
+        *,
+        concatenate: bool = False,
+    ) -> None:
+        data = pipeline.settings.data
+        self.state = state
+        self._pipeline, self._now = pipeline, state  # of what is now only epoch and draws count
+        self.strategy = "concat" if concatenate else data.mix_strategy
+        begins = starts or [SetState() for _ in sources]
+        self.sets = [
+            DatasetReader(
+                deepcopy(report),
+                partial(pipeline.stream, source),
+                begin,
+                entry,
+                refuse_empty=True,
+            )
+            for source, report, begin, entry in zip(sources, state.reports, begins, state.sets, strict=True)
+        ]
+        self._draws = self._drawn_from(state.draws)
 
-    def close(self) -> None:
-        """End what reads ahead."""
-        self._stream.close()
+    def next(self) -> Encoded | None:
+        """The next sample, None at the end of the epoch."""
+        if self.strategy == "concat":
+            return next((taken for reader in self.sets if (taken := _take(reader)) is not None), None)
+        while not self._is_over():
+            drawn = self.sets[next(self._draws)]
+            self._now = replace(self._now, draws=self._now.draws + 1)
+            if not drawn.has_next():
+                if self.strategy == "interleave_once":
+                    continue
+                drawn.begin(drawn.state.passes + 1)
+            return _take(drawn)
+        return None
 
-    def write(self, folder: Path, progress: Callable[[int], None] = lambda samples: None) -> BlockMeta:
+    def write_block(self, folder: Path, progress: Callable[[int], None] = lambda samples: None) -> BlockMeta:
         """Write the next block.
 
         Args:
@@ -304,31 +207,103 @@ class BlockCutter:
             MegatuneError: a file cannot be read (exit codes 65 and 66), an epoch has no sample (65), or val_size
                 leaves none (64).
         """
-        settings = self._stream.pipeline.settings
-        shuffled, start = not settings.data.disable_shuffling, self.state
-        samples = islice(self._samples(), settings.data.buffer_size)
-        tokens = self._stream.write_part(folder, PART, samples, progress, lambda size: self._order(size, shuffled))
+        settings, start = self._pipeline.settings, self.state
+        shuffled = not settings.data.disable_shuffling
+        samples = islice(self._rest_of_epoch(), settings.data.buffer_size)
+        tokens = self.write_part(folder, PART, samples, progress, lambda size: self._order(size, shuffled))
         # Packing sorts by length; the rows it makes are shuffled once more.
         order = self._order(tokens.rows, shuffled and settings.packing)
         np.save(folder / ORDER_FILE, order, allow_pickle=False)
-        self.state = self._stream.state(start.block + 1, start.first_row + tokens.rows)
-        meta = BlockMeta(start.block, start.first_row, tokens.rows, self._stream.epoch, tokens, start, self.state)
+        self.state = replace(
+            self._now,
+            block=start.block + 1,
+            first_row=start.first_row + tokens.rows,
+            sets=tuple(reader.state for reader in self.sets),
+            reports=tuple(deepcopy(reader.report) for reader in self.sets),
+        )
+        meta = BlockMeta(start.block, start.first_row, tokens.rows, self._now.epoch, tokens, start, self.state)
         meta.save(folder)
         return meta
+
+    def write_part(
+        self,
+        folder: Path,
+        part: str,
+        samples: Iterable[Encoded],
+        progress: Callable[[int], None],
+        order: Callable[[int], np.ndarray],
+    ) -> TokenReport:
+        """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says.
+
+        Args:
+            folder: exists and is empty.
+            progress: gets the number of samples so far.
+            order: of the samples, given their number.
+        """
+        before = self._num_read()
+        with RowsBuilder(folder, self._pipeline.shape) as builder, self._pipeline.bad_rows(folder) as bad_rows:
+            for reader in self.sets:
+                reader.on_bad_row = bad_rows.add
+            for encoded in samples:
+                progress(builder.add(encoded.documents) + 1)
+            tokens = builder.write_part(part, order(len(builder)))
+        bad_rows.check(self._num_read() - before)
+        return tokens
+
+    def nothing_left(self, sets: Sequence[DatasetReader] | None = None) -> MegatuneError:
+        """The refusal of a val_size that takes all of the training data."""
+        name = ", ".join(reader.report.name for reader in sets or self.sets)
+        finding = Finding(f"val_size leaves nothing of {name} to train on", fix="make it smaller, or use eval_dataset")
+        return MegatuneError(finding, ExitCode.SETTINGS)
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        for reader in self.sets:
+            reader.close()
+
+    def _num_read(self) -> int:
+        return sum(reader.report.read for reader in self.sets)
+
+    def _rest_of_epoch(self) -> Iterator[Encoded]:
+        """What is left of the epoch, or all of the next one where nothing is."""
+        taken = self.next()
+        if taken is None:
+            self._begin_epoch()
+            taken = self.next()
+        if taken is None:
+            raise self.nothing_left()
+        while taken is not None:
+            yield taken
+            taken = self.next()
+
+    def _begin_epoch(self) -> None:
+        now, first_row = self._now, self.state.first_row
+        rows = first_row - now.epoch_first_row
+        self._now = replace(now, epoch=now.epoch + 1, draws=0, epoch_first_row=first_row, epoch_rows=rows)
+        self._draws = self._drawn_from(0)
+        for reader in self.sets:
+            reader.begin(0)
 
     def _order(self, size: int, shuffled: bool) -> np.ndarray:
         if not shuffled:
             return np.arange(size, dtype=np.int64)
-        return block_order(size, self._stream.pipeline.settings.run.seed, self._stream.epoch, self.state.block)
+        return block_order(size, self._pipeline.settings.run.seed, self._now.epoch, self.state.block)
 
-    def _samples(self) -> Iterator[Encoded]:
-        """What is left of the epoch, or all of the next one where nothing is."""
-        taken = self._stream.next()
-        if taken is None:
-            self._stream.begin_epoch(self.state.first_row)
-            taken = self._stream.next()
-        if taken is None:
-            raise self._stream.nothing_left()
-        while taken is not None:
-            yield taken
-            taken = self._stream.next()
+    def _drawn_from(self, skipped: int) -> Iterator[int]:
+        data, seed = self._pipeline.settings.data, self._pipeline.settings.run.seed
+        return islice(draws(len(self.sets), data.interleave_probs, seed), skipped, None)
+
+    def _is_over(self) -> bool:
+        """By the rules of `data.mixing`: what is drawn in turn ends with a round."""
+        if self._pipeline.settings.data.interleave_probs is None and self._now.draws % len(self.sets):
+            return False
+        over = any if self.strategy == "interleave_under" else all
+        return over(reader.is_used_up for reader in self.sets)
+
+
+def _take(reader: DatasetReader) -> Encoded | None:
+    taken = reader.take()
+    if taken is None:
+        return None
+    reader.report.trained += 1
+    return taken[1]

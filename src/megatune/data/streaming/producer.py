@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatune.data.cache.folder import NO_ROOM, built
 from megatune.data.pipeline import Pipeline
-from megatune.data.streaming.blocks import BlockCutter, BlockMeta, MixedStream, StreamState
+from megatune.data.streaming.blocks import BlockMeta, MixedStream, StreamState
 from megatune.data.streaming.evaluation import HeldOut, write_held_out
 from megatune.data.streaming.folder import READY_NOTE, StreamFolder
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -68,18 +68,18 @@ class StreamRequest:
         with contextlib.closing(stream):
             write_held_out(stream, count, folder, progress)
 
-    def cutter(self, held_out: HeldOut | None) -> BlockCutter:
-        """What cuts the training data behind the rows that are held out to blocks."""
+    def stream(self, held_out: HeldOut | None) -> MixedStream:
+        """The training data behind the rows that are held out."""
         starts = held_out.starts if held_out else None
         state = self.state or StreamState.at_start(self.pipeline.training, starts)
-        return BlockCutter(MixedStream(self.pipeline, self.pipeline.training, state, starts), state)
+        return MixedStream(self.pipeline, self.pipeline.training, state, starts)
 
-    def write(self, cutter: BlockCutter) -> BlockMeta:
+    def write(self, stream: MixedStream) -> BlockMeta:
         """Write the next block and give it its place."""
         size = self.pipeline.settings.data.buffer_size
-        where = f"it was filling block {cutter.state.block} of rows, in epoch {cutter.state.epoch} of the data"
+        where = f"it was filling block {stream.state.block} of rows, in epoch {stream.state.epoch} of the data"
         with self.folder.draft() as draft:
-            meta = cutter.write(draft, self._progress(lambda samples: f"{where}: {samples} of {size} samples"))
+            meta = stream.write_block(draft, self._progress(lambda samples: f"{where}: {samples} of {size} samples"))
             self.folder.publish(draft, meta.number, meta.first_row, meta.rows)
         return meta
 
@@ -105,13 +105,13 @@ def produce(request: StreamRequest) -> None:
     folder = request.folder
     held_out = request.held_out()
     folder.note(READY_NOTE, {"evaluation": str(held_out.folder) if held_out else None})
-    cutter = request.cutter(held_out)
-    first = cutter.state.block
-    with contextlib.closing(cutter):
+    stream = request.stream(held_out)
+    first = stream.state.block
+    with contextlib.closing(stream):
         while True:
-            while cutter.state.block > max(folder.reached(), first - 1) + BLOCKS_AHEAD:
+            while stream.state.block > max(folder.reached(), first - 1) + BLOCKS_AHEAD:
                 time.sleep(_POLL_SECONDS)
-            request.write(cutter)
+            request.write(stream)
 
 
 def main() -> int:
