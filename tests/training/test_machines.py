@@ -100,7 +100,7 @@ def test_a_stale_file_is_named_with_its_machine(
         f"machines have different prepared rows: {HOST} (node rank 1) differs from {HOST} (node rank 0), "
         f"{HOST} (node rank 2)"
     )
-    assert why.startswith("    why: rows.jsonl of ")
+    assert why.startswith("    why: the file rows.jsonl of dataset rows.jsonl differs; ")
     assert "; the key differs; " in why
     assert difference in why
     assert why.endswith("a local copy of a file is stale, or the tokenizer is another")
@@ -162,4 +162,4 @@ def test_stale_evaluation_rows_and_keys_of_a_stream_are_named(pool: RankPool, mo
     code, message, _ = pool.run(2, open_data, by_machine, model, tmp_path)[1]
     assert code == ExitCode.DATA
     assert message.startswith("machines have different data to stream: ")
-    assert "why: short.jsonl of " in message
+    assert "why: the file short.jsonl of dataset short.jsonl differs; " in message

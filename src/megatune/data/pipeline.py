@@ -8,16 +8,15 @@ writes token rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BadRows
 from megatune.data.build import RowShape
 from megatune.data.encode import Encoded, Encoder, make_encoder
-from megatune.data.readers import Position
 from megatune.data.report import DatasetReport
 from megatune.data.row_error import RowError
 from megatune.data.samples import Sample, read_samples, stream_samples
@@ -46,14 +45,6 @@ class SetState:
     usable: int = 0
     passes: int = 0
     ended: bool = False
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> SetState:
-        """What `asdict` made."""
-        position = raw["position"]
-        if position is not None:
-            position = SourcePosition(**{**position, "position": Position(**position["position"])})
-        return cls(**{**raw, "position": position})
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def _contents(prepared: Prepared) -> dict[str, str | int]:
         ("evaluation", prepared.evaluation, prepared.report.evaluation),
     ):
         if rows is not None and report is not None:
-            contents |= {f"{name} {count}": value or 0 for count, value in asdict(report).items()}
+            contents |= {f"{name} rows": report.rows, f"{name} tokens": report.tokens}
             contents[f"the digest of the {name} rows"] = rows.digest
     return contents
 

@@ -114,7 +114,8 @@ def prepared_key(
     data, stage = settings.data, settings.run.stage
     train = resolve_datasets(data.dataset, data.dataset_dir, stage)
     evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
-    files = {file: _digest(file, file_digest) for source in (*train, *evaluation) for file in source.files}
+    sources = (*train, *evaluation)
+    files = {file: _digest(file, file_digest) for source in sources for file in source.files}
     chosen = {
         "format": FORMAT_VERSION,
         "stage": stage,
@@ -124,19 +125,19 @@ def prepared_key(
         "refuses_bad_rows": data.on_bad_row == "error",
         **{name: getattr(data, name) for name in sorted(BY_VALUE)},
     }
-    sources = {
+    content = {
         "train": [_source_content(source, files) for source in train],
         "evaluation": [_source_content(source, files) for source in evaluation],
     }
     made_by = {"tokenizer": _tokenizer_digest(tokenizer), "template": _template_content(data.template)}
     parts = {
-        **{f"{file.name} of {one.name}": files[file] for one in (*train, *evaluation) for file in one.files},
+        **{f"the file {file.name} of dataset {one.name}": files[file] for one in sources for file in one.files},
         "the tokenizer": made_by["tokenizer"],
         "the template": _name(made_by["template"]),
-        "the settings of the data": _name([chosen, [source.name for source in (*train, *evaluation)]]),
+        "the settings of the data": _name([chosen, [source.name for source in sources]]),
         **{f"the extra {name}": digest for name, digest in (extras or {}).items()},
     }
-    return RowsKey(_name({**chosen, **sources, **made_by, **({"extras": extras} if extras else {})}), parts)
+    return RowsKey(_name({**chosen, **content, **made_by, **({"extras": extras} if extras else {})}), parts)
 
 
 def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> RowsKey:

@@ -6,17 +6,17 @@ settings and the state at its start, so that a run can continue from any block a
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from megatune.data.build import RowsBuilder
 from megatune.data.encode import Encoded
@@ -64,26 +64,13 @@ class StreamState:
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
-        return {**asdict(replace(self, reports=())), "reports": [report_to_json(report) for report in self.reports]}
+        content: dict[str, Any] = TypeAdapter(StreamState).dump_python(self, mode="json")
+        return content
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> StreamState:
         """What `to_json` made, also after its way through a file."""
-        sets = tuple(SetState.from_json(entry) for entry in raw["sets"])
-        return cls(**{**raw, "sets": sets, "reports": reports_from_json(raw["reports"])})
-
-
-def report_to_json(report: DatasetReport) -> dict[str, Any]:
-    """For a file; `asdict` cannot copy a Counter."""
-    return {
-        **{entry.name: deepcopy(getattr(report, entry.name)) for entry in fields(report)},
-        "dropped": dict(report.dropped),
-    }
-
-
-def reports_from_json(raw: Sequence[Mapping[str, Any]]) -> tuple[DatasetReport, ...]:
-    """Reports of data sets that went through a file."""
-    return tuple(DatasetReport(**{**entry, "dropped": Counter(entry["dropped"])}) for entry in raw)
+        return TypeAdapter(StreamState).validate_python(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +119,12 @@ class BlockMeta:
 
     def save(self, folder: Path) -> None:
         """Write it into the block's folder."""
-        content = {name: getattr(self, name) for name in ("number", "first_row", "rows", "epoch")}
-        content |= {"tokens": asdict(self.tokens), "start": self.start.to_json(), "end": self.end.to_json()}
-        (folder / _META_FILE).write_text(json.dumps(content), encoding="utf-8")
+        (folder / _META_FILE).write_bytes(TypeAdapter(BlockMeta).dump_json(self))
 
     @classmethod
     def load(cls, folder: Path) -> BlockMeta:
         """Read what `save` wrote."""
-        raw = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
-        start, end = StreamState.from_json(raw["start"]), StreamState.from_json(raw["end"])
-        return cls(**{**raw, "tokens": TokenReport(**raw["tokens"]), "start": start, "end": end})
+        return TypeAdapter(BlockMeta).validate_json((folder / _META_FILE).read_bytes())
 
 
 class MixedStream:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from megatune.data.pipeline import SetState
 from megatune.data.report import DatasetReport, TokenReport
-from megatune.data.streaming.blocks import MixedStream, report_to_json, reports_from_json
+from megatune.data.streaming.blocks import MixedStream
 
 PART = "evaluation"
 _META_FILE = "evaluation.json"
@@ -38,14 +39,8 @@ class HeldOut:
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
         """Read what `write_held_out` wrote."""
-        raw = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
-        starts = raw["starts"]
-        return cls(
-            folder,
-            TokenReport(**raw["tokens"]),
-            reports_from_json(raw["reports"]),
-            None if starts is None else tuple(map(SetState.from_json, starts)),
-        )
+        content = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
+        return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
 
     def lines(self) -> list[str]:
         """The report in words."""
@@ -72,20 +67,16 @@ def write_held_out(stream: MixedStream, count: int | None, folder: Path, progres
     tokens = stream.write_part(folder, PART, samples, progress, lambda size: np.arange(size, dtype=np.int64))
     if count is not None and tokens.samples < count:
         raise stream.nothing_left()
-    counted = [deepcopy(entry.report) for entry in stream.sets]
-    starts = None if count is None else _starts(stream)
-    content = {
-        "tokens": asdict(tokens),
-        "reports": [report_to_json(replace(report, trained=0, evaluation=report.trained)) for report in counted],
-        "starts": None if starts is None else [asdict(start) for start in starts],
-    }
-    (folder / _META_FILE).write_text(json.dumps(content), encoding="utf-8")
+    reports = tuple(replace(one.report, trained=0, evaluation=one.report.trained) for one in stream.sets)
+    reports = deepcopy(reports)  # before `_starts` reads on
+    held_out = HeldOut(folder, tokens, reports, None if count is None else _starts(stream))
+    (folder / _META_FILE).write_bytes(TypeAdapter(HeldOut).dump_json(held_out, exclude={"folder"}))
 
 
-def _starts(stream: MixedStream) -> list[SetState]:
+def _starts(stream: MixedStream) -> tuple[SetState, ...]:
     """Where training begins behind the samples taken so far."""
     repeated = [entry for entry in stream.sets if entry.state.passes]
-    starts = [SetState(entry.state.position, entry.state.rows) for entry in stream.sets]
+    starts = tuple(SetState(entry.state.position, entry.state.rows) for entry in stream.sets)
     for entry in stream.sets:  # rows behind those held out are training's to report
         entry.on_bad_row = lambda sample, error: None
     used_up = [entry for entry in stream.sets if not entry.has_next()]
