@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate, islice
 from typing import TypeVar
 
@@ -78,7 +77,9 @@ def _encode_in_threads(encoder: Encoder, chunks: Iterator[list[Sample]]) -> Iter
     """One chunk is rendered while another is tokenised: tokenising takes most of the time, without Python's lock."""
     pool = ThreadPoolExecutor(CHUNKS_AT_ONCE)
     try:
-        yield from _in_order(chunks, CHUNKS_AT_ONCE + 1, partial(pool.submit, encoder.encode), Future.result)
+        yield from _in_order(
+            chunks, CHUNKS_AT_ONCE + 1, lambda examples: pool.submit(encoder.encode, examples), Future.result
+        )
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -88,10 +89,12 @@ def _encode_in_processes(encoder: Encoder, chunks: Iterator[list[Sample]], num_w
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(encoder, os.getpid()))
-    submit = partial(pool.submit, _encode_chunk)
     try:
         yield from _in_order(
-            chunks, num_workers * CHUNKS_AHEAD, submit, lambda future: _unpacked(future.result(timeout=CHUNK_TIMEOUT))
+            chunks,
+            num_workers * CHUNKS_AHEAD,
+            lambda examples: pool.submit(_encode_chunk, examples),
+            lambda future: _unpacked(future.result(timeout=CHUNK_TIMEOUT)),
         )
     except (BrokenProcessPool, TimeoutError) as error:
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
