@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader, step_batches
 from megatune.data.order import epoch_order, grouped_order
-from megatune.data.rows import Document, TokenRows
+from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
 
 PAD = 0
@@ -74,6 +74,9 @@ class Listed:
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
         return [self.rows[self.steps[step][place]] for place in places]
 
+    def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
+        return self.rows.extras([self.steps[step][place] for place in places])
+
     def names(self, step: int) -> list[str]:
         return [str(row) for row in self.steps[step]]
 
@@ -112,15 +115,15 @@ def test_a_batch_by_hand(tmp_path: Path) -> None:
     assert {t.dtype for t in (batch.input_ids, batch.labels, batch.position_ids)} == {torch.int64}
 
 
-def test_rows_are_dealt_to_micro_batches_then_ranks(rows: TokenRows) -> None:
-    dealt = {
+def test_rows_are_assigned_to_micro_batches_then_ranks(rows: TokenRows) -> None:
+    assigned = {
         rank: [
             row_ids(batch)
             for batch in one_step(rows, range(8), **layout(data_parallel_rank=rank, data_parallel_size=2))
         ]
         for rank in (0, 1)
     }
-    assert dealt == {0: [[0, 1], [4, 5]], 1: [[2, 3], [6, 7]]}
+    assert assigned == {0: [[0, 1], [4, 5]], 1: [[2, 3], [6, 7]]}
 
 
 def test_missing_rows_train_nothing(rows: TokenRows) -> None:

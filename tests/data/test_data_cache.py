@@ -17,7 +17,7 @@ import pytest
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
-from megatune.data.cache import lock
+from megatune.data.cache import files
 from megatune.data.cache.folder import built, cache_dir, is_whole
 from megatune.errors import ExitCode, MegatuneError
 
@@ -26,9 +26,9 @@ BUILDER = """
 import json, sys, time
 from pathlib import Path
 from megatune.config.settings import Settings
-from megatune.data.cache import lock
+from megatune.data.cache import files
 from megatune.data.cache.folder import built
-lock.SAY_AFTER = 0.2
+files.SAY_AFTER = 0.2
 log, go = map(Path, sys.argv[1:3])
 settings = Settings(data=json.loads(sys.argv[3]))
 def build(folder):
@@ -207,7 +207,7 @@ def test_rows_that_are_there_need_no_writing(cache: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    monkeypatch.setattr(lock, "_acquire", refuse)
+    monkeypatch.setattr(files, "_acquire", refuse)
     assert built(Settings(), "k", no_build) == folder
     assert folder.parent.stat().st_mtime_ns == before
 
@@ -279,7 +279,7 @@ def test_without_locks_the_first_rename_wins(cache: Path, monkeypatch: pytest.Mo
     def unsupported(*args: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
+    monkeypatch.setattr(files.fcntl, "flock", unsupported)
 
     def build(folder: Path) -> None:
         tokens("ours")(folder)

@@ -16,8 +16,7 @@ from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
-from megatune.data.cache.digest import FileDigests
-from megatune.data.cache.key import BY_CONTENT, BY_VALUE, prepared_key
+from megatune.data.cache.key import BY_CONTENT, BY_VALUE, prepared_key, remembered_digest
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
 
@@ -55,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def key(folder: Path, *, tokenizer: Any = TOKENIZER, run: dict[str, Any] | None = None, **data: Any) -> str:
     chosen = DataSettings(**{"dataset": ["good"], "dataset_dir": str(folder), **data})
-    return prepared_key(Settings(run=RunSettings(**run or {}), data=chosen), tokenizer)
+    return prepared_key(Settings(run=RunSettings(**run or {}), data=chosen), tokenizer).name
 
 
 def test_every_data_setting_is_in_the_key_or_known_not_to_matter() -> None:
@@ -186,66 +185,66 @@ def test_a_file_that_cannot_be_read(folder: Path) -> None:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that are read to the end."""
-    from megatune.data.cache import digest
+    from megatune.data.cache import key
 
     read: list[Path] = []
-    whole: Callable[[Path], str] = digest._digest
+    whole: Callable[[Path], str] = key._content_digest
 
     def counting(path: Path) -> str:
         read.append(path)
         return whole(path)
 
-    monkeypatch.setattr(digest, "_digest", counting)
+    monkeypatch.setattr(key, "_content_digest", counting)
     return read
 
 
-class TestFileDigests:
+class TestRememberedDigests:
     @pytest.fixture(autouse=True)
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Files of these tests count as old at once: the clock is ten seconds ahead."""
-        monkeypatch.setattr("megatune.data.cache.digest.time.time_ns", lambda: time.clock_gettime_ns(0) + 10**10)
+        monkeypatch.setattr("megatune.data.cache.key.time.time_ns", lambda: time.clock_gettime_ns(0) + 10**10)
 
     def test_a_file_is_read_once(self, tmp_path: Path, counted: list[Path]) -> None:
         path = tmp_path / "a.json"
         path.write_text("1")
-        first = FileDigests(tmp_path / "digests").of(path)
+        first = remembered_digest(path, tmp_path / "digests")
         assert len(first) == 32
-        assert FileDigests(tmp_path / "digests").of(path) == first
+        assert remembered_digest(path, tmp_path / "digests") == first
         assert counted == [path]
         os.link(path, tmp_path / "b.json")
-        assert FileDigests(tmp_path / "digests").of(tmp_path / "b.json") == first
+        assert remembered_digest(tmp_path / "b.json", tmp_path / "digests") == first
 
     def test_a_file_that_has_changed_is_read_again(self, tmp_path: Path, counted: list[Path]) -> None:
-        path, digests = tmp_path / "a.json", FileDigests(tmp_path / "digests")
+        path, notes = tmp_path / "a.json", tmp_path / "digests"
         path.write_text("1")
-        first = digests.of(path)
+        first = remembered_digest(path, notes)
         times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
         path.write_text("2")
         os.utime(path, ns=times)  # what copies with their times do
-        assert digests.of(path) != first
+        assert remembered_digest(path, notes) != first
         assert len(counted) == 2
 
     @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"identity": 3}', "\x00"])
     def test_damaged_notes_are_done_without(self, tmp_path: Path, text: str) -> None:
-        path, digests = tmp_path / "a.json", FileDigests(tmp_path / "digests")
+        path, notes = tmp_path / "a.json", tmp_path / "digests"
         path.write_text("1")
-        first = digests.of(path)
+        first = remembered_digest(path, notes)
         (note,) = (tmp_path / "digests").iterdir()
         note.write_text(text)
-        assert digests.of(path) == first
+        assert remembered_digest(path, notes) == first
 
     def test_a_folder_that_cannot_be_written_remembers_nothing(self, tmp_path: Path, counted: list[Path]) -> None:
         path = tmp_path / "a.json"
         path.write_text("1")
-        digests = FileDigests(Path("/proc/megatune"))
-        assert digests.of(path) == digests.of(path)
+        notes = Path("/proc/megatune")
+        assert remembered_digest(path, notes) == remembered_digest(path, notes)
         assert len(counted) == 2
 
 
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, counted: list[Path]) -> None:
     """It may change again within the tick of its time stamp."""
-    path, digests = tmp_path / "a.json", FileDigests(tmp_path / "digests")
+    path, notes = tmp_path / "a.json", tmp_path / "digests"
     path.write_text("1")
-    digests.of(path)
-    digests.of(path)
+    remembered_digest(path, notes)
+    remembered_digest(path, notes)
     assert len(counted) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader, step_batches
 from megatune.data.packing import pack
-from megatune.data.rows import Document, TokenRows
+from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.steps import PreparedSteps
 
 PAD = 7
@@ -167,6 +167,9 @@ class OneStep:
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
         return [self.rows[self.ids[place]] for place in places]
 
+    def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
+        return self.rows.extras([self.ids[place] for place in places])
+
     def names(self, step: int) -> list[str]:
         return [f"row {row}" for row in self.ids]
 
@@ -298,8 +301,8 @@ def test_the_order_is_the_same_in_every_layout(
             ]
             assert list(ranks[0]) == list(expected)[start:]
             for step in ranks[0]:
-                dealt = [ranks[rank][step][m] for m in range(accumulation) for rank in range(dp_size)]
-                assert [tokens for batch in dealt for tokens in real_tokens(batch)] == expected[step]
+                assigned = [ranks[rank][step][m] for m in range(accumulation) for rank in range(dp_size)]
+                assert [tokens for batch in assigned for tokens in real_tokens(batch)] == expected[step]
 
 
 def test_slots_without_rows_are_padding(folders: tuple[TokenRows, TokenRows]) -> None:

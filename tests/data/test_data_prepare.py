@@ -17,8 +17,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data.conversation import Conversation, Message
-from megatune.data.hold_out import hold_out, rank
-from megatune.data.prepare import Prepared, open_prepared, prepare
+from megatune.data.prepare import Prepared, hold_out, open_prepared, prepare, rank
 from megatune.data.report import DataReport
 from megatune.data.rows import Document, TokenRows
 from megatune.errors import ExitCode, MegatuneError

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.rows import Document, TokenRows, TokenWriter, num_trained_tokens, write_rows
+from megatune.data.rows import Document, TokenRows, write_rows
 from megatune.errors import ExitCode, MegatuneError
 
 DOCUMENT = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=12)
@@ -38,7 +38,9 @@ def built(folder: Path, samples: list[list[Document]], shape: RowShape, **parts:
         assert report.tokens == sum(len(ids) for ids, _ in found)
         assert report.longest == max((len(ids) for ids, _ in found), default=0)
         assert report.largest_id == max((int(ids.max()) for ids, _ in found), default=0)
-        assert report.trained == sum(num_trained_tokens(labels) for _, labels in found)
+        assert report.trained == sum(int((labels[1:] != -100).sum()) for _, labels in found), (
+            "first tokens are never predicted"
+        )
     return rows
 
 
@@ -120,17 +122,12 @@ def test_rows_are_pickled_by_name_not_by_content(tmp_path: Path) -> None:
 
 
 def test_misuse_is_a_value_error(tmp_path: Path) -> None:
-    one, none = np.ones(1, np.int32), np.empty(0, np.int32)
-    with TokenWriter(tmp_path) as writer:
-        assert writer.append(Document(one, one)) == (0, 1)
-        with pytest.raises(ValueError, match="2 tokens with 1 labels"):
-            writer.append(Document(np.ones(2, np.int32), one))
-        with pytest.raises(ValueError, match="0 tokens"):
-            writer.append(Document(none, none))
-        assert writer.append(Document(one, one)) == (1, 2)
+    none = np.empty(0, np.int32)
     with RowsBuilder(tmp_path, RowShape("sft", 2, True, 0)) as builder:
         with pytest.raises(ValueError, match="0 tokens"):
             builder.add([Document(none, none)])
+        with pytest.raises(ValueError, match="2 tokens with 1 labels"):
+            builder.add([Document(np.ones(2, np.int32), np.ones(1, np.int32))])
         number = builder.add([Document(*[np.ones(3, np.int32)] * 2)])
         with pytest.raises(ValueError, match="documents of 3 to 3 tokens for rows of 2"):
             builder.write_part("train", [number])
@@ -165,15 +162,10 @@ def test_a_damaged_folder_is_named(tmp_path: Path, name: str, content: bytes | N
 
 
 def test_rows_of_other_tokens_are_refused(tmp_path: Path) -> None:
-    with TokenWriter(tmp_path) as writer:
-        writer.append(document([(1, True)] * 3))
+    with RowsBuilder(tmp_path, RowShape("sft", 3, False, 0)) as builder:
+        builder.add([document([(1, True)] * 3)])
     write_rows(tmp_path / "beyond", [(0, 3), (3, 5)], np.array([0, 1, 2]), "single")
     write_rows(tmp_path / "fewer", [(0, 3)], np.array([0, 1, 2]), "single")
     for name, why in (("beyond", "3 tokens, and documents beyond them"), ("fewer", "1 documents")):
         with pytest.raises(MegatuneError, match=why):
             TokenRows(tmp_path / name)
-
-
-def test_the_first_token_is_never_trained() -> None:
-    assert num_trained_tokens([5, -100, 7]) == 1
-    assert num_trained_tokens([5]) == 0

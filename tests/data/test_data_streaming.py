@@ -19,17 +19,14 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch, Collator
-from megatune.data.encode import make_encoder
 from megatune.data.loader import StepLoader
 from megatune.data.mixing import mixed_order
+from megatune.data.pipeline import Pipeline
 from megatune.data.rows import TokenRows
-from megatune.data.sources import resolve_datasets
-from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta
+from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.folder import StreamFolder
-from megatune.data.streaming.producer import Producer, Request
-from megatune.data.streaming.state import StreamState
-from megatune.data.streaming.steps import StreamedSteps
-from megatune.data.streaming.stream import Stream, block_line
+from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.stream import Stream, StreamedSteps
 from megatune.errors import ExitCode, MegatuneError
 
 TOKENIZER = plain_tokenizer()
@@ -78,25 +75,21 @@ def _lines(name: str, number: int) -> Iterator[str]:
 
 def request(
     tmp_path: Path, datasets: Sequence[str], state: StreamState | None = None, *, seed: int = 3, **data: Any
-) -> Request:
+) -> StreamRequest:
     values = {"packing": False, "buffer_size": 5, "streaming": True, "cutoff_len": 16, **data}
     settings = Settings(
         run=RunSettings(stage="pt", seed=seed, ddp_timeout=60), data=DataSettings(dataset=list(datasets), **values)
     )
-    training = resolve_datasets(settings.data.dataset, "data", "pt")
-    evaluation = resolve_datasets(settings.data.eval_dataset, "data", "pt")
     folder = StreamFolder.make(tmp_path / "stream", "test")
-    encoder = make_encoder(settings, TOKENIZER)
-    return Request(folder, settings, encoder, "key", training, evaluation, state)
+    return StreamRequest(folder, Pipeline.of(settings, TOKENIZER), "key", state)
 
 
-def blocks(asked: Request) -> Iterator[Block]:
+def blocks(asked: StreamRequest) -> Iterator[Block]:
     """The blocks of a stream, without end."""
-    producer = Producer(asked, asked.folder.say)
-    held_out = producer.held_out()
-    cutter = producer.blocks(held_out.starts if held_out else None)
+    mixed = asked.stream(asked.held_out())
     while True:
-        folder = asked.folder.block(producer.write(cutter).number)
+        number = asked.write(mixed).number
+        folder = next(block.folder for block in asked.folder.blocks() if block.number == number)
         meta = BlockMeta.load(folder)
         rows, order = TokenRows(folder / PART), np.load(folder / ORDER_FILE)
         assert sorted(order.tolist()) == list(range(len(rows))) == list(range(meta.rows))
@@ -157,7 +150,7 @@ def test_every_block_is_a_function_of_where_it_begins(
         assert next(blocks(request(tmp_path, datasets, state, **data))) == whole[number]
     bad = sum(report.dropped.total() for report in whole[-1][0].end.reports)
     assert bad == sum(meta.dropped.total() for meta, _ in whole) > 5
-    assert block_line(whole[0][0]) is not None
+    assert whole[0][0].line() is not None
 
 
 def test_packed_rows_hold_every_sample_once(datasets: list[str], tmp_path: Path) -> None:
@@ -173,9 +166,9 @@ def test_a_resumed_stream_reads_on_where_it_was(tmp_path: Path) -> None:
     names, data = [str(tmp_path / "long.jsonl")], {"buffer_size": 190}
     state = list(islice(blocks(request(tmp_path, names, **data)), 5))[-1][0].start
     resumed = request(tmp_path, names, state, **data)
-    cutter = Producer(resumed, resumed.folder.say).blocks(None)
+    mixed = resumed.stream(None)
     before = _bytes_read()
-    cutter.write(resumed.folder.path)
+    mixed.write_block(resumed.folder.path)
     assert _bytes_read() - before < (tmp_path / "long.jsonl").stat().st_size / 2, "the file was read from its start"
 
 
@@ -189,7 +182,7 @@ def test_rows_held_out_are_never_trained(strategy: str, datasets: list[str], tmp
     mixing = STRATEGIES[strategy]
     asked = request(tmp_path, datasets, val_size=3, disable_shuffling=True, **mixing)
     expected = next(epoch_of(blocks(request(tmp_path, datasets, disable_shuffling=True, **mixing))))
-    held_out = Producer(asked, asked.folder.say).held_out()
+    held_out = asked.held_out()
     assert held_out is not None
     evaluated = [text(row[0].input_ids) for row in TokenRows(held_out.folder / "evaluation")]
     assert evaluated == expected[:3]
@@ -201,7 +194,7 @@ def test_rows_held_out_are_never_trained(strategy: str, datasets: list[str], tmp
 
 def test_evaluation_data_is_taken_whole(datasets: list[str], tmp_path: Path) -> None:
     asked = request(tmp_path, datasets[:1], eval_dataset=datasets[1:])
-    held_out = Producer(asked, asked.folder.say).held_out()
+    held_out = asked.held_out()
     assert held_out is not None
     assert [text(row[0].input_ids) for row in TokenRows(held_out.folder / "evaluation")] == NAMES[11:]
     assert any("dropped" in line for line in held_out.lines())
@@ -299,7 +292,7 @@ def test_steps_are_the_same_in_every_layout_and_the_producer_is_missed_when_it_d
             global_batches(stream.steps(4, is_packed=False), 2, start_step=start, stop_step=16, num_workers=2)
             == (whole[start:])
         )
-    assert [meta.number for meta in stream.before(0, 12, 10**9, lambda: None)] == [0, 1, 2]
+    assert [meta.number for meta, _ in stream.before(0, 12, 10**9, lambda: None)] == [0, 1, 2]
     assert stream.state(10).block == 2
     assert [len(lengths) for lengths in steps.lengths(3)] == [1] * 4
     stream.after(11)
@@ -312,7 +305,7 @@ def test_steps_are_the_same_in_every_layout_and_the_producer_is_missed_when_it_d
     with pytest.raises(MegatuneError, match="the process that reads the data died"):
         steps.names(10**6)
     assert time.monotonic() < began + 5
-    assert all(meta.number == 3 for meta in stream.before(12, 16, 16, lambda: None)), "the rest needs no more of it"
+    assert all(meta.number == 3 for meta, _ in stream.before(12, 16, 16, lambda: None)), "the rest needs no more of it"
 
 
 def _step_until_it_fails(stream: Stream) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from megatune.data.rows import IGNORE_INDEX, Document
+from megatune.data.extras import Extra, collate
+from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Batch:
         lengths: real tokens of each document. Without packing a document is a row, b of them.
         cu_seqlens: packed rows only, which come as one long row, b = 1: int32 [documents + 1], where documents begin,
             and s at the end; padding follows the real tokens of its document. None where every row is one document.
+        extras: what an objective needs beside tokens, by name.
     """
 
     input_ids: torch.Tensor
@@ -30,7 +31,7 @@ class Batch:
     position_ids: torch.Tensor
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Extra] = field(default_factory=dict)
 
     @property
     def num_trained(self) -> int:
@@ -44,6 +45,7 @@ class Batch:
             input_ids=self.input_ids.pin_memory(),
             labels=self.labels.pin_memory(),
             position_ids=self.position_ids.pin_memory(),
+            extras={name: extra.pin_memory() for name, extra in self.extras.items()},
         )
 
 
@@ -72,24 +74,30 @@ class Collator:
             needed = max(document_lengths, default=0)
         return _padded(max(needed, 1), self.sequence_multiple)
 
-    def __call__(self, documents: Sequence[Document], length: int) -> Batch:
+    def __call__(
+        self, documents: Sequence[Document], length: int, extras: Mapping[str, ExtraColumn] | None = None
+    ) -> Batch:
         """The micro-batch of the documents of its rows, in order.
 
         What no document fills is padding that trains nothing: whole rows, or, packed, one document at the end.
 
         Args:
-            length: a multiple of sequence_multiple, and at least what `length` answers for these documents.
+            length: a multiple of sequence_multiple, and at least what `length` returns for these documents.
+            extras: values of these documents, by name.
+
+        Raises:
+            ValueError: there are more or fewer extra values than tokens or documents.
         """
+        lengths = [len(document.input_ids) for document in documents]
         if self.packed:
-            spans = [_padded(len(document.input_ids), self.document_multiple) for document in documents]
+            spans = [_padded(size, self.document_multiple) for size in lengths]
             spans += [length - sum(spans)] if sum(spans) < length else []
         else:
             spans = [length] * self.micro_batch_size
         starts = np.concatenate(([0], np.cumsum(spans)))
         input_ids = np.full(starts[-1], self.pad_token_id, dtype=np.int64)
         labels = np.full(starts[-1], IGNORE_INDEX, dtype=np.int64)
-        for start, document in zip(starts, documents, strict=False):  # spans of padding have no document
-            size = len(document.input_ids)
+        for start, size, document in zip(starts, lengths, documents, strict=False):  # padding has no document
             input_ids[start : start + size] = document.input_ids
             labels[start : start + size - 1] = document.labels[1:]
         position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], spans)
@@ -98,8 +106,9 @@ class Collator:
             input_ids=torch.from_numpy(input_ids).view(shape),
             labels=torch.from_numpy(labels).view(shape),
             position_ids=torch.from_numpy(position_ids).view(shape),
-            lengths=tuple(len(document.input_ids) for document in documents) + (0,) * (len(spans) - len(documents)),
+            lengths=(*lengths, *[0] * (len(spans) - len(documents))),
             cu_seqlens=torch.from_numpy(starts.astype(np.int32)) if self.packed else None,
+            extras={name: collate(column, lengths, starts, shape) for name, column in (extras or {}).items()},
         )
 
 

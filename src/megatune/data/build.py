@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
 from megatune.data.packing import concatenate, pack
 from megatune.data.report import TokenReport
-from megatune.data.rows import IGNORE_INDEX, Arrangement, Document, TokenWriter, write_rows
+from megatune.data.rows import (
+    IGNORE_INDEX,
+    TOKENS_FILE,
+    TRAINED_FILE,
+    Arrangement,
+    Document,
+    ExtraColumn,
+    TokenRows,
+    write_extra,
+    write_rows,
+)
 
 _FLUSH_TOKENS = 2**20
 
@@ -34,20 +46,36 @@ class RowShape:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExtraSource:
+    """Extra values that are kept beside prepared rows.
+
+    Attributes:
+        digest: of all that determines the values, such as the weights of a reference model; part of the rows' key.
+        compute: makes the values of all documents of a part, in its order.
+    """
+
+    digest: str
+    compute: Callable[[TokenRows], ExtraColumn]
+
+
 class RowsBuilder:
     """Fills a folder: `add` every sample, then `write_part` for each part; use as a context manager.
 
     Args:
-        folder: exists and is empty.
+        folder: exists, and has no token files.
+        extras: what is kept beside the rows of every part, by name.
     """
 
-    def __init__(self, folder: Path, shape: RowShape) -> None:
-        self._folder, self._shape = folder, shape
-        self._writer = TokenWriter(folder)
+    def __init__(self, folder: Path, shape: RowShape, extras: Mapping[str, ExtraSource] | None = None) -> None:
+        self._folder, self._shape, self._extras = folder, shape, extras or {}
+        self._open = ExitStack()
+        self._tokens = self._open.enter_context((folder / TOKENS_FILE).open("wb"))
+        self._labelled = self._open.enter_context((folder / TRAINED_FILE).open("wb"))
         # Flat arrays, a few bytes a sample, so that tens of millions of samples fit.
         self._ends = array("q", [0])  # of each document's tokens
         self._samples = array("q", [0])  # where each sample's documents begin
-        self._trained = array("i")  # tokens of each document
+        self._trained = array("i")  # tokens of each document that a causal model can learn
         self._largest = array("i")  # token id of each document
         self._unwritten: list[Document] = []
         self._num_unwritten = 0  # tokens
@@ -55,19 +83,21 @@ class RowsBuilder:
     def __enter__(self) -> RowsBuilder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._open:
             if error is None:
                 self._flush()
-        finally:
-            self._writer.__exit__(kind, error, trace)
+                os.fsync(self._tokens.fileno())
+                os.fsync(self._labelled.fileno())
 
     def __len__(self) -> int:
         """Samples added."""
         return len(self._samples) - 1
 
     def add(self, documents: Sequence[Document]) -> int:
-        """Write one sample's tokens: one document, or a pair's chosen and rejected ones. Answers its number.
+        """Write one sample's tokens: one document, or a pair's chosen and rejected ones; returns its number.
 
         Raises:
             ValueError: a document is empty, or has more or fewer labels than tokens.
@@ -86,21 +116,25 @@ class RowsBuilder:
 
     def _flush(self) -> None:
         """Write what was added, and count it: many documents at once, since numpy's cost is by the call."""
-        if not self._unwritten:
-            return
-        tokens, labels = self._writer.extend(self._unwritten)
-        starts = np.cumsum([0, *(len(document.input_ids) for document in self._unwritten[:-1])])
-        trained = labels != IGNORE_INDEX
-        trained[starts] = False  # see num_trained_tokens
-        self._trained.frombytes(np.add.reduceat(trained, starts, dtype=np.int32).tobytes())
-        self._largest.frombytes(np.maximum.reduceat(tokens, starts).tobytes())
-        self._unwritten, self._num_unwritten = [], 0
+        if self._unwritten:
+            tokens = np.concatenate([document.input_ids for document in self._unwritten], dtype=np.int32)
+            labels = np.concatenate([document.labels for document in self._unwritten], dtype=np.int32)
+            trained = labels != IGNORE_INDEX
+            self._tokens.write(tokens.tobytes())
+            self._labelled.write(trained.astype(np.uint8).tobytes())
+            starts = np.cumsum([0, *(len(document.input_ids) for document in self._unwritten[:-1])])
+            trained[starts] = False  # a document's first token has nothing before it to be predicted from
+            self._trained.frombytes(np.add.reduceat(trained, starts, dtype=np.int32).tobytes())
+            self._largest.frombytes(np.maximum.reduceat(tokens, starts).tobytes())
+            self._unwritten, self._num_unwritten = [], 0
+        self._tokens.flush()
+        self._labelled.flush()
 
     def write_part(self, name: str, samples: Sequence[int] | np.ndarray) -> TokenReport:
         """Write the rows of these samples.
 
         Args:
-            samples: numbers that `add` answered, in the order of the rows; one may come several times.
+            samples: numbers that `add` returned, in the order of the rows; one may come several times.
         """
         self._flush()
         samples = np.asarray(samples, dtype=np.int64)
@@ -109,21 +143,26 @@ class RowsBuilder:
         documents = np.repeat(starts[samples] - np.cumsum(per_sample) + per_sample, per_sample)
         documents += np.arange(len(documents))
         ends = np.asarray(self._ends)
-        spans = np.stack((ends[documents], ends[documents + 1]), axis=1)
-        arranged, rows, arrangement = self._arranged(spans)
-        write_rows(self._folder / name, arranged, rows, arrangement)
-        report = TokenReport(
+        spans, rows, arrangement = self._arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
+        part = self._folder / name
+        write_rows(part, spans, rows, arrangement)
+        for extra, source in self._extras.items():
+            write_extra(part, extra, source.compute(TokenRows(part)))
+        TokenRows(part).write_digest()
+        for path in part.iterdir():  # a folder that is renamed must not come back from a crash with empty files
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        lengths = spans[:, 1] - spans[:, 0]
+        return TokenReport(
             samples=len(samples),
-            documents=len(arranged),
+            documents=len(spans),
             rows=len(rows) - 1,
             capacity=self._shape.cutoff_len if arrangement == "packed" else None,
-            tokens=int((arranged[:, 1] - arranged[:, 0]).sum()),
+            tokens=int(lengths.sum()),
             trained=int(np.asarray(self._trained)[documents].sum(dtype=np.int64)),
-            longest=int((arranged[:, 1] - arranged[:, 0]).max(initial=0)),
+            longest=int(lengths.max(initial=0)),
             largest_id=int(np.asarray(self._largest)[documents].max(initial=0)),
         )
-        _sync(self._folder / name)
-        return report
 
     def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
         """Documents row by row, where rows begin among them, and what a row is."""
@@ -137,10 +176,3 @@ class RowsBuilder:
             return spans, np.arange(len(spans) + 1), "single"
         order, rows = pack(spans[:, 1] - spans[:, 0], shape.cutoff_len, shape.seed)
         return spans[order], rows, "packed"
-
-
-def _sync(directory: Path) -> None:
-    """A folder that is renamed must not be able to come back from a crash with empty files."""
-    for path in directory.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())

@@ -18,7 +18,7 @@ class LengthReport:
 
     Attributes:
         samples: how many; rows that are dropped for their length count too, copies do not.
-        p50, p90, p99: the least length that so many percent do not exceed.
+        p50, p90, p99: percentiles: the least length that 50, 90 and 99 % do not exceed.
         over: samples longer than cutoff_len.
         edges: where the bins of the histogram end: bin i holds the lengths above edges[i] up to edges[i + 1]. Multiples
             of a fraction of cutoff_len, which is an edge where lengths reach it; the last is the longest length.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -42,12 +43,14 @@ def step_batches(
         needed = [max(needed)] * len(needed)
     mine = slice(data_parallel_rank, None, data_parallel_size)
     return [
-        collator([document for row in rows.documents(step, places) for document in row], length)
+        collator(
+            [document for row in rows.documents(step, places) for document in row], length, rows.extras(step, places)
+        )
         for places, length in zip(everyone[mine], needed[mine], strict=True)
     ]
 
 
-class StepLoader:
+class StepLoader(Dataset[tuple[int, list[Batch]]]):
     """Batches of consecutive steps for one data-parallel rank; iterating yields (step, list[Batch]).
 
     A step's batches depend on nothing but the arguments and the step's number, so the output is the same for any
@@ -78,27 +81,24 @@ class StepLoader:
         size = data_parallel_size * collator.micro_batch_size * num_micro_batches
         if rows.global_batch_size != size:
             raise ValueError(f"steps of {rows.global_batch_size} rows, a layout for {size}")
-        self.rows = rows
-        self.start_step, self.stop_step = start_step, stop_step
-        self._collator = collator
-        self._layout = {
-            "data_parallel_rank": data_parallel_rank,
-            "data_parallel_size": data_parallel_size,
-            "num_micro_batches": num_micro_batches,
-        }
-        self._same_length = same_length
+        self._steps = range(start_step, stop_step)
+        self._step_batches = partial(
+            step_batches,
+            rows,
+            collator=collator,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            num_micro_batches=num_micro_batches,
+            same_length=same_length,
+        )
         self._num_workers = num_workers
         self._pin_memory = pin_memory and torch.accelerator.is_available()
 
-    def __len__(self) -> int:
-        """Steps that one iteration yields."""
-        return max(0, self.stop_step - self.start_step)
-
     def __iter__(self) -> Iterator[tuple[int, list[Batch]]]:
-        loader = DataLoader(
-            _Steps(self),
+        loader: DataLoader[tuple[int, list[Batch]]] = DataLoader(
+            self,
             batch_size=None,
-            sampler=range(self.start_step, self.stop_step),
+            sampler=self._steps,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             timeout=WORKER_TIMEOUT if self._num_workers else 0,
@@ -108,16 +108,6 @@ class StepLoader:
         )
         return iter(loader)
 
-    def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of one step."""
-        return step_batches(self.rows, step, self._collator, same_length=self._same_length, **self._layout)
-
-
-class _Steps(Dataset[tuple[int, list[Batch]]]):
-    """A StepLoader as the map from a step's number that torch's DataLoader asks for."""
-
-    def __init__(self, loader: StepLoader) -> None:
-        self.loader = loader
-
     def __getitem__(self, step: int) -> tuple[int, list[Batch]]:
-        return step, self.loader.batches(step)
+        """One step, as torch's DataLoader asks for it."""
+        return step, self._step_batches(step)

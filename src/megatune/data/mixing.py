@@ -37,7 +37,7 @@ def mixed_order(
         weights: how often each data set is taken, with concat; None takes each once.
 
     Returns:
-        Numbers of samples as if the data sets stood one after the other, 0 to sum(sizes) - 1, with repeats.
+        Numbers of samples as if the data sets were joined, one after the other, 0 to sum(sizes) - 1, with repeats.
 
     Raises:
         MegatuneError: data sets would be repeated beyond measure (exit code 64).

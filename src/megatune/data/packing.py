@@ -17,7 +17,7 @@ from megatune.data.order import packing_order
 
 
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Deal documents to rows of at most `capacity` tokens; each is in one row, whole.
+    """Assign documents to rows of at most `capacity` tokens; each is in one row, whole.
 
     Takes time in proportion to documents plus capacity, beside the sort. Nothing but the arguments decides.
 
@@ -72,7 +72,7 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 def concatenate(spans: np.ndarray, capacity: int, *, joined: bool) -> tuple[np.ndarray, np.ndarray]:
     """Cut texts to rows of at most `capacity` tokens, in their order and without loss.
 
-    A piece that goes on with a text starts with the token that the piece before it ends with: a document's first token
+    A piece that continues a text starts with the token that the piece before it ends with: a document's first token
     is never predicted, so each token of a text but its first is predicted exactly once.
 
     Args:

@@ -1,30 +1,36 @@
-"""From a user's settings to token rows on disk: read, render, tokenise, hold out rows for evaluation, mix, report.
+"""Prepared rows: every sample is read and tokenised once, before the run, by one process of each machine.
 
-One process a node prepares; all others open what it made.
+val_size holds rows out by rank, a hash of the seed and a row's own texts. So the split does not move when rows are
+added or sorted, nor with the template, the tokenizer, cutoff_len or other data sets: only how many are held out does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatune.data.bad_rows import BadRows
-from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.build import ExtraSource, RowsBuilder
 from megatune.data.cache.folder import KEY_FILE, built
 from megatune.data.cache.key import prepared_key
-from megatune.data.collect import Collected, Collector
-from megatune.data.encode import Encoder, make_encoder
-from megatune.data.hold_out import Split, hold_out
+from megatune.data.conversation import Example, texts
 from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
-from megatune.data.report import DataReport
+from megatune.data.pipeline import DatasetReader, Pipeline
+from megatune.data.report import DataReport, DatasetReport
+from megatune.data.row_error import RowError
 from megatune.data.rows import TokenRows
-from megatune.data.sources import DatasetSource, resolve_datasets
+from megatune.data.samples import Sample
+from megatune.data.sources import DatasetSource
 from megatune.data.templates import stop_note
+from megatune.data.truncation import LengthError
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -45,6 +51,7 @@ class Prepared:
         evaluation: None where nothing is held out and no eval_dataset is set.
         directory: where they are.
         key: names all that determined them.
+        key_parts: what the key is made of, see `RowsKey`; empty in processes that only open the rows.
     """
 
     train: TokenRows
@@ -52,18 +59,26 @@ class Prepared:
     report: DataReport
     directory: Path
     key: str
+    key_parts: Mapping[str, str] = field(default_factory=dict)
 
 
-def prepare(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+def prepare(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, extras: Mapping[str, ExtraSource] | None = None
+) -> Prepared:
     """Make the token rows of a run, or open them where they are made already.
+
+    Args:
+        extras: values to keep beside the rows, by name; the loader puts them into `Batch.extras`.
 
     Raises:
         MegatuneError: settings that do not fit the data (exit code 64), a data set without one usable row, rows that
             the settings refuse or a file that cannot be read as a whole (65), a missing file or a tokenizer that does
             not fit (66), a full or read-only disk (73).
     """
-    key = prepared_key(settings, tokenizer)
-    return open_prepared(built(settings, key, lambda folder: _build(settings, tokenizer, folder)))
+    extras = extras or {}
+    key = prepared_key(settings, tokenizer, {name: source.digest for name, source in extras.items()})
+    folder = built(settings, key.name, lambda folder: _build(Pipeline.of(settings, tokenizer), folder, extras))
+    return replace(open_prepared(folder), key_parts=key.parts)
 
 
 def open_prepared(directory: Path) -> Prepared:
@@ -77,58 +92,146 @@ def open_prepared(directory: Path) -> Prepared:
         report = DataReport.load(directory / REPORT_FILE)
     except (OSError, ValueError) as error:
         raise MegatuneError(Finding("no prepared data", str(directory)), ExitCode.INPUT) from error
-    evaluation = directory / EVALUATION_FOLDER
-    return Prepared(
-        TokenRows(directory / TRAIN_FOLDER),
-        TokenRows(evaluation) if evaluation.exists() else None,
-        report,
-        directory,
-        key,
-    )
+    evaluation = TokenRows(directory / EVALUATION_FOLDER) if (directory / EVALUATION_FOLDER).exists() else None
+    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, key)
 
 
-def _build(settings: Settings, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+@dataclass(slots=True)
+class _Collected:
+    """The usable rows of one data set, by a few bytes each.
+
+    Attributes:
+        first: the number of the first one among all samples written; the others follow it.
+        copies: how often each is trained in an epoch.
+        ranks: see `rank`; empty where nothing is held out.
+    """
+
+    report: DatasetReport
+    first: int
+    copies: array[int] = field(default_factory=lambda: array("i"))
+    ranks: array[int] = field(default_factory=lambda: array("Q"))
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Their numbers among all samples written: int64 [rows]."""
+        return np.arange(self.first, self.first + len(self.copies), dtype=np.int64)
+
+
+def _build(pipeline: Pipeline, folder: Path, extras: Mapping[str, ExtraSource]) -> None:
     """Fill an empty folder: every sample's tokens once, then the rows of each part."""
-    data, run = settings.data, settings.run
-    training = resolve_datasets(data.dataset, data.dataset_dir, run.stage)
-    evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, run.stage)
-    encoder = make_encoder(settings, tokenizer)
-    shape = RowShape(run.stage, data.cutoff_len, settings.packing, run.seed)
+    settings, data = pipeline.settings, pipeline.settings.data
     # A run that only skips bad rows keeps them, too: one that asks for them later finds these rows prepared.
     policy = "error" if data.on_bad_row == "error" else "quarantine"
-    with (
-        RowsBuilder(folder, shape) as builder,
-        BadRows(policy, data.truncation_strategy, folder) as bad_rows,
-    ):
-        collector = Collector(settings, encoder, builder, bad_rows)
-        trained = [collector.collect(source) for source in training]
-        evaluated = [collector.collect(source) for source in evaluation]
-        collector.check()
+    with RowsBuilder(folder, pipeline.shape, extras) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
+        lengths = array("i")  # before cutting, those that were too long included
+        collected = [
+            _collect(pipeline, source, builder, bad_rows, lengths)
+            for source in (*pipeline.training, *pipeline.evaluation)
+        ]
+        bad_rows.check(sum(one.report.read for one, _ in collected))
+        if findings := [finding for _, finding in collected if finding is not None]:
+            raise MegatuneError(findings, ExitCode.DATA)
+        trained = [one for one, _ in collected[: len(pipeline.training)]]
+        evaluated = [one for one, _ in collected[len(pipeline.training) :]]
         split = _split(trained, data.val_size)
         order = _training_order(settings, trained, split)
         report = DataReport(
             [one.report for one in (*trained, *evaluated)],
             train=builder.write_part(TRAIN_FOLDER, order),
-            lengths=LengthReport.of(collector.lengths, data.cutoff_len),
-            notes=[*_notes(encoder, split), *_unread_answers(training, run.stage)],
+            lengths=LengthReport.of(np.asarray(lengths), data.cutoff_len),
+            notes=list(_notes(pipeline, split)),
         )
         if data.val_size or evaluated:
             for one in evaluated:
-                one.report.evaluation = len(one)
+                one.report.evaluation = len(one.copies)
             held_out = [np.flatnonzero(split.held_out), *(one.numbers for one in evaluated)]
             report.evaluation = builder.write_part(EVALUATION_FOLDER, np.concatenate(held_out))
     report.save(folder / REPORT_FILE)
 
 
-def _split(trained: Sequence[Collected], val_size: float) -> Split:
+def _collect(
+    pipeline: Pipeline, source: DatasetSource, builder: RowsBuilder, bad_rows: BadRows, lengths: array[int]
+) -> tuple[_Collected, Finding | None]:
+    """Write the usable rows of one data set; what to say where it has none."""
+
+    def on_bad_row(sample: Sample, error: RowError) -> None:
+        bad_rows.add(sample, error)
+        if isinstance(error, LengthError):
+            lengths.append(error.length)
+
+    settings = pipeline.settings
+    collected = _Collected(DatasetReport(source.name), len(builder))
+    reader = DatasetReader(collected.report, lambda *_: pipeline.read(source))
+    reader.on_bad_row = on_bad_row
+    while (taken := reader.take()) is not None:
+        sample, encoded = taken
+        builder.add(encoded.documents)
+        lengths.append(encoded.length)
+        collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)
+        collected.copies.append(sample.copies)
+        if settings.data.val_size:
+            assert not isinstance(sample.example, RowError)
+            collected.ranks.append(rank(sample.example, settings.run.seed))
+    return collected, reader.nothing_usable()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What becomes of each usable row of the training data.
+
+    Attributes:
+        held_out: bool [rows].
+        left_out: bool [rows]; neither trained nor held out, because a row with the same texts is held out.
+        on_both_sides: rows with the texts of a held-out row that are trained, since there are no others.
+    """
+
+    held_out: np.ndarray
+    left_out: np.ndarray
+    on_both_sides: int = 0
+
+
+def rank(example: Example, seed: int) -> int:
+    """The place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
+    said = "\0".join((str(seed), *texts(example)))
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little")
+
+
+def hold_out(ranks: np.ndarray, val_size: float) -> Split:
+    """Hold out the rows of the lowest ranks.
+
+    Rows with the same texts have the same rank, and the earlier ones are held out first. What is left of a text that is
+    held out is left out of training, unless all rows have it.
+
+    Args:
+        ranks: uint64 [rows], see `rank`.
+        val_size: a number of rows, or a share below 1, rounded up.
+
+    Raises:
+        MegatuneError: no row would be left to train (exit code 64).
+    """
+    num_rows = len(ranks)
+    count = int(val_size) if val_size >= 1 else ceil(val_size * num_rows)
+    if count >= num_rows:
+        what, why = f"val_size: {val_size:g} leaves nothing to train on", f"{num_rows} rows are usable"
+        raise MegatuneError(Finding(what, why=why, fix=f"at most {num_rows - 1}"), ExitCode.SETTINGS)
+    order = np.argsort(ranks, kind="stable")
+    held_out = np.zeros(num_rows, dtype=bool)
+    held_out[order[:count]] = True
+    copies = (ranks == ranks[order[count - 1]]) & ~held_out
+    if (copies | held_out).all():
+        return Split(held_out, np.zeros(num_rows, dtype=bool), on_both_sides=int(copies.sum()))
+    return Split(held_out, copies)
+
+
+def _split(trained: Sequence[_Collected], val_size: float) -> Split:
     """Over all training data: its samples are numbered from 0."""
     if val_size:
         return hold_out(np.concatenate([np.asarray(one.ranks) for one in trained]), val_size)
-    none = np.zeros(sum(map(len, trained)), dtype=bool)
+    none = np.zeros(sum(len(one.copies) for one in trained), dtype=bool)
     return Split(none, none)
 
 
-def _training_order(settings: Settings, trained: Sequence[Collected], split: Split) -> np.ndarray:
+def _training_order(settings: Settings, trained: Sequence[_Collected], split: Split) -> np.ndarray:
     """Numbers of the samples of an epoch, copies and mixing included; fills in the reports.
 
     Raises:
@@ -162,18 +265,14 @@ def _training_order(settings: Settings, trained: Sequence[Collected], split: Spl
     return np.concatenate(lists)[mixed]
 
 
-def _notes(encoder: Encoder, split: Split) -> list[str]:
-    notes = []
+def _notes(pipeline: Pipeline, split: Split) -> Iterator[str]:
+    encoder = pipeline.encoder
     if encoder.template is not None and (note := stop_note(encoder.template, encoder.tokenizer)):
-        notes.append(note)
+        yield note
     if split.on_both_sides:
-        notes.append(f"all rows have the same texts: {split.on_both_sides} are trained, the others held out")
-    return notes
-
-
-def _unread_answers(sources: Sequence[DatasetSource], stage: str) -> Iterator[str]:
-    """Stage pt reads one column, and a user may expect the answers to be trained, too."""
-    for source in sources if stage == "pt" else ():
+        yield f"all rows have the same texts: {split.on_both_sides} are trained, the others held out"
+    # Stage pt reads one column, and a user may expect the answers to be trained, too.
+    for source in pipeline.training if pipeline.settings.run.stage == "pt" else ():
         row = next((row.fields for row in source.rows() if row.error is None), {})
         if source.formatting == "alpaca" and row.get(source.columns.response or ""):
             prompt, response = source.columns.prompt, source.columns.response

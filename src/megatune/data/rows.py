@@ -1,22 +1,26 @@
 """Token rows on disk: every sample's tokens once, and rows that refer to them; memory-mapped by every rank and worker.
 
-    FOLDER/tokens.bin           int32, sample after sample
-    FOLDER/trained.bin          uint8, 1 where a token is trained
-    FOLDER/PART/documents.npy   int64 [documents, 2]: where each document's tokens begin and end, row after row
-    FOLDER/PART/rows.npy        int64 [rows + 1]: where each row's documents begin in documents.npy
-    FOLDER/PART/arrangement.txt what a row is
+    FOLDER/tokens.bin                   int32, sample after sample
+    FOLDER/trained.bin                  uint8, 1 where a token is trained
+    FOLDER/PART/documents.npy           int64 [documents, 2]: where each document's tokens begin and end, row after row
+    FOLDER/PART/rows.npy                int64 [rows + 1]: where each row's documents begin in documents.npy
+    FOLDER/PART/arrangement.txt         what a row is
+    FOLDER/PART/extra-NAME.token.npy    values of every token, [tokens of documents.npy, ...]
+    FOLDER/PART/extra-NAME.document.npy values of every document, [documents, ...]
+    FOLDER/PART/digest.txt              of all of this
 
 A part (train, evaluation) may use a sample several times, in any order, or in overlapping pieces.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+import xxhash
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -24,9 +28,10 @@ IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers
 
 TOKENS_FILE = "tokens.bin"
 TRAINED_FILE = "trained.bin"
-DOCUMENTS_FILE = "documents.npy"
-ROWS_FILE = "rows.npy"
-ARRANGEMENT_FILE = "arrangement.txt"
+_DOCUMENTS_FILE = "documents.npy"
+_ROWS_FILE = "rows.npy"
+_ARRANGEMENT_FILE = "arrangement.txt"
+_DIGEST_FILE = "digest.txt"
 
 # What a row is: one document, several that are trained side by side, or a preference pair: chosen, then rejected.
 Arrangement = Literal["single", "packed", "pairs"]
@@ -45,6 +50,17 @@ class Document(NamedTuple):
     labels: np.ndarray
 
 
+class ExtraColumn(NamedTuple):
+    """Extra values of documents.
+
+    Attributes:
+        values: one document after the other: [tokens, ...] or [documents, ...].
+    """
+
+    per: Literal["token", "document"]
+    values: np.ndarray
+
+
 class TokenRows:
     """Memory-mapped rows of one part; cheap to open, to pickle and to share between processes.
 
@@ -60,21 +76,28 @@ class TokenRows:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        tokens = self.directory.parent
         try:
-            self.arrangement = _arrangement(self.directory / ARRANGEMENT_FILE)
-            self._documents = _load(self.directory / DOCUMENTS_FILE)
-            self._rows = _load(self.directory / ROWS_FILE)
-            self._tokens = _map(tokens / TOKENS_FILE, np.dtype(np.int32))
-            self._trained = _map(tokens / TRAINED_FILE, np.dtype(np.uint8))
+            self.arrangement = _arrangement(self.directory / _ARRANGEMENT_FILE)
+            self._documents = _load(self.directory / _DOCUMENTS_FILE)
+            self._rows = _load(self.directory / _ROWS_FILE)
+            self._tokens = _map(self.directory.parent / TOKENS_FILE, np.dtype(np.int32))
+            self._trained = _map(self.directory.parent / TRAINED_FILE, np.dtype(np.uint8))
+            self._extras: dict[str, ExtraColumn] = {}
+            for path in sorted(self.directory.glob("extra-*.npy")):
+                name, per, _ = path.name.removeprefix("extra-").rsplit(".", 2)
+                self._extras[name] = ExtraColumn("token" if per == "token" else "document", _load(path))
         except (OSError, ValueError) as error:
-            raise _not_whole(self.directory, str(error)) from error
+            raise self._not_whole(str(error)) from error
         if len(self._tokens) != len(self._trained):
-            raise _not_whole(self.directory, f"{len(self._tokens)} tokens, {len(self._trained)} in {TRAINED_FILE}")
+            raise self._not_whole(f"{len(self._tokens)} tokens, {len(self._trained)} in {TRAINED_FILE}")
         if not len(self._rows) or self._rows[-1] != len(self._documents):
-            raise _not_whole(self.directory, f"{len(self._documents)} documents, more or fewer in {ROWS_FILE}")
+            raise self._not_whole(f"{len(self._documents)} documents, more or fewer in {_ROWS_FILE}")
         if self._documents.size and self._documents.max() > len(self._tokens):
-            raise _not_whole(self.directory, f"{len(self._tokens)} tokens, and documents beyond them")
+            raise self._not_whole(f"{len(self._tokens)} tokens, and documents beyond them")
+        for name, column in self._extras.items():
+            size = len(self._documents) if column.per == "document" else self._ends[-1]
+            if len(column.values) != size:
+                raise self._not_whole(f"{len(column.values)} values of {name} for {size} {column.per}s")
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -101,6 +124,27 @@ class TokenRows:
         """Where each document's tokens begin and end in tokens.bin, row by row: int64 [documents, 2]."""
         return self._documents
 
+    @property
+    def digest(self) -> str:
+        """128 bits of the content of the rows, in hexadecimal: as noted when they were written, or computed here."""
+        path = self.directory / _DIGEST_FILE
+        return path.read_text(encoding="ascii") if path.exists() else self._content_digest()
+
+    def write_digest(self) -> None:
+        """Compute the digest and keep it beside the rows."""
+        (self.directory / _DIGEST_FILE).write_text(self._content_digest(), encoding="ascii")
+
+    def extras(self, rows: Sequence[int] | np.ndarray) -> dict[str, ExtraColumn]:
+        """The extra values of the documents of these rows, row by row, by name."""
+        documents = [(self._rows[row], self._rows[row + 1]) for row in rows]
+        spans = {"document": documents}
+        if any(column.per == "token" for column in self._extras.values()):
+            spans["token"] = [(self._ends[start], self._ends[stop]) for start, stop in documents]
+        return {
+            name: ExtraColumn(per, np.concatenate([values[:0], *(values[start:stop] for start, stop in spans[per])]))
+            for name, (per, values) in self._extras.items()
+        }
+
     def document_lengths(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of each document of these rows, row by row, without reading them: int64 [documents]."""
         none = self._documents[:0]
@@ -109,61 +153,29 @@ class TokenRows:
 
     def row_lengths(self) -> np.ndarray:
         """Tokens of every row, without reading them: int64 [rows]."""
-        ends = np.concatenate(([0], np.cumsum(self._documents[:, 1] - self._documents[:, 0])))
-        return ends[self._rows[1:]] - ends[self._rows[:-1]]
+        return self._ends[self._rows[1:]] - self._ends[self._rows[:-1]]
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Tokens of the documents before each one, and of all: int64 [documents + 1]."""
+        return np.concatenate(([0], np.cumsum(self._documents[:, 1] - self._documents[:, 0])))
+
+    def _content_digest(self) -> str:
+        state = xxhash.xxh3_128(self.arrangement.encode())
+        extras = (column.values for column in self._extras.values())
+        for array in (self._tokens, self._trained, self._documents, self._rows, *extras):
+            state.update(f"{array.dtype.str}{array.shape}".encode())
+            state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return state.hexdigest()
 
     def _document(self, start: int, stop: int) -> Document:
         input_ids = self._tokens[start:stop]
         labels = np.where(self._trained[start:stop] != 0, input_ids, np.int32(IGNORE_INDEX))
         return Document(np.asarray(input_ids), labels)
 
-
-class TokenWriter:
-    """Appends samples' tokens to a folder's token files; use as a context manager.
-
-    Args:
-        folder: exists, and has no token files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._tokens: BinaryIO = open(folder / TOKENS_FILE, "wb")  # noqa: SIM115 - closed in __exit__
-        self._trained: BinaryIO = open(folder / TRAINED_FILE, "wb")  # noqa: SIM115
-        self.num_tokens = 0
-
-    def append(self, document: Document) -> tuple[int, int]:
-        """Write one document's tokens; answers where they begin and end."""
-        self.extend([document])
-        return self.num_tokens - len(document.input_ids), self.num_tokens
-
-    def extend(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
-        """Write several documents, one behind the other, at once.
-
-        Returns:
-            Their input_ids and labels, joined: int32 [tokens] each.
-
-        Raises:
-            ValueError: a document is empty, or has more or fewer labels than tokens.
-        """
-        for document in documents:
-            if len(document.input_ids) != len(document.labels) or not len(document.input_ids):
-                raise ValueError(f"a document of {len(document.input_ids)} tokens with {len(document.labels)} labels")
-        none = np.empty(0, dtype=np.int32)
-        tokens = np.concatenate([none, *(document.input_ids for document in documents)], dtype=np.int32)
-        labels = np.concatenate([none, *(document.labels for document in documents)], dtype=np.int32)
-        self._tokens.write(tokens.tobytes())
-        self._trained.write((labels != IGNORE_INDEX).astype(np.uint8).tobytes())
-        self.num_tokens += len(tokens)
-        return tokens, labels
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        for file in (self._tokens, self._trained):
-            if error is None:
-                file.flush()
-                os.fsync(file.fileno())
-            file.close()
+    def _not_whole(self, why: str) -> MegatuneError:
+        what, fix = "the folder of token rows is not whole", f"delete {self.directory.parent}; it is made again"
+        return MegatuneError(Finding(what, str(self.directory), why, fix), ExitCode.INPUT)
 
 
 def write_rows(
@@ -178,14 +190,14 @@ def write_rows(
     """
     directory.mkdir()
     documents = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
-    np.save(directory / DOCUMENTS_FILE, documents, allow_pickle=False)
-    np.save(directory / ROWS_FILE, np.asarray(rows, dtype=np.int64), allow_pickle=False)
-    (directory / ARRANGEMENT_FILE).write_text(f"{arrangement}\n", encoding="ascii")
+    np.save(directory / _DOCUMENTS_FILE, documents, allow_pickle=False)
+    np.save(directory / _ROWS_FILE, np.asarray(rows, dtype=np.int64), allow_pickle=False)
+    (directory / _ARRANGEMENT_FILE).write_text(f"{arrangement}\n", encoding="ascii")
 
 
-def num_trained_tokens(labels: Sequence[int] | np.ndarray) -> int:
-    """Labels [T] that a causal model can learn: the first token has nothing before it to be predicted from."""
-    return int(np.count_nonzero(np.asarray(labels)[1:] != IGNORE_INDEX))
+def write_extra(directory: Path, name: str, column: ExtraColumn) -> None:
+    """Keep extra values beside the rows of a part that `write_rows` wrote, in the order of their documents."""
+    np.save(directory / f"extra-{name}.{column.per}.npy", column.values, allow_pickle=False)
 
 
 def _arrangement(path: Path) -> Arrangement:
@@ -193,7 +205,7 @@ def _arrangement(path: Path) -> Arrangement:
     for arrangement in get_args(Arrangement):
         if text == arrangement:
             return arrangement
-    raise ValueError(f"{ARRANGEMENT_FILE} says {text!r}")
+    raise ValueError(f"{_ARRANGEMENT_FILE} says {text!r}")
 
 
 def _load(path: Path) -> np.ndarray:
@@ -206,15 +218,3 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
     if path.stat().st_size == 0:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _not_whole(directory: Path, why: str) -> MegatuneError:
-    return MegatuneError(
-        Finding(
-            "the folder of token rows is not whole",
-            str(directory),
-            why,
-            f"delete {directory.parent}; it is made again",
-        ),
-        ExitCode.INPUT,
-    )

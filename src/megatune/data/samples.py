@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,6 +14,8 @@ from megatune.data.row_error import RowError, UnsupportedRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+_Row = tuple[RawRow, SourcePosition, int]  # the position is behind it; the number is that of its copies
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -24,7 +26,7 @@ class Sample:
         example: what is trained on, or why the row is dropped.
         copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
         row: as it was read.
-        position: from where its data set goes on after it.
+        position: where its data set continues after it.
     """
 
     where: str
@@ -41,41 +43,62 @@ def read_samples(
     seed: int,
     max_samples: int | None,
     placeholders: Mapping[str, str | None],
-    after: SourcePosition | None = None,
-    taken: int = 0,
 ) -> Iterator[Sample]:
     """The rows of one data set that num_samples and max_samples choose, in the order of its files.
 
     Args:
-        max_samples: the first so many of those that num_samples draws.
+        max_samples: the first ones of those that num_samples draws.
         placeholders: what {{name}} and {{author}} become; None where it is not set.
-        after: the position of the sample to go on after.
+
+    Raises:
+        MegatuneError: a file cannot be read, a row needs what is not built, or a placeholder has no value (said at the
+            end, for all of them).
+    """
+    unfilled: dict[str, str] = {}
+    for sample, missing in _samples(islice(_drawn(source, seed), max_samples), source, stage, placeholders):
+        for placeholder in missing:
+            unfilled.setdefault(placeholder, sample.where)
+        yield sample
+    if unfilled:
+        raise _unfilled(unfilled)
+
+
+def stream_samples(
+    source: DatasetSource,
+    *,
+    stage: str,
+    max_samples: int | None,
+    placeholders: Mapping[str, str | None],
+    after: SourcePosition | None,
+    taken: int,
+) -> Iterator[Sample]:
+    """The rows of one data set from a place on; of those num_samples and max_samples leave the first.
+
+    Args:
+        after: the position of the sample to continue after.
         taken: how many samples there are up to it.
 
     Raises:
-        MegatuneError: a file cannot be read, a row needs what is not built, or a placeholder has no value.
+        MegatuneError: as `read_samples`, a placeholder without a value before its row can be trained.
     """
-    unfilled: dict[str, str] = {}
-    left = None if max_samples is None else max(0, max_samples - taken)
-    for row, position, copies in islice(_chosen(source, seed, after), left):
-        example = _example(row, source, stage)
+    limits = [limit for limit in (source.num_samples, max_samples) if limit is not None]
+    left = max(0, min(limits) - taken) if limits else None
+    rows = ((row, position, 1) for row, position in islice(source.rows_from(after), left))
+    for sample, missing in _samples(rows, source, stage, placeholders):
+        if missing:
+            raise _unfilled({missing[0]: sample.where})
+        yield sample
+
+
+def _samples(
+    rows: Iterable[_Row], source: DatasetSource, stage: str, placeholders: Mapping[str, str | None]
+) -> Iterator[tuple[Sample, list[str]]]:
+    """The sample of each row, and the placeholders in it that have no value."""
+    for row, position, copies in rows:
+        example, missing = _example(row, source, stage), list[str]()
         if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
             example, missing = fill_placeholders(example, placeholders)
-            for placeholder in missing:
-                unfilled.setdefault(placeholder, row.where)
-        yield Sample(row.where, example, copies, row, position)
-    if unfilled:
-        raise MegatuneError(
-            [
-                Finding(
-                    f"{placeholder} is in the data and {PLACEHOLDERS[placeholder]} is not set",
-                    where,
-                    fix=f"set {PLACEHOLDERS[placeholder]}",
-                )
-                for placeholder, where in unfilled.items()
-            ],
-            ExitCode.SETTINGS,
-        )
+        yield Sample(row.where, example, copies, row, position), missing
 
 
 def _example(row: RawRow, source: DatasetSource, stage: str) -> Example | RowError:
@@ -90,13 +113,18 @@ def _example(row: RawRow, source: DatasetSource, stage: str) -> Example | RowErr
         raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
 
 
-def _chosen(
-    source: DatasetSource, seed: int, after: SourcePosition | None
-) -> Iterator[tuple[RawRow, SourcePosition, int]]:
+def _unfilled(where: Mapping[str, str]) -> MegatuneError:
+    findings = [
+        Finding(f"{name} is in the data and {PLACEHOLDERS[name]} is not set", place, fix=f"set {PLACEHOLDERS[name]}")
+        for name, place in where.items()
+    ]
+    return MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def _drawn(source: DatasetSource, seed: int) -> Iterator[_Row]:
     """Rows with their number of copies: num_samples draws without replacement, as many rounds as it needs."""
     if source.num_samples is None:
-        for row, position in source.rows_from(after):
-            yield row, position, 1
+        yield from ((row, position, 1) for row, position in source.rows_from())
         return
     # Read twice, so that no more than one row has to be kept.
     num_rows = sum(1 for _ in source.rows())
@@ -104,9 +132,6 @@ def _chosen(
         return
     rounds, rest = divmod(source.num_samples, num_rows)
     extra = set(sample_order(num_rows, seed)[:rest].tolist())
-    passed = after is None
-    for index, (row, position) in enumerate(source.rows_from(None)):
-        copies = rounds + (index in extra)
-        if passed and copies:
+    for index, (row, position) in enumerate(source.rows_from()):
+        if copies := rounds + (index in extra):
             yield row, position, copies
-        passed = passed or position == after

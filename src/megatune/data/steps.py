@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from megatune.data.order import epoch_order, grouped_order, steps_per_epoch
-from megatune.data.rows import Document, TokenRows
+from megatune.data.rows import Document, ExtraColumn, TokenRows
 
 if TYPE_CHECKING:
     from megatune.config.settings import Settings
@@ -38,6 +38,10 @@ class StepRows(Protocol):
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
         """The documents of some rows of the step, by their places in its global batch."""
+        ...
+
+    def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
+        """Extra values of these documents, by name; of the same names for all rows, and for none."""
         ...
 
     def names(self, step: int) -> list[str]:
@@ -87,6 +91,11 @@ class PreparedSteps:
         ids = self.row_ids(step)
         return [self.rows[int(ids[place])] for place in places]
 
+    def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
+        """See `StepRows`."""
+        ids = self.row_ids(step)
+        return self.rows.extras([int(ids[place]) for place in places])
+
     def names(self, step: int) -> list[str]:
         """See `StepRows`."""
         return [f"row {row}" for row in self.row_ids(step)]
@@ -116,5 +125,5 @@ class PreparedSteps:
         return self._orders[epoch]
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        """Loader processes make the orders themselves: these would be the larger part of what they are sent."""
+        """Loader processes make the orders themselves: the orders would be most of what they are sent."""
         return type(self), (self.rows, self.global_batch_size, self.seed, self.shuffle, self.group_by_length)

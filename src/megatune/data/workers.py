@@ -9,11 +9,12 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import accumulate, islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from megatune.data.row_error import RowError
 from megatune.data.rows import Document
 from megatune.data.samples import Sample
 from megatune.errors import ExitCode, MegatuneError
+
+T = TypeVar("T")
 
 CHUNK_ROWS = 256
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
@@ -45,7 +48,8 @@ def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) ->
     Raises:
         MegatuneError: a worker process died or hung (exit code 76).
     """
-    chunks = _chunks(samples)
+    iterator = iter(samples)
+    chunks = iter(lambda: list(islice(iterator, CHUNK_ROWS)), [])
     with _frozen_heap():
         if num_workers <= 1:
             # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
@@ -57,10 +61,8 @@ def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) ->
 
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Objects come by the million here; the garbage collector's passes over them shall not look at every module, too.
-
-    A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
-    """
+    """Objects come by the million here: the garbage collector's passes over them must not look at every module, too."""
+    # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
     frozen_here = gc.get_freeze_count() == 0
     if frozen_here:
         gc.freeze()
@@ -74,15 +76,10 @@ def _frozen_heap() -> Iterator[None]:
 def _encode_in_threads(encoder: Encoder, chunks: Iterator[list[Sample]]) -> Iterator[Result]:
     """One chunk is rendered while another is tokenised: tokenising takes most of the time, without Python's lock."""
     pool = ThreadPoolExecutor(CHUNKS_AT_ONCE)
-    pending: deque[tuple[list[Sample], Future[list[Encoded | RowError]]]] = deque()
     try:
-        while True:
-            for chunk in islice(chunks, CHUNKS_AT_ONCE + 1 - len(pending)):
-                pending.append((chunk, pool.submit(encoder.encode, _examples(chunk))))
-            if not pending:
-                return
-            chunk, future = pending.popleft()
-            yield from _merged(chunk, future.result())
+        yield from _in_order(
+            chunks, CHUNKS_AT_ONCE + 1, lambda examples: pool.submit(encoder.encode, examples), Future.result
+        )
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -92,15 +89,13 @@ def _encode_in_processes(encoder: Encoder, chunks: Iterator[list[Sample]], num_w
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(encoder, os.getpid()))
-    pending: deque[tuple[list[Sample], Future[_Compact]]] = deque()
     try:
-        while True:
-            for chunk in islice(chunks, num_workers * CHUNKS_AHEAD - len(pending)):
-                pending.append((chunk, pool.submit(_encode_chunk, _examples(chunk))))
-            if not pending:
-                return
-            chunk, future = pending.popleft()
-            yield from _merged(chunk, _unpacked(future.result(timeout=CHUNK_TIMEOUT)))
+        yield from _in_order(
+            chunks,
+            num_workers * CHUNKS_AHEAD,
+            lambda examples: pool.submit(_encode_chunk, examples),
+            lambda future: _unpacked(future.result(timeout=CHUNK_TIMEOUT)),
+        )
     except (BrokenProcessPool, TimeoutError) as error:
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
         for process in set(multiprocessing.active_children()) - others:
@@ -132,11 +127,8 @@ def _end_with(parent: int) -> None:
 
 
 def _encode_chunk(examples: list[Example]) -> _Compact:
-    return _packed(_worker_encoder.encode(examples))
-
-
-def _packed(results: list[Encoded | RowError]) -> _Compact:
     """Few large arrays instead of many small ones, which take longer to send than to make."""
+    results = _worker_encoder.encode(examples)
     encoded = [result for result in results if isinstance(result, Encoded)]
     documents = [document for result in encoded for document in result.documents]
     none = np.empty(0, dtype=np.int32)
@@ -166,18 +158,21 @@ def _unpacked(compact: _Compact) -> list[Encoded | RowError]:
     ]
 
 
-def _chunks(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    iterator = iter(samples)
-    while chunk := list(islice(iterator, CHUNK_ROWS)):
-        yield chunk
-
-
-def _examples(chunk: list[Sample]) -> list[Example]:
-    return [sample.example for sample in chunk if not isinstance(sample.example, RowError)]
-
-
-def _merged(chunk: list[Sample], encoded: list[Encoded | RowError]) -> Iterator[Result]:
-    """Results for the samples that are examples, and the samples that are not, in one order."""
-    results = iter(encoded)
-    for sample in chunk:
-        yield sample, sample.example if isinstance(sample.example, RowError) else next(results)
+def _in_order(
+    chunks: Iterator[list[Sample]],
+    ahead: int,
+    submit: Callable[[list[Example]], Future[T]],
+    result: Callable[[Future[T]], list[Encoded | RowError]],
+) -> Iterator[Result]:
+    """Results of the samples that are examples, and the samples that are none, in one order."""
+    pending: deque[tuple[list[Sample], Future[T]]] = deque()
+    while True:
+        for chunk in islice(chunks, ahead - len(pending)):
+            examples = [sample.example for sample in chunk if not isinstance(sample.example, RowError)]
+            pending.append((chunk, submit(examples)))
+        if not pending:
+            return
+        chunk, future = pending.popleft()
+        encoded = iter(result(future))
+        for sample in chunk:
+            yield sample, sample.example if isinstance(sample.example, RowError) else next(encoded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,57 +10,49 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.folder import cache_dir
-from megatune.data.encode import make_encoder
+from megatune.data.cache.key import streamed_key
+from megatune.data.pipeline import Pipeline
+from megatune.data.report import TokenReport
 from megatune.data.rows import TokenRows
-from megatune.data.sources import resolve_datasets
+from megatune.data.streaming.blocks import PART, StreamState
 from megatune.data.streaming.folder import StreamFolder
-from megatune.data.streaming.key import streamed_key
-from megatune.data.streaming.producer import Request
-from megatune.data.streaming.state import StreamState
-from megatune.data.streaming.stream import Stream, block_line
+from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.stream import Stream
 from megatune.data.tokenizer import load_tokenizer
-from megatune.engine import groups
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.checkpoint import read_state
-from megatune.training.rows import check_token_ids
+from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.storage import writing
-
-_POLL_SECONDS = 0.05
 
 
 def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Stream:
-    """Begin to read ahead, from where a checkpoint left off.
+    """Begin to read ahead, from where a checkpoint left off. Collective.
 
     Args:
         resumed: the checkpoint, None to begin at the start of the data.
 
     Raises:
-        MegatuneError: the data sets or the tokenizer are not there (exit codes 64 and 66), or the cache cannot be
-            written (73).
+        MegatuneError: the data sets or the tokenizer are not there (exit codes 64 and 66), or differ between machines
+            (65), or the cache cannot be written (73).
     """
-    note = f"stream/{context.node_rank}"
-    limit = settings.run.ddp_timeout
     context.beat("data", 0, limit=float("inf"))  # data sets of a hub are downloaded here
-    if context.local_rank == 0:
-        stream = Stream.start(_request(settings, tokenizer_dir, resumed))
-        groups.post(note, json.dumps([str(stream.folder.path), stream.key]))
-        return stream
-    while (posted := groups.posted(note)) is None:
-        context.beat("data", 0)
-        time.sleep(_POLL_SECONDS)
-    folder, key = json.loads(posted)
-    return Stream(StreamFolder(Path(folder)), key, limit)
-
-
-def _request(settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Request:
-    data, stage = settings.data, settings.run.stage
-    training = resolve_datasets(data.dataset, data.dataset_dir, stage)
-    evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
+    if context.local_rank != 0:
+        folder, name = json.loads(wait_for_machines(context, "stream", None))
+        check_same(context, "data to stream", None)
+        return Stream(StreamFolder(Path(folder)), name, settings.run.ddp_timeout)
     tokenizer = load_tokenizer(tokenizer_dir)
-    encoder = make_encoder(settings, tokenizer)
+    pipeline = Pipeline.of(settings, tokenizer)
     key = streamed_key(settings, tokenizer)
-    folder = StreamFolder.make(cache_dir() / "stream", key)
-    return Request(folder, settings, encoder, key, training, evaluation, _state(resumed, key))
+    made = StreamFolder.make(cache_dir() / "stream", key.name)
+    stream = Stream.start(StreamRequest(made, pipeline, key.name, _state(resumed, key.name)))
+    try:
+        wait_for_machines(context, "stream", json.dumps([str(made.path), key.name]))
+        check_same(context, "data to stream", {**key.parts, KEY: key.name})
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 def _state(resumed: Path | None, key: str) -> StreamState | None:
@@ -79,7 +70,7 @@ class StreamFollower:
         output_dir: gets bad_rows.jsonl; None in all ranks but the first.
         vocab_size: of the model.
         total_steps: of the run.
-        resumed: whether the run goes on from a checkpoint; what was quarantined before it stays.
+        resumed: whether the run resumes from a checkpoint; what was quarantined before it stays.
     """
 
     def __init__(
@@ -99,33 +90,39 @@ class StreamFollower:
         self._quarantine = _Quarantine(output_dir / BAD_ROWS_FILE, keep=resumed) if output_dir else None
 
     def evaluation(self) -> TokenRows | None:
-        """The evaluation rows, once they are ready."""
-        rows = self._stream.wait_ready(self._beat)
-        if self._stream.held_out is not None:
-            check_token_ids(self._stream.held_out.tokens.largest_id, self._vocab_size)
-            self._keep_bad_rows(self._stream.held_out.folder)
+        """The evaluation rows, once they are ready. Collective."""
+        rows, held_out = self._stream.wait_ready(self._beat), self._stream.held_out
+        if rows is None or held_out is None:
+            return None
+        wait_for_machines(self._context, "evaluation", "" if self._context.local_rank == 0 else None)
+        check_same(self._context, "evaluation rows", _contents(held_out.tokens, rows))
+        check_token_ids(held_out.tokens.largest_id, self._vocab_size)
+        self._keep_bad_rows(held_out.folder)
         return rows
 
     def before(self, step: int) -> None:
-        """Wait for the rows of a step, counted from 0, and look at the blocks that they are in."""
+        """Wait for the rows of a step, counted from 0, and look at the blocks that they are in. Collective."""
         first = step * self._size
-        for meta in self._stream.before(first, first + self._size, self._last, self._beat):
+        for meta, folder in self._stream.before(first, first + self._size, self._last, self._beat):
+            # Blocks of the same rows so far end with the same row: every rank comes to this one at this step.
+            what = f"rows in block {meta.number} of the stream, which step {step + 1} is the first to train"
+            check_same(self._context, what, _contents(meta.tokens, TokenRows(folder / PART)))
             check_token_ids(meta.tokens.largest_id, self._vocab_size)
-            line = block_line(meta)
+            line = meta.line()
             if line is not None and self._quarantine is not None:
                 print(line, flush=True)
-                self._keep_bad_rows(self._stream.folder.block(meta.number))
+                self._keep_bad_rows(folder)
 
     def after(self, step: int) -> None:
-        """All ranks have trained this step, counted from 0."""
+        """Delete what no later step needs: all ranks have trained this one, counted from 0."""
         self._stream.after(step * self._size)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint needs after so many steps."""
+        """What a checkpoint needs after this number of steps."""
         return self._stream.state(step * self._size).to_json()
 
     def epoch_after(self, step: int) -> float | None:
-        """Passes done after so many steps, None where that is not known yet."""
+        """Passes done after this number of steps, None where that is not known yet."""
         return self._stream.epoch_after(step * self._size)
 
     def summary(self) -> Iterator[str]:
@@ -138,6 +135,27 @@ class StreamFollower:
     def _keep_bad_rows(self, folder: Path) -> None:
         if self._quarantine is not None:
             self._quarantine.add(folder / BAD_ROWS_FILE)
+
+
+def _contents(report: TokenReport, rows: TokenRows) -> dict[str, str | int]:
+    return {"rows": len(rows), "tokens": report.tokens, "the digest of the rows": rows.digest}
+
+
+def check_token_ids(largest: int, vocab_size: int) -> None:
+    """Refuse a token id that the model has no embedding for.
+
+    Raises:
+        MegatuneError: INPUT.
+    """
+    if largest >= vocab_size:
+        raise MegatuneError(
+            Finding(
+                f"token id {largest} is beyond the model's vocabulary of {vocab_size}",
+                why="the tokenizer and the weights belong to different models",
+                fix="use the tokenizer that was published with the weights",
+            ),
+            ExitCode.INPUT,
+        )
 
 
 class _Quarantine:

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.data.cache.lock import locked
-from megatune.data.cache.partial import partial_folder, publish, remove_abandoned
+from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -33,16 +32,8 @@ FILES_FILE = "files.json"
 
 _Identity = tuple[int, int] | None  # of a folder, None where there is none
 
-_CANNOT_WRITE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EFBIG,
-    errno.EIO,
-)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_CANNOT_WRITE = (*NO_ROOM, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
 
 
 def cache_dir() -> Path:
@@ -69,8 +60,9 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
         folder = Path(data.tokenized_path).expanduser().absolute()
         places = [_Place(folder, key, data.overwrite_cache, named=True)]
     else:
+        temporary = Path(os.environ.get("TMPDIR") or "/tmp") / f"megatune-{os.getuid()}"
         in_cache = _Place(cache_dir() / "rows" / key, key, data.overwrite_cache)
-        places = [in_cache, replace(in_cache, folder=_temporary_dir() / "rows" / key, private=True)]
+        places = [in_cache, replace(in_cache, folder=temporary / "rows" / key, private=True)]
     failures: list[_CannotWriteError] = []
     for place in places:
         if failures:
@@ -119,12 +111,7 @@ class _Place:
     private: bool = False
 
     def made(self, build: Callable[[Path], None]) -> Path:
-        """The folder, whole.
-
-        Raises:
-            MegatuneError: SETTINGS, it is the user's and has something else.
-            _CannotWriteError: it is not whole and cannot be made.
-        """
+        """The folder, whole; raises _CannotWriteError where it is not whole and cannot be made."""
         self._check_content()
         before = _identity(self.folder)
         if is_whole(self.folder, self.key) and not self.overwrite and self._is_trusted():
@@ -132,7 +119,9 @@ class _Place:
         with ExitStack() as stack:
             with _writing(self.folder):
                 self._make_parent()
-                stack.enter_context(locked(self.folder.with_name(f".{self.folder.name}.lock"), self._say_waiting))
+                waiting = f"waiting for {{}}, which prepares the same rows in {self.folder}"
+                lock = self.folder.with_name(f".{self.folder.name}.lock")
+                stack.enter_context(locked(lock, lambda holder: _say(waiting.format(holder))))
             self._check_content()
             if not self._made_since(before, again=self.overwrite):
                 self._make(build)
@@ -161,11 +150,7 @@ class _Place:
                     publish(partial, self.folder)
 
     def _check_content(self) -> None:
-        """Refuse a folder of the user's with something else in it, and rows of other data.
-
-        Raises:
-            MegatuneError: SETTINGS.
-        """
+        """Refuse a folder of the user's with something else in it, and rows of other data."""
         if not self.named:
             return
         stored = _stored_key(self.folder)
@@ -188,13 +173,8 @@ class _Place:
         parent.mkdir(parents=True, exist_ok=True)
 
     def _is_trusted(self) -> bool:
-        if not self.private:
-            return True
-        status = self.folder.parent.parent.lstat()
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-
-    def _say_waiting(self, holder: str) -> None:
-        _say(f"waiting for {holder}, which prepares the same rows in {self.folder}")
+        status = self.folder.parent.parent.lstat() if self.private else None
+        return status is None or (stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid())
 
 
 @contextmanager
@@ -207,16 +187,13 @@ def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if building is not None and not _is_write_failure(error, building):
-            raise
+        if building is not None:
+            elsewhere = error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(building)
+            # numpy reports a full disk without a number: "1024 requested and 0 written"
+            full = error.errno is None and str(error).endswith("written")
+            if not full and (elsewhere or error.errno not in _CANNOT_WRITE):
+                raise
         raise _CannotWriteError(folder, error) from error
-
-
-def _is_write_failure(error: OSError, folder: Path) -> bool:
-    if error.errno is None:  # numpy tells of a full disk so: "1024 requested and 0 written"
-        return str(error).endswith("written")
-    elsewhere = error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(folder)
-    return error.errno in _CANNOT_WRITE and not elsewhere
 
 
 def _stored_key(folder: Path) -> str | None:
@@ -243,10 +220,6 @@ def _identity(folder: Path) -> _Identity:
         status = folder.stat()
         return status.st_ino, status.st_ctime_ns
     return None
-
-
-def _temporary_dir() -> Path:
-    return Path(os.environ.get("TMPDIR") or "/tmp") / f"megatune-{os.getuid()}"
 
 
 def _say(line: str) -> None:

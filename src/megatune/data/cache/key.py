@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, fields, is_dataclass
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megatune.data.cache.digest import FileDigests
+import xxhash
+
 from megatune.data.cache.folder import cache_dir
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -40,58 +45,148 @@ BY_VALUE = frozenset(
         "model_author",
     }
 )
-# Those that determine them by what they stand for.
+# Those that determine them by the content that they name.
 BY_CONTENT = frozenset({"dataset", "dataset_dir", "eval_dataset", "template", "packing", "on_bad_row"})
 
-
-class Digests(Protocol):
-    """Names the content of files."""
-
-    def of(self, path: Path) -> str:
-        """A digest that other content does not have."""
-        ...
+_CHUNK_BYTES = 2**20
+_SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
 
 
-def prepared_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, digests: Digests | None = None) -> str:
-    """32 hexadecimal digits of all that determines the rows: the content of files, the tokenizer and the settings.
+@dataclass(frozen=True, slots=True)
+class RowsKey:
+    """The name of a run's rows.
 
-    Files count by their content and name, not by their folder or time, so that the key is the same on every machine.
+    Attributes:
+        name: 32 hexadecimal digits of all that determines the rows. Files count by their content and name, not by their
+            folder or time, so that it is the same on every machine.
+        parts: what it is made of, in words, each with a digest of its own.
+    """
+
+    name: str
+    parts: Mapping[str, str]
+
+
+def remembered_digest(path: Path, folder: Path | None = None) -> str:
+    """128 bits of a file's content, in hexadecimal.
+
+    A file of the same place, size, times and inode as before is not read again.
 
     Args:
-        digests: of files; those of their whole content unless given.
+        folder: where digests are remembered, by default in the cache; one that cannot be written remembers nothing.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    path = path.resolve()
+    note = (folder or cache_dir() / "digests") / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path))}.json"
+    began = time.time_ns()
+    identity = _identity(path)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        remembered = json.loads(note.read_text(encoding="utf-8"))
+        if remembered["identity"] == identity:
+            return str(remembered["digest"])
+    digest = _content_digest(path)
+    if _identity(path) == identity and max(identity[1:3]) < began - _SETTLED_NS:
+        with suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            partial = note.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps({"path": str(path), "identity": identity, "digest": digest}), "ascii")
+            partial.replace(note)
+    return digest
+
+
+def prepared_key(
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    extras: Mapping[str, str] | None = None,
+    *,
+    file_digest: Callable[[Path], str] = remembered_digest,
+) -> RowsKey:
+    """The key of prepared rows.
+
+    Args:
+        extras: digests of what is kept beside the rows, by name.
+        file_digest: names the content of a file; by default see there.
 
     Raises:
         MegatuneError: a data set cannot be resolved (exit codes 64, 66 and 69), or a file not be read (66).
     """
     data, stage = settings.data, settings.run.stage
-    digests = digests or FileDigests(cache_dir() / "digests")
     train = resolve_datasets(data.dataset, data.dataset_dir, stage)
     evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
-    determining = {
+    sources = (*train, *evaluation)
+    files = {file: _digest(file, file_digest) for source in sources for file in source.files}
+    chosen = {
         "format": FORMAT_VERSION,
         "stage": stage,
         "seed": settings.run.seed,
         "packing": settings.packing,
-        "train": [_source_content(source, digests) for source in train],
-        "evaluation": [_source_content(source, digests) for source in evaluation],
-        "tokenizer": _tokenizer_digest(tokenizer),
-        "template": _template_content(data.template),
         # Rows that error refuses must not be found where skip left them out; quarantine leaves out the same.
         "refuses_bad_rows": data.on_bad_row == "error",
         **{name: getattr(data, name) for name in sorted(BY_VALUE)},
     }
-    return hashlib.sha256(json.dumps(determining, sort_keys=True).encode()).hexdigest()[:32]
+    content = {
+        "train": [_source_content(source, files) for source in train],
+        "evaluation": [_source_content(source, files) for source in evaluation],
+    }
+    made_by = {"tokenizer": _tokenizer_digest(tokenizer), "template": _template_content(data.template)}
+    parts = {
+        **{f"the file {file.name} of dataset {one.name}": files[file] for one in sources for file in one.files},
+        "the tokenizer": made_by["tokenizer"],
+        "the template": _name(made_by["template"]),
+        "the settings of the data": _name([chosen, [source.name for source in sources]]),
+        **{f"the extra {name}": digest for name, digest in (extras or {}).items()},
+    }
+    return RowsKey(_name({**chosen, **content, **made_by, **({"extras": extras} if extras else {})}), parts)
 
 
-def _source_content(source: DatasetSource, digests: Digests) -> dict[str, Any]:
-    return {**asdict(source), "files": [(file.name, _digest(file, digests)) for file in source.files]}
+def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> RowsKey:
+    """The key of streamed rows, whose files may be too large to read them for a name: of each its size, start and end.
+
+    Raises:
+        MegatuneError: as `prepared_key`.
+    """
+    data = settings.data
+    key = prepared_key(settings, tokenizer, file_digest=_ends_digest)
+    return RowsKey(_name([key.name, data.buffer_size, data.disable_shuffling]), key.parts)
 
 
-def _digest(file: Path, digests: Digests) -> str:
+def _identity(path: Path) -> list[int]:
+    """Size, both times in nanoseconds, and inode: what changes when a file does."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _content_digest(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _ends_digest(path: Path) -> str:
+    """What is appended, cut off or replaced shows at a file's ends, a byte changed between does not."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(_CHUNK_BYTES)
+        file.seek(max(0, size - _CHUNK_BYTES))
+        return hashlib.sha256(b"%d\0" % size + start + file.read(_CHUNK_BYTES)).hexdigest()
+
+
+def _digest(file: Path, file_digest: Callable[[Path], str]) -> str:
     try:
-        return digests.of(file)
+        return file_digest(file)
     except OSError as error:
         raise MegatuneError(Finding(f"cannot be read: {error.strerror}", str(file)), ExitCode.INPUT) from error
+
+
+def _source_content(source: DatasetSource, digests: Mapping[Path, str]) -> dict[str, Any]:
+    return {**asdict(source), "files": [(file.name, digests[file]) for file in source.files]}
+
+
+def _name(determining: Any) -> str:
+    return hashlib.sha256(json.dumps(determining, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _template_content(name: str | None) -> Any:
@@ -123,7 +218,7 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     else:
-        # Before its vocabulary stands how it truncated and padded last.
+        # Before its vocabulary it has how it truncated and padded last.
         vocabulary = backend.to_str().partition('"added_tokens"')[2]
     special = json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True)
     return hashlib.sha256("\0".join((vocabulary, str(tokenizer.chat_template), special)).encode()).hexdigest()

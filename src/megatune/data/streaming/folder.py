@@ -1,8 +1,8 @@
-"""The folder that the producer of a machine and its ranks share.
+"""The folder that the producer of a machine and its ranks share, and how ranks wait for what comes into it.
 
     FOLDER/block-NUMBER-FIRST-ROWS/  a whole block, with rows FIRST to FIRST + ROWS - 1 of the run
     FOLDER/ready.json                what was made before the first block
-    FOLDER/reached-NUMBER            somebody has come to this block
+    FOLDER/reached-NUMBER            a rank has come to this block
     FOLDER/doing.json                what the producer does, in words
     FOLDER/failure.json              why the producer ended
     FOLDER/alive                     is locked by the producer as long as it lives
@@ -20,17 +20,21 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+T = TypeVar("T")
+
 _BLOCK = re.compile(r"block-(\d+)-(\d+)-(\d+)")
-_REACHED = re.compile(r"reached-(\d+)")
+_REACHED = "reached-"
 _ABANDONED_SECONDS = 3600.0  # of a folder that its run had no time to lock
+_POLL_SECONDS = 0.02
+_LOOK_SECONDS = 0.5  # between looks at whether the producer lives
 
 ALIVE_FILE = "alive"
 READY_NOTE = "ready.json"
@@ -48,7 +52,7 @@ class BlockPlace:
     folder: Path
 
     @property
-    def end(self) -> int:
+    def stop_row(self) -> int:
         """The first row behind it."""
         return self.first_row + self.rows
 
@@ -78,7 +82,7 @@ class StreamFolder:
                 raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
 
     def remove(self) -> None:
-        """All of it, as far as it can be."""
+        """Delete all of it, as far as that can be done."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     # Blocks
@@ -89,10 +93,6 @@ class StreamFolder:
         return sorted(
             BlockPlace(int(match[1]), int(match[2]), int(match[3]), self.path / match.string) for match in matches
         )
-
-    def block(self, number: int) -> Path:
-        """The folder of a block that is there."""
-        return next(block.folder for block in self.blocks() if block.number == number)
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
@@ -110,25 +110,21 @@ class StreamFolder:
     def release(self, row: int) -> None:
         """Delete the blocks that end before this row."""
         for block in self.blocks():
-            if block.end > row:
+            if block.stop_row > row:
                 return
             shutil.rmtree(block.folder, ignore_errors=True)
-            for name in self._reached_names():
-                if _number(name) <= block.number:
-                    (self.path / name).unlink(missing_ok=True)
-
-    # Notes
-
-    def reach(self, number: int) -> None:
-        """Note that somebody has come to this block, which may be still to come."""
-        (self.path / f"reached-{number:08}").touch()
+            for number in self._reached():
+                if number <= block.number:
+                    (self.path / f"{_REACHED}{number:08}").unlink(missing_ok=True)
 
     def reached(self) -> int:
-        """The last block that somebody has come to; -1 before the first."""
-        return max(map(_number, self._reached_names()), default=-1)
+        """The last block that a rank has come to; -1 before the first."""
+        return max(self._reached(), default=-1)
 
-    def _reached_names(self) -> list[str]:
-        return [name for name in os.listdir(self.path) if _REACHED.fullmatch(name)]
+    def _reached(self) -> list[int]:
+        return [int(name.removeprefix(_REACHED)) for name in os.listdir(self.path) if name.startswith(_REACHED)]
+
+    # Notes
 
     def note(self, name: str, content: Any) -> None:
         """Write a JSON file, whole or not at all."""
@@ -156,17 +152,80 @@ class StreamFolder:
         findings = [asdict(finding) for finding in error.findings]
         self.note(_FAILURE_NOTE, {"findings": findings, "exit_code": int(error.exit_code)})
 
-    def failure(self) -> MegatuneError | None:
-        """Why the producer ended, None where it has not said."""
+    # Waiting, never without an end, and never for a producer that is gone
+
+    def wait_for(
+        self,
+        look: Callable[[], T | None],
+        limit: float,
+        wanted: str,
+        meanwhile: Callable[[], None],
+        *,
+        patient: bool = False,
+    ) -> T:
+        """Wait until `look` finds something.
+
+        Args:
+            limit: seconds until the producer counts as too slow.
+            wanted: what is waited for, in words.
+            meanwhile: called now and then.
+            patient: the limit is from one sign of progress to the next, not for all of it.
+
+        Raises:
+            MegatuneError: the producer failed (with its own exit code), died, or is too slow (76).
+        """
+        found = look()
+        look_at = time.monotonic()
+        deadline = look_at + limit
+        doing = self.doing()
+        while found is None:
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _LOOK_SECONDS
+                meanwhile()
+                if patient and doing != (doing := self.doing()):
+                    deadline = now + limit
+                if not self.is_alive():
+                    if (found := look()) is not None:
+                        return found
+                    raise self.failure(wanted)
+            if now > deadline:
+                why = f"{self.doing()}; ddp_timeout is {limit:g} seconds"
+                fix = "raise ddp_timeout, lower buffer_size, or give it more processes with preprocessing_num_workers"
+                what = f"{wanted} has not come from the process that reads the data"
+                raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
+            time.sleep(_POLL_SECONDS)
+            found = look()
+        return found
+
+    def wait_for_row(self, row: int, limit: float, meanwhile: Callable[[], None]) -> BlockPlace:
+        """Wait for the block that holds a row of the run; see `wait_for`."""
+
+        def look() -> BlockPlace | None:
+            blocks = self.blocks()
+            found = next((block for block in blocks if block.first_row <= row < block.stop_row), None)
+            number = found.number if found else blocks[-1].number + 1 if blocks else 0
+            (self.path / f"{_REACHED}{number:08}").touch()  # so that the producer continues behind it
+            return found
+
+        return self.wait_for(look, limit, "the next block of rows", meanwhile)
+
+    def failure(self, wanted: str, how: str = "died") -> MegatuneError:
+        """Why the producer is gone while something is wanted of it: what it has said, or that it said nothing."""
         raw = self.noted(_FAILURE_NOTE)
-        if raw is None:
-            return None
-        return MegatuneError([Finding(**finding) for finding in raw["findings"]], ExitCode(raw["exit_code"]))
+        if raw is not None:
+            return MegatuneError([Finding(**finding) for finding in raw["findings"]], ExitCode(raw["exit_code"]))
+        what = f"the process that reads the data {how}, and {wanted} is still to come"
+        fix = (
+            "if it was killed for its memory, lower preprocessing_num_workers; the same command goes on from the last "
+            "checkpoint"
+        )
+        return MegatuneError(Finding(what, why=f"the last it said: {self.doing()}", fix=fix), ExitCode.PROCESS_DIED)
 
     # Life
 
     def lock(self) -> int:
-        """Open and lock the file that tells that the producer lives; it does while anyone has this descriptor."""
+        """Open and lock the file that shows that the producer lives; it does while anyone has this descriptor."""
         descriptor = os.open(self.path / ALIVE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with contextlib.suppress(OSError):  # no locks here: then only its parent sees it die
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,12 +244,6 @@ class StreamFolder:
         finally:
             os.close(descriptor)
         return False
-
-
-def _number(name: str) -> int:
-    match = _REACHED.fullmatch(name)
-    assert match is not None
-    return int(match.group(1))
 
 
 def _remove_abandoned(parent: Path) -> None:

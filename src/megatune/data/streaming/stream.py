@@ -1,4 +1,4 @@
-"""A rank's end of a stream: the producer is started, waited for, watched and ended from here."""
+"""A rank's end of a stream: starts, waits for and watches the producer, and makes steps of its blocks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatune.data.rows import TokenRows
-from megatune.data.streaming import producer
-from megatune.data.streaming.blocks import BlockMeta
-from megatune.data.streaming.evaluation import PART, HeldOut
+import numpy as np
+
+from megatune.data.rows import Document, ExtraColumn, TokenRows
+from megatune.data.streaming import evaluation, producer
+from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
+from megatune.data.streaming.evaluation import HeldOut
 from megatune.data.streaming.folder import READY_NOTE, BlockPlace, StreamFolder
-from megatune.data.streaming.producer import END_SECONDS, END_SIGNAL, Request
-from megatune.data.streaming.state import StreamState
-from megatune.data.streaming.steps import StreamedSteps
-from megatune.data.streaming.waiting import died, wait_for, wait_for_row
+from megatune.data.streaming.producer import END_SECONDS, END_SIGNAL, StreamRequest
+
+_MOST_OPEN = 4  # blocks
 
 
 class Stream:
@@ -41,7 +45,7 @@ class Stream:
         self._meta: BlockMeta | None = None  # of the last block that a step has come to
 
     @classmethod
-    def start(cls, request: Request) -> Stream:
+    def start(cls, request: StreamRequest) -> Stream:
         """Start the producer. It ends with `close`, and with this process."""
         lock = request.folder.lock()
         try:
@@ -55,7 +59,7 @@ class Stream:
         assert process.stdin is not None
         with process.stdin as pipe, contextlib.suppress(BrokenPipeError):
             pickle.dump(request, pipe)
-        return cls(request.folder, request.key, request.settings.run.ddp_timeout, process)
+        return cls(request.folder, request.key, request.pipeline.settings.run.ddp_timeout, process)
 
     def close(self) -> None:
         """End the producer, and remove what it made, in the rank that started it."""
@@ -70,28 +74,29 @@ class Stream:
         self.folder.remove()
 
     def wait_ready(self, meanwhile: Callable[[], None]) -> TokenRows | None:
-        """The evaluation rows. They may take any time, as long as the producer gets on with them.
+        """Wait for the evaluation rows. They may take any time, as long as the producer makes progress.
 
         Args:
             meanwhile: called now and then.
 
         Raises:
-            MegatuneError: as `waiting.wait_for`.
+            MegatuneError: as `StreamFolder.wait_for`.
         """
-        ready = wait_for(
-            self.folder, lambda: self.folder.noted(READY_NOTE), self._limit, "evaluation data", meanwhile, patient=True
-        )
+        look = partial(self.folder.noted, READY_NOTE)
+        ready = self.folder.wait_for(look, self._limit, "evaluation data", meanwhile, patient=True)
         if ready["evaluation"] is None:
             return None
         self.held_out = HeldOut.load(Path(ready["evaluation"]))
-        return TokenRows(self.held_out.folder / PART)
+        return TokenRows(self.held_out.folder / evaluation.PART)
 
     def steps(self, global_batch_size: int, *, is_packed: bool) -> StreamedSteps:
         """The rows of each step."""
         # Loader processes wait longer than `before` does: what it raises says more than what comes from them.
         return StreamedSteps(self.folder, global_batch_size, is_packed=is_packed, limit=self._limit + 60)
 
-    def before(self, first: int, stop: int, last: int, meanwhile: Callable[[], None]) -> Iterator[BlockMeta]:
+    def before(
+        self, first: int, stop: int, last: int, meanwhile: Callable[[], None]
+    ) -> Iterator[tuple[BlockMeta, Path]]:
         """Wait for the rows of a step.
 
         Args:
@@ -100,17 +105,17 @@ class Stream:
             meanwhile: called now and then while waiting.
 
         Yields:
-            The blocks that this is the first step to come to.
+            The blocks that this is the first step to come to, and their folders.
 
         Raises:
-            MegatuneError: as `waiting.wait_for`, and as soon as the producer is gone and the run needs more of it.
+            MegatuneError: as `StreamFolder.wait_for`, and as soon as the producer is gone and the run needs more of it.
         """
         self._check_producer(last)
-        while self._meta is None or self._end < stop:
-            row = first if self._meta is None else self._end
-            place = wait_for_row(self.folder, row, self._limit, meanwhile)
+        while self._meta is None or self._meta.stop_row < stop:
+            row = first if self._meta is None else self._meta.stop_row
+            place = self.folder.wait_for_row(row, self._limit, meanwhile)
             self._meta = BlockMeta.load(place.folder)
-            yield self._meta
+            yield self._meta, place.folder
 
     def after(self, first: int) -> None:
         """Delete what ends before the rows of a step that all ranks have trained."""
@@ -118,9 +123,9 @@ class Stream:
             self.folder.release(first)
 
     def state(self, row: int) -> StreamState:
-        """Where a run has to go on whose next row is this one, the first that the last step has not trained."""
+        """Where a run has to continue whose next row is this one, the first that the last step has not trained."""
         assert self._meta is not None, "no step yet"
-        return self._meta.start if row < self._end else self._meta.end
+        return self._meta.start if row < self._meta.stop_row else self._meta.end
 
     def epoch_after(self, row: int) -> float | None:
         """Epochs done when the rows before this one are trained; None in the first, whose length is not known."""
@@ -132,38 +137,76 @@ class Stream:
 
     def summary(self) -> Iterator[str]:
         """What became of every row read for the blocks that steps have come to, in words."""
-        return iter(()) if self._meta is None else _summary(self._meta.end)
-
-    @property
-    def _end(self) -> int:
-        assert self._meta is not None
-        return self._meta.first_row + self._meta.rows
+        for report in self._meta.end.reports if self._meta is not None else ():
+            yield (
+                f"data: {report.name}: {report.read} rows read, {report.trained} for training, "
+                f"{report.dropped.total()} left out, {report.truncated} cut to cutoff_len"
+            )
+            yield from (f"    left out {count}: {reason}" for reason, count in report.dropped.most_common())
+            yield from (f"        {example}" for example in dict.fromkeys(report.examples))
 
     def _check_producer(self, last: int) -> None:
         if self._process is None or self._process.poll() is None:
             return
-        blocks: list[BlockPlace] = self.folder.blocks()
-        if blocks and blocks[-1].end >= last:
+        blocks = self.folder.blocks()
+        if blocks and blocks[-1].stop_row >= last:
             return
         code = self._process.returncode
         how = f"was killed by signal {-code}" if code < 0 else "ended"
-        raise self.folder.failure() or died(self.folder, "the next block of rows", how)
+        raise self.folder.failure("the next block of rows", how)
 
 
-def block_line(meta: BlockMeta) -> str | None:
-    """What a user should know about a block; None where nothing was wrong with its rows, or the first epoch had it."""
-    dropped = meta.dropped
-    if not dropped or meta.epoch:
-        return None
-    reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
-    return f"data: {dropped.total()} of the {meta.read} rows read for block {meta.number} are left out: {reasons}"
+class StreamedSteps:
+    """`StepRows` of a stream: step s trains rows s * global_batch_size and following, across blocks and epochs.
 
+    Each process that has one maps the blocks that it needs; it waits for those that are still to come.
 
-def _summary(state: StreamState) -> Iterator[str]:
-    for report in state.reports:
-        yield (
-            f"data: {report.name}: {report.read} rows read, {report.trained} for training, "
-            f"{report.dropped.total()} left out, {report.truncated} cut to cutoff_len"
-        )
-        yield from (f"    left out {count}: {reason}" for reason, count in report.dropped.most_common())
-        yield from (f"        {example}" for example in dict.fromkeys(report.examples))
+    Args:
+        limit: seconds to wait for a block.
+    """
+
+    def __init__(self, folder: StreamFolder, global_batch_size: int, *, is_packed: bool, limit: float) -> None:
+        self.global_batch_size, self.is_packed = global_batch_size, is_packed
+        self._folder, self._limit = folder, limit
+        self._open: OrderedDict[BlockPlace, tuple[TokenRows, np.ndarray]] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(StreamedSteps, is_packed=self.is_packed, limit=self._limit)
+        return make, (self._folder, self.global_batch_size)
+
+    def lengths(self, step: int) -> list[np.ndarray]:
+        """See `StepRows`."""
+        return [rows.document_lengths([row]) for rows, row in map(self._find, self._numbers(step))]
+
+    def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
+        """See `StepRows`."""
+        numbers = self._numbers(step)
+        return [rows[row] for rows, row in (self._find(numbers[place]) for place in places)]
+
+    def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
+        """None: nothing is computed beside streamed rows."""
+        return {}
+
+    def names(self, step: int) -> list[str]:
+        """See `StepRows`."""
+        places = [(number, self._place(number)) for number in self._numbers(step)]
+        return [f"row {number - place.first_row} of block {place.number}" for number, place in places]
+
+    def _numbers(self, step: int) -> range:
+        return range(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+
+    def _find(self, number: int) -> tuple[TokenRows, int]:
+        """The rows of a row's block, and which of them it is."""
+        place = self._place(number)
+        rows, order = self._open[place]
+        return rows, int(order[number - place.first_row])
+
+    def _place(self, number: int) -> BlockPlace:
+        for place in self._open:
+            if place.first_row <= number < place.stop_row:
+                return place
+        place = self._folder.wait_for_row(number, self._limit, lambda: None)
+        self._open[place] = TokenRows(place.folder / PART), np.load(place.folder / ORDER_FILE, allow_pickle=False)
+        if len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)
+        return place

@@ -1,0 +1,220 @@
+"""From data sets to encoded samples, the same for prepared and for streamed data.
+
+`Pipeline` is what settings make of it: files -> samples.py -> workers.py. `DatasetReader` gives the usable samples of
+one data set, counts all of its rows, and knows where it is. prepare.py reads every data set once, to its end;
+streaming/ reads them side by side, epoch after epoch, from any place on. Both give what they take to build.py, which
+writes token rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatune.config.settings import Settings
+from megatune.data.bad_rows import BadRows
+from megatune.data.build import RowShape
+from megatune.data.encode import Encoded, Encoder, make_encoder
+from megatune.data.report import DatasetReport
+from megatune.data.row_error import RowError
+from megatune.data.samples import Sample, read_samples, stream_samples
+from megatune.data.sources import DatasetSource, SourcePosition, resolve_datasets
+from megatune.data.workers import Result, encode_all
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class SetState:
+    """Where one data set is.
+
+    Attributes:
+        position: behind the last sample taken; None at the data set's start.
+        rows: of its files, before that place.
+        usable: samples taken since the present pass over the data set began.
+        passes: whole ones in this epoch.
+        ended: the present pass has no sample left.
+    """
+
+    position: SourcePosition | None = None
+    rows: int = 0
+    usable: int = 0
+    passes: int = 0
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What settings make of data sets; picklable.
+
+    Attributes:
+        training, evaluation: the data sets that `dataset` and `eval_dataset` name.
+    """
+
+    settings: Settings
+    encoder: Encoder
+    training: Sequence[DatasetSource]
+    evaluation: Sequence[DatasetSource]
+
+    @classmethod
+    def of(cls, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Pipeline:
+        """The pipeline that settings ask for.
+
+        Raises:
+            MegatuneError: a data set or a template is not there, or the tokenizer does not fit (exit codes 64 and 66).
+        """
+        data, stage = settings.data, settings.run.stage
+        training = resolve_datasets(data.dataset, data.dataset_dir, stage)
+        evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
+        return cls(settings, make_encoder(settings, tokenizer), training, evaluation)
+
+    @property
+    def shape(self) -> RowShape:
+        """How samples become rows."""
+        run = self.settings.run
+        return RowShape(run.stage, self.settings.data.cutoff_len, self.settings.packing, run.seed)
+
+    def read(self, source: DatasetSource) -> Iterator[Result]:
+        """Every chosen row of a data set, encoded."""
+        data, run = self.settings.data, self.settings.run
+        samples = read_samples(
+            source, stage=run.stage, seed=run.seed, max_samples=data.max_samples, placeholders=self._placeholders
+        )
+        return encode_all(self.encoder, samples, data.preprocessing_num_workers or 1)
+
+    def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Iterator[Result]:
+        """The rows of a data set behind a position, of which `taken` come before, encoded."""
+        data = self.settings.data
+        samples = stream_samples(
+            source,
+            stage=self.settings.run.stage,
+            max_samples=data.max_samples,
+            placeholders=self._placeholders,
+            after=after,
+            taken=taken,
+        )
+        # Data sets that are drawn from in turn are read side by side: they share the processes.
+        side_by_side = 1 if data.mix_strategy == "concat" else len(self.training)
+        return encode_all(self.encoder, samples, (data.preprocessing_num_workers or 1) // side_by_side)
+
+    def bad_rows(self, folder: Path, policy: str | None = None) -> BadRows:
+        """What becomes of bad rows that belong to a folder, by on_bad_row unless another policy is given."""
+        data = self.settings.data
+        return BadRows(policy or data.on_bad_row, data.truncation_strategy, folder)
+
+    @property
+    def _placeholders(self) -> dict[str, str | None]:
+        data = self.settings.data
+        return {"{{name}}": data.model_name, "{{author}}": data.model_author}
+
+
+class DatasetReader:
+    """The usable samples of one data set, pass after pass.
+
+    Its state is behind the last row that was taken or passed over, however many were read ahead.
+
+    Args:
+        report: counts rows, over all passes.
+        read: the rows behind a position, given how many come before it.
+        start: where every pass begins: behind the rows held out for evaluation.
+        state: where to continue.
+        refuse_empty: end the run at the end of a pass without a usable row (exit code 65).
+
+    Attributes:
+        on_bad_row: gets the rows that are passed over.
+    """
+
+    def __init__(
+        self,
+        report: DatasetReport,
+        read: Callable[[SourcePosition | None, int], Iterator[Result]],
+        start: SetState = SetState(),
+        state: SetState | None = None,
+        *,
+        refuse_empty: bool = False,
+    ) -> None:
+        self.report, self._refuse_empty = report, refuse_empty
+        self.on_bad_row: Callable[[Sample, RowError], None] = lambda sample, error: None
+        self._read, self._start = read, start
+        self._results: Iterator[Result] | None = None
+        self._next: tuple[Sample, Encoded] | None = None
+        self._continue_at(state or start)
+
+    def _continue_at(self, state: SetState) -> None:
+        # Apart, not as a SetState: to replace one for every row takes longer than all else here.
+        self._position, self._rows, self._usable = state.position, state.rows, state.usable
+        self._passes, self._ended = state.passes, state.ended
+
+    @property
+    def state(self) -> SetState:
+        """Where the data set is."""
+        return SetState(self._position, self._rows, self._usable, self._passes, self._ended)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether every sample was taken in this epoch."""
+        return self._passes > 0 or not self.has_next()
+
+    def has_next(self) -> bool:
+        """Whether this pass has a sample left."""
+        if self._next is None and not self._ended:
+            self._next = self._find()
+        return self._next is not None
+
+    def take(self) -> tuple[Sample, Encoded] | None:
+        """The next usable sample, None at the end of the pass."""
+        if not self.has_next():
+            return None
+        taken, self._next = self._next, None
+        assert taken is not None
+        self._usable += 1
+        self.report.truncated += taken[1].truncated
+        self._pass_by(taken[0])
+        return taken
+
+    def begin(self, passes: int) -> None:
+        """Begin another pass, of which there were `passes` in this epoch."""
+        self.close()
+        self._continue_at(SetState(self._start.position, self._start.rows, passes=passes))
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        results, self._results, self._next = self._results, None, None
+        close = getattr(results, "close", None)
+        if close is not None:
+            close()
+
+    def nothing_usable(self) -> Finding | None:
+        """What to say of a data set whose pass has ended without one usable row; None where there was one."""
+        # Where rows are held out there are usable ones, if none but those.
+        if not self._ended or self._usable or self._start.rows:
+            return None
+        report = self.report
+        return Finding(
+            f"{report.name}: 0 usable of {self._rows} rows",
+            why="; ".join(f"{count} x {reason}" for reason, count in report.dropped.most_common()),
+            fix=f"the first: {report.examples[0]}" if report.examples else "the files have no rows",
+        )
+
+    def _find(self) -> tuple[Sample, Encoded] | None:
+        if self._results is None:
+            self._results = self._read(self._position, self._rows)
+        for sample, encoded in self._results:
+            if not isinstance(encoded, RowError):
+                return sample, encoded
+            self.report.drop(sample.where, encoded)
+            self._pass_by(sample)
+            self.on_bad_row(sample, encoded)
+        self._ended = True
+        if self._refuse_empty and (finding := self.nothing_usable()) is not None:
+            raise MegatuneError(finding, ExitCode.DATA)
+        return None
+
+    def _pass_by(self, sample: Sample) -> None:
+        self.report.read += 1
+        self._position = sample.position
+        self._rows += 1
