@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.data.row_error import CODES
+from megatune.data.bad_rows import CODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

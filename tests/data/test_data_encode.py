@@ -11,11 +11,11 @@ from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from megatune.data.bad_rows import LengthError, RowError
 from megatune.data.conversation import Conversation, Example, Message, Pair
 from megatune.data.encode import Encoded, Encoder, check_pretraining_tokenizer
-from megatune.data.row_error import RowError
 from megatune.data.templates import Thinking, load_template
-from megatune.data.truncation import LengthError, share_budget
+from megatune.data.truncation import share_budget
 from megatune.errors import MegatuneError
 
 TOKENIZER = qwen_tokenizer()

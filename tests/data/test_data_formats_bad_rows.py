@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatune.data
+from megatune.data.bad_rows import CODES, RowError, UnsupportedRow
 from megatune.data.formats import detect, to_example
-from megatune.data.row_error import CODES, RowError, UnsupportedRow
 from megatune.data.sources import DatasetSource
 
 HALF = "\ud83d"  # of a surrogate pair

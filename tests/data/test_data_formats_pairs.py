@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Message, Pair, ToolCall
 from megatune.data.formats import detect, to_example
-from megatune.data.row_error import RowError
 from megatune.data.sources import Columns, DatasetSource
 
 Q, GOOD, BAD = Message("user", "q"), Message("assistant", "good"), Message("assistant", "bad")

@@ -15,10 +15,10 @@ from rich.console import Console
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import DataSettings, RunSettings, Settings
+from megatune.data.bad_rows import RowError
 from megatune.data.preview import Part, Preview, PreviewRow, read_preview, show_preview
 from megatune.data.preview.pieces import pieces_of, visible
 from megatune.data.preview.show import shared_prompt
-from megatune.data.row_error import RowError
 from megatune.data.rows import IGNORE_INDEX, Arrangement, Document
 from megatune.errors import ExitCode, MegatuneError
 

@@ -15,9 +15,9 @@ from tokenizer_kit import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.encode import Encoded, Encoder
-from megatune.data.row_error import RowError
 from megatune.data.templates import Thinking, Turn, load_template
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.errors import MegatuneError

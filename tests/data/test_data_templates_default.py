@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizer_kit import chat_template, deepseek_tokenizer, gemma_tokenizer, mistral_tokenizer, qwen_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
-from megatune.data.row_error import RowError
 from megatune.data.templates import Thinking, Turn, load_template
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.errors import MegatuneError

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatune.data.bad_rows import BadRows
+from megatune.data.bad_rows import BadRows, LengthError, RowError
 from megatune.data.build import RowsBuilder
 from megatune.data.encode import Encoder
 from megatune.data.hold_out import rank
 from megatune.data.report import DatasetReport
-from megatune.data.row_error import RowError
 from megatune.data.samples import read_samples
 from megatune.data.sources import DatasetSource
-from megatune.data.truncation import LengthError
 from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatune.data.bad_rows import LengthError, RowError
 from megatune.data.conversation import Conversation, Example, Pair
-from megatune.data.row_error import RowError
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
 from megatune.data.templates.borders import TurnTokens, needs_whole_text, tokens_of_whole_texts
-from megatune.data.truncation import LengthError, Strategy, Stretch, cut_pair, cut_turns
+from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:

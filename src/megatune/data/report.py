@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.lengths import LengthReport
-from megatune.data.row_error import RowError
 
 EXAMPLES_PER_REASON = 3
 

@@ -5,29 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from megatune.data.row_error import RowError
+from megatune.data.bad_rows import TOO_LONG, LengthError
 
 Strategy = Literal["budget", "drop", "left", "right", "error"]
 # Tokens, and whether they are trained.
 Stretch = tuple[list[int], bool]
 
-TOO_LONG = "too-long"
-
-
-class LengthError(RowError):
-    """A row that is lost to cutoff_len.
-
-    Attributes:
-        length: its tokens before anything was cut.
-    """
-
-    def __init__(self, code: str, reason: str, detail: str = "", length: int = 0) -> None:
-        super().__init__(code, reason, detail)
-        self.length = length
-
 
 def too_long(length: int, cutoff_len: int) -> LengthError:
-    """A row that truncation_strategy does not let be cut."""
+    """Return the error of a row that truncation_strategy does not let be cut."""
     return LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.formats.fields import encodable, optional_string, short, string
 from megatune.data.formats.tool_calls import tools
-from megatune.data.row_error import RowError
 from megatune.data.sources import Columns
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, Role
 from megatune.data.formats.fields import encodable, listed, optional_string, short, string
 from megatune.data.formats.tool_calls import function_call, tool_calls, tools
 from megatune.data.readers import json_type
-from megatune.data.row_error import RowError, UnsupportedRow
 from megatune.data.sources import DatasetSource, Tags
 
 Kind = Literal["system", "user", "assistant", "call", "tool"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatune.data.bad_rows import UnsupportedRow
 from megatune.data.conversation import Example
 from megatune.data.formats import alpaca, chat, query_response
 from megatune.data.formats.fields import refuse_media
 from megatune.data.formats.pairs import pair
 from megatune.data.formats.text import text
-from megatune.data.row_error import UnsupportedRow
 from megatune.data.sources import DatasetSource
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.readers import json_type
-from megatune.data.row_error import RowError, UnsupportedRow
 from megatune.data.sources import Columns
 
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Message, Pair
 from megatune.data.formats import alpaca, query_response
 from megatune.data.formats.chat import Chat, check_turns, is_empty, messages_of, one_message
 from megatune.data.formats.fields import first_present, listed, optional_string, string
 from megatune.data.formats.tool_calls import tools
 from megatune.data.readers import json_type
-from megatune.data.row_error import RowError
 from megatune.data.sources import DatasetSource
 
 # ms-swift's names, after the column that `columns` names.

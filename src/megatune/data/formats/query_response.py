@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.formats.alpaca import answer, history
 from megatune.data.formats.fields import first_present, listed, optional_string, string
 from megatune.data.formats.tool_calls import tools
-from megatune.data.row_error import RowError
 from megatune.data.sources import Columns
 
 # In order of precedence.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.formats.fields import first_present, string
 from megatune.data.formats.query_response import query_column, response_column
-from megatune.data.row_error import RowError, UnsupportedRow
 from megatune.data.sources import DatasetSource
 
 # In order of precedence, after the prompt column that `columns` names.

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
 from megatune.data.formats.fields import encodable_json, short
 from megatune.data.readers import json_type
-from megatune.data.row_error import RowError
 
 
 def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], ...]:

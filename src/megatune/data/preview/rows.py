@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import PLACEHOLDERS, texts
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
-from megatune.data.row_error import RowError
 from megatune.data.rows import Arrangement, Document, TokenRows
 from megatune.data.samples import read_samples
 from megatune.data.sources import DatasetSource, resolve_datasets

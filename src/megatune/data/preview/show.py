@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import PLACEHOLDERS
 from megatune.data.preview.pieces import Piece, pieces_of, trained_tokens, visible
 from megatune.data.preview.rows import Part, Preview, PreviewRow
-from megatune.data.row_error import RowError
 from megatune.data.rows import IGNORE_INDEX, Document
 
 if TYPE_CHECKING:

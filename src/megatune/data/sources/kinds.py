@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatune.data.readers import data_suffix, supported_suffixes
+from megatune.data.readers import DATA_SUFFIXES, data_suffix
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Beside data, and no data: what hubs and the `datasets` library write about it.
@@ -40,7 +40,7 @@ def check_kinds(paths: Sequence[str], where: str, fix: str = "") -> None:
     kinds = sorted({kind for path in visible if (kind := data_suffix(path))})
     if len(kinds) == 1:
         return
-    fix = fix or f"one kind of file in a folder, of {', '.join(supported_suffixes())}"
+    fix = fix or f"one kind of file in a folder, of {', '.join(DATA_SUFFIXES)}"
     if kinds:
         what = f"data files of several kinds: {' and '.join(kinds)}"
     else:

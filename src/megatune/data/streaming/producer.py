@@ -24,13 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import BadRows
+from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowShape
 from megatune.data.cache.folder import built
 from megatune.data.conversation import PLACEHOLDERS, texts
 from megatune.data.encode import Encoder
 from megatune.data.report import DatasetReport
-from megatune.data.row_error import RowError
 from megatune.data.samples import Sample, read_samples
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.data.streaming.blocks import BlockCutter, BlockMeta, MixedStream, Mixing

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from megatune.data.bad_rows import RowError
 from megatune.data.encode import Encoded
 from megatune.data.report import DatasetReport
-from megatune.data.row_error import RowError
 from megatune.data.samples import Sample
 from megatune.data.sources import SourcePosition
 from megatune.data.streaming.state import SetState

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.data.row_error import RowError
+from megatune.data.bad_rows import RowError
 from megatune.data.templates.borders import PROBE
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.custom import is_template_file, read_template

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.row_error import RowError
 from megatune.data.templates.chat import CALL_FORMS, CallForm, as_dicts, first_written, template_errors, variables
 from megatune.data.templates.thoughts import OPENING, split_thought, without_thought
 from megatune.data.templates.tools import tool_schema

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.row_error import RowError
 from megatune.data.templates.thoughts import EMPTY_THOUGHT, has_thought, normal_thought, split_thought, without_thought
 from megatune.data.templates.tools import ToolFormat
 from megatune.data.templates.turns import Thinking, Turn

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
-from megatune.data.row_error import RowError
 
 Tool = dict[str, Any]
 
