@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from megatune.data.bad_rows import LengthError, RowError
-from megatune.data.conversation import Conversation, Example, Message, Pair
+from megatune.data.conversation import Conversation, Example, Message, PreferencePair
 from megatune.data.encode import Encoded, Encoder, check_pretraining_tokenizer
 from megatune.data.templates import Thinking, load_template
 from megatune.data.truncation import share_budget
@@ -195,7 +195,9 @@ def test_mask_history_can_keep_earlier_thoughts() -> None:
     assert ("hm" in context(True), "hm" in context(False)) == (True, False)
 
 
-PAIR = Pair(CONVERSATION.messages[:3], Message("assistant", "The same, I think."), Message("assistant", "No idea."))
+PAIR = PreferencePair(
+    CONVERSATION.messages[:3], Message("assistant", "The same, I think."), Message("assistant", "No idea.")
+)
 PAIR_PROMPT = TOKENIZER(ASK_1 + ANSWER_1 + ASK_2)["input_ids"]
 
 
@@ -264,7 +266,7 @@ def test_a_pair_is_as_long_as_its_longer_answer(strategy: str) -> None:
 
 def test_a_thought_in_one_answer_belongs_to_the_answers() -> None:
     """With enable_thinking: null, an answer without a thought is asked for with an empty one."""
-    thoughtful = Pair(
+    thoughtful = PreferencePair(
         (Message("user", "a"),), Message("assistant", "<think>\nhm\n</think>\n\nb"), Message("assistant", "c")
     )
     (result,) = Encoder(TOKENIZER, load_template("qwen3", TOKENIZER), 100, enable_thinking=None).encode([thoughtful])

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 
 import megatune.data
 from megatune.data.bad_rows import CODES, RowError, UnsupportedRow
-from megatune.data.formats import detect, to_example
-from megatune.data.sources import DatasetSource
+from megatune.data.formats import Form, detect, to_example
 
 HALF = "\ud83d"  # of a surrogate pair
 
 
-def complaint(row: dict[str, Any], source: DatasetSource, stage: str = "sft") -> str:
+def complaint(row: dict[str, Any], source: Form, stage: str = "sft") -> str:
     with pytest.raises(RowError) as caught:
         to_example(row, source, stage)
     return f"{caught.value.code}: {caught.value}"
@@ -280,7 +279,7 @@ def test_bad_openai_messages(row: dict[str, Any], message: str) -> None:
         ({"text": "a\0"}, TEXT, "pt", "nul-character: field 'text': a NUL character (character 2)"),
     ],
 )
-def test_bad_rows_of_other_forms(row: dict[str, Any], source: DatasetSource, stage: str, message: str) -> None:
+def test_bad_rows_of_other_forms(row: dict[str, Any], source: Form, stage: str, message: str) -> None:
     assert complaint(row, source, stage) == message
 
 
@@ -332,7 +331,7 @@ def test_long_values_are_cut() -> None:
         ),
     ],
 )
-def test_what_refuses_the_data_set(row: dict[str, Any], source: DatasetSource, stage: str, problem: str) -> None:
+def test_what_refuses_the_data_set(row: dict[str, Any], source: Form, stage: str, problem: str) -> None:
     with pytest.raises(UnsupportedRow) as caught:
         to_example(row, source, stage)
     fix = f" -> {caught.value.fix}" if caught.value.fix else ""
@@ -364,7 +363,7 @@ def test_no_row_gives_another_error(row: dict[str, Any], stage: str) -> None:
     form = detect(row)
     sources = [ALPACA, SHAREGPT, OPENAI, QUERY, TEXT]
     if form is not None:
-        sources.append(DatasetSource("d", (), form.formatting, form.columns, form.tags, ranking=form.ranking))
+        sources.append(form)
     for source in sources:
         with suppress(RowError, UnsupportedRow):
             to_example(row, source, stage)

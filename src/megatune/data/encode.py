@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatune.data.bad_rows import LengthError, RowError
-from megatune.data.conversation import Conversation, Example, Pair
+from megatune.data.conversation import Conversation, Example, PreferencePair
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
 from megatune.data.templates.borders import TurnTokens, needs_whole_text, tokens_of_whole_texts
@@ -91,8 +91,8 @@ class Encoder:
         if isinstance(example, str):
             return [[Turn((), (example,))]]
         assert self.template is not None
-        is_pair = isinstance(example, Pair)
-        conversations = example.conversations() if isinstance(example, Pair) else (example,)
+        is_pair = isinstance(example, PreferencePair)
+        conversations = example.conversations() if isinstance(example, PreferencePair) else (example,)
         drop_history = (is_pair or self.mask_history) and not self.preserve_thinking
         thinking = Thinking(self.enable_thinking, drop_history=drop_history)
         try:
