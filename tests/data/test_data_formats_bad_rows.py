@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatune.data
-from megatune.data.bad_rows import CODES, RowError, UnsupportedRow
+from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.formats import Form, detect, to_example
 
 HALF = "\ud83d"  # of a surrogate pair
@@ -388,8 +389,10 @@ def test_every_code_is_documented() -> None:
         if isinstance(node, ast.Call) and _name(node.func) in errors:
             code = node.args[0]
             used.add(code.value if isinstance(code, ast.Constant) else constants.get(_name(code)))
-    assert used - CODES.keys() == set(), "codes without a line in CODES"
-    assert CODES.keys() - used == set(), "lines of CODES without a use"
+    page = (Path(__file__).parents[2] / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `([a-z0-9]+-[a-z0-9-]+)` \| \w", page, re.MULTILINE))
+    assert used - documented == set(), "codes without a line in the page"
+    assert documented - used == {"held-out-copy"}, "lines of the page without a use"
 
 
 def _name(node: ast.AST) -> str:

@@ -1,4 +1,4 @@
-"""What became of every row that was read."""
+"""Reports: how many rows were read, trained, held out and dropped, and the tokens that they make."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DatasetReport:
     Attributes:
         samples: what an epoch trains of it, after num_samples, mixing and weights.
         truncated: rows cut to cutoff_len, among those trained or held out.
-        tokens: of those rows, each once, after cutting; they lie in tokens.bin data set after data set.
+        tokens: of those rows, each once, after truncation; tokens.bin has them data set after data set.
         dropped: number of rows by reason.
         codes: each reason's code.
         examples: the first few dropped rows of each reason, with their places.
@@ -47,7 +47,7 @@ class DatasetReport:
             self.examples.append(f"{where}: {error}")
 
     def leave_out(self, count: int, code: str, reason: str) -> None:
-        """Count rows that are dropped for no fault of theirs."""
+        """Count rows that are dropped although nothing is wrong with them."""
         if count:
             self.dropped[reason] += count
             self.codes[reason] = code
@@ -78,12 +78,12 @@ class TokenReport:
 
     @property
     def packing_efficiency(self) -> float:
-        """The share of packed rows' capacity that holds tokens."""
+        """Return the share of packed rows' capacity that holds tokens."""
         assert self.capacity is not None
         return self.tokens / (self.rows * self.capacity)
 
     def line(self) -> str:
-        """The report in words."""
+        """Write the report in words."""
         tokens = f"{self.tokens} tokens, {self.trained} of them trained"
         if self.capacity is None:
             return f"{self.rows} token rows, {tokens}"
@@ -95,10 +95,10 @@ class TokenReport:
 
 @dataclass(slots=True)
 class DataReport:
-    """All of it; `train` and `evaluation` count tokens, `datasets` rows of files.
+    """The whole report; `train` and `evaluation` count tokens, `datasets` rows of files.
 
     Attributes:
-        lengths: of all samples before cutting.
+        lengths: of all samples before truncation.
         notes: what else a user should know, a line each.
     """
 
@@ -109,7 +109,7 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterable[str]:
-        """The report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
+        """Write the report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
         yield from _table(self.datasets)
         for dataset in self.datasets:
             for reason, count in dataset.dropped.most_common():
@@ -123,7 +123,7 @@ class DataReport:
         yield from (f"note: {note}" for note in self.notes)
 
     def raw(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """Return the report as a JSON object."""
         return {
             # Not asdict, which takes a Counter for a dict of pairs.
             "datasets": [

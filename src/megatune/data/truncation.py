@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
 from megatune.data.bad_rows import TOO_LONG, LengthError
@@ -18,9 +19,9 @@ def too_long(length: int, cutoff_len: int) -> LengthError:
 
 
 def share_budget(prompt_length: int, answer_length: int, budget: int) -> tuple[int, int]:
-    """How many tokens of a prompt and of its answer fit a budget (LLaMA-Factory's rule).
+    """Return how many tokens of a prompt and of its answer fit a budget (LLaMA-Factory's rule).
 
-    An answer shorter than half the budget is kept whole; else a prompt shorter than half is; else both give way in
+    An answer shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
     proportion.
     """
     if 2 * answer_length < budget:
@@ -36,7 +37,7 @@ def share_budget(prompt_length: int, answer_length: int, budget: int) -> tuple[i
 def cut_turns(
     turns: Sequence[tuple[Stretch, Stretch]], cutoff_len: int, strategy: Strategy, *, last_first: bool, keep_first: bool
 ) -> list[Stretch]:
-    """The turns of a conversation, in cutoff_len tokens.
+    """Cut the turns of a conversation to cutoff_len tokens.
 
     Args:
         turns: prompts and answers; together longer than cutoff_len.
@@ -50,7 +51,9 @@ def cut_turns(
     if strategy == "budget":
         return _in_budget(turns, cutoff_len, last_first)
     if strategy == "right":
-        return _first(stretches, cutoff_len)
+        starts = accumulate((len(tokens) for tokens, _ in stretches), initial=0)
+        rooms = (max(0, cutoff_len - start) for start in starts)
+        return [(tokens[:room], trained) for (tokens, trained), room in zip(stretches, rooms, strict=False)]
     if strategy == "left":
         return _last(stretches, cutoff_len, keep_first)
     raise too_long(sum(len(tokens) for tokens, _ in stretches), cutoff_len)
@@ -59,7 +62,7 @@ def cut_turns(
 def cut_pair(
     prompt: list[int], answers: Sequence[list[int]], cutoff_len: int, strategy: Strategy, *, keep_first: bool
 ) -> tuple[list[int], list[list[int]]]:
-    """A prompt and its two answers, each answer with the prompt in cutoff_len tokens; the prompt stays shared.
+    """Cut a prompt and its two answers, each answer with the prompt to cutoff_len tokens; the prompt stays shared.
 
     With "budget" the longer answer counts in LLaMA-Factory's rule, and both are cut to what it gets. With "right" the
     prompt keeps its start, and the answers get what it leaves; with "left" answers keep their ends, and the prompt the
@@ -88,7 +91,7 @@ def cut_pair(
 
 
 def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first: bool) -> list[Stretch]:
-    """Fill the budget turn by turn; one that is used up ends the sample."""
+    """Fill the budget turn by turn; the turn that uses it up is the last."""
     kept: list[tuple[Stretch, Stretch]] = []
     for (prompt, prompt_trained), (answer, answer_trained) in reversed(turns) if last_first else turns:
         if budget <= 0:
@@ -97,14 +100,6 @@ def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first
         kept.append(((prompt[:prompt_length], prompt_trained), (answer[:answer_length], answer_trained)))
         budget -= prompt_length + answer_length
     return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
-
-
-def _first(stretches: Iterable[Stretch], room: int) -> list[Stretch]:
-    kept = []
-    for tokens, trained in stretches:
-        kept.append((tokens[:room], trained))
-        room -= len(kept[-1][0])
-    return kept
 
 
 def _last(stretches: Sequence[Stretch], room: int, keep_first: bool) -> list[Stretch]:

@@ -1,7 +1,7 @@
 """Rows of every supported form to examples: a text, a conversation or a preference pair.
 
 The forms: alpaca, query_response and text (`strings`), sharegpt and openai (`messages`), and preference pairs of all
-but text (`pairs`). `detect` tells them apart. What can be wrong with a row is listed in `megatune.data.bad_rows.CODES`.
+but text (`pairs`). `detect` tells them apart. docs/data-formats.md lists what can be wrong with a row.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ CALL_FORMS = tuple(CallForm(as_json, no_content) for as_json in (False, True) fo
 
 
 def as_dicts(messages: Sequence[Message], system: str, form: CallForm) -> list[dict[str, Any]]:
-    """Messages in the form of OpenAI's API, with ids for calls and tools' answers, by their order."""
+    """Convert messages to the form of OpenAI's API; calls and what tools return get ids by their order."""
     chat: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     calls = answers = 0
     for message in messages:
@@ -52,21 +52,17 @@ def _call(call: ToolCall, number: int, form: CallForm) -> dict[str, Any]:
 
 
 def template_errors() -> tuple[type[Exception], ...]:
-    """What rendering a chat template can end with: its own complaint, or a fault in it."""
+    """Return what rendering a chat template can raise: its own refusal, or a fault in it."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def first_written(render: Callable[[list[dict[str, Any]]], str]) -> CallForm | None:
-    """The first form in which a template writes a call, with its arguments as an object; None where it writes none."""
+    """Find the first form in which a template writes a call, its arguments as an object; None where it writes none."""
     call = ToolCall("look_up_probe", {"probe_key": "probe value"})
-    messages = (
-        Message("user", "Look."),
-        Message("assistant", "", (call,)),
-        Message("tool", "found"),
-        Message("assistant", "Done."),
-    )
+    messages = [Message("user", "Look."), Message("assistant", "", (call,)), Message("tool", "found")]
+    messages.append(Message("assistant", "Done."))
     for form in CALL_FORMS:
         try:
             text = render(as_dicts(messages, "", form))
@@ -79,7 +75,7 @@ def first_written(render: Callable[[list[dict[str, Any]]], str]) -> CallForm | N
 
 
 def variables(enable_thinking: bool | None) -> dict[str, Any]:
-    """What chat templates read beside the messages. Without a date, some would state the day of the run."""
+    """Return what chat templates read beside the messages. Without a date, some would state the day of the run."""
     given: dict[str, Any] = {"date_string": LLAMA3_DATE, "strftime_now": _fixed_day}
     return given if enable_thinking is None else {**given, "enable_thinking": enable_thinking}
 

@@ -20,8 +20,8 @@ _VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens that can be written only together: mostly one, several where they share a character.
+class TokenText:
+    """The text of tokens that decode only together: mostly one, several where they share a character.
 
     Attributes:
         start, stop: places of the tokens in their document.
@@ -37,8 +37,8 @@ class Piece:
     trained: bool
 
 
-def pieces_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """A document's tokens in order, none left out."""
+def token_texts(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
+    """Decode a document's tokens in order, none left out."""
     ids, labelled = document.input_ids.tolist(), (document.labels != IGNORE_INDEX).tolist()
     added = {int(token): str(content) for token, content in tokenizer.added_tokens_decoder.items()}
     marks = {token: content for token, content in added.items() if content.strip()}  # some add runs of white space
@@ -47,25 +47,30 @@ def pieces_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[Pi
         return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     trained = trained_tokens(document.labels).tolist()
-    pieces: list[Piece] = []
-    for start, stop in _runs(ids, labelled, marks):
-        if ids[start] in marks:
-            pieces.append(Piece(start, stop, marks[ids[start]], True, trained[start]))
+    texts: list[TokenText] = []
+    start = 0
+    for stop in range(1, len(ids) + 1):
+        # Each mark by itself, and the stretches of text between, of which all is labelled or nothing.
+        if stop < len(ids) and not {ids[stop], ids[stop - 1]} & marks.keys() and labelled[stop] == labelled[stop - 1]:
             continue
-        for first, last, text in _characters(ids[start:stop], decode):
-            pieces.append(Piece(start + first, start + last, text, False, trained[start + last - 1]))
-    return pieces
+        if ids[start] in marks:
+            texts.append(TokenText(start, stop, marks[ids[start]], True, trained[start]))
+        else:
+            for first, last, text in _characters(ids[start:stop], decode):
+                texts.append(TokenText(start + first, start + last, text, False, trained[start + last - 1]))
+        start = stop
+    return texts
 
 
 def trained_tokens(labels: np.ndarray) -> np.ndarray:
-    """Which tokens count in the loss: bool [T]. The first has nothing before it to be predicted from."""
+    """Return which tokens count in the loss: bool [T]. The first has nothing before it to be predicted from."""
     trained = np.asarray(labels) != IGNORE_INDEX
     trained[:1] = False
     return trained
 
 
 def visible(text: str) -> str:
-    """Text with its white space shown, and without characters that a terminal obeys instead of showing them."""
+    """Show the white space of a text, and escape characters that a terminal would obey instead of showing."""
     return "".join(_VISIBLE.get(character) or _harmless(character) for character in text)
 
 
@@ -80,22 +85,8 @@ def _harmless(character: str) -> str:
     return f"\\u{{{code:x}}}" if hidden else character
 
 
-def _runs(ids: Sequence[int], labelled: Sequence[bool], marks: dict[int, str]) -> Iterator[tuple[int, int]]:
-    """Each mark by itself, and the stretches of text between, of which all is labelled or nothing."""
-    start = 0
-    for place in range(1, len(ids) + 1):
-        if (
-            place == len(ids)
-            or ids[place] in marks
-            or ids[place - 1] in marks
-            or labelled[place] != labelled[place - 1]
-        ):
-            yield start, place
-            start = place
-
-
 def _characters(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[tuple[int, int, str]]:
-    """Groups of tokens of a stretch of text, as few in each as decode to whole characters.
+    """Group the tokens of a stretch of text, as few in each group as decode to whole characters.
 
     What a token adds is taken from what it adds to the group before it: some tokenizers write the space before a word
     with the word, and leave it out at the beginning.
