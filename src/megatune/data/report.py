@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,9 @@ class DataReport:
 
     def lines(self) -> Iterable[str]:
         """Write the report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
-        yield from _table(self.datasets)
+        head = ("data set", "rows read", "trained", "held out", "dropped", "cut to cutoff_len", "samples an epoch")
+        numbers = ((d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples) for d in self.datasets)
+        yield from table(head, [(d.name, *map(str, row)) for d, row in zip(self.datasets, numbers, strict=True)])
         for dataset in self.datasets:
             for reason, count in dataset.dropped.most_common():
                 yield f"{dataset.name}: dropped {count}: {reason} [{dataset.codes[reason]}]"
@@ -151,12 +153,9 @@ class DataReport:
         return cls(datasets, TokenReport(**raw["train"]), evaluation, lengths, raw["notes"])
 
 
-def _table(datasets: Iterable[DatasetReport]) -> Iterator[str]:
-    head = ("data set", "rows read", "trained", "held out", "dropped", "cut to cutoff_len", "samples an epoch")
-    cells = [
-        (d.name, *map(str, (d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples)))
-        for d in datasets
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    for name, *numbers in (head, *cells):
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Write a table whose first column is aligned left, the others right."""
+    cells = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *numbers in cells:
         yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])
