@@ -17,8 +17,7 @@ from tokenizer_kit import qwen_tokenizer
 from megatune.config.settings import DataSettings, RunSettings, Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.preview import Preview, PreviewRow, RowDocument, read_preview, show_preview
-from megatune.data.preview.show import shared_prompt
-from megatune.data.preview.tokens import token_texts, visible
+from megatune.data.preview.show import shared_prompt, token_texts, visible
 from megatune.data.rows import IGNORE_INDEX, Arrangement, Document
 from megatune.errors import ExitCode, MegatuneError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatune.data.formats import OPENAI_TAGS, Columns, Tags
+from megatune.data.formats.form import OPENAI_TAGS, Columns, Tags
 from megatune.data.sources import DatasetSource, SourcePosition, resolve_datasets
 from megatune.data.sources.data_files import splits_by_name
 from megatune.data.sources.registry import parse_entry

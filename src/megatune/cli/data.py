@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from megatune.config.arguments import Arguments
     from megatune.config.settings import Settings
 
-_DESCRIPTION = (
-    "Shows the rows that a settings file's data becomes, before any training. Needs the model's tokenizer only."
-)
+_DESCRIPTION = "Show the rows that the data of a settings file becomes. Needs the model's tokenizer only."
 
 _PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
 

@@ -75,19 +75,13 @@ def cut_pair(
     Raises:
         LengthError: the strategy is "drop" or "error".
     """
-    longest = max(map(len, answers))
-    if strategy == "budget":
-        prompt_length, answer_length = share_budget(len(prompt), longest, cutoff_len)
-        return prompt[:prompt_length], [answer[:answer_length] for answer in answers]
-    if strategy == "right":
-        prompt = prompt[:cutoff_len]
-        return prompt, [answer[: cutoff_len - len(prompt)] for answer in answers]
-    if strategy == "left":
-        head = prompt[: int(keep_first)]
-        room = cutoff_len - len(head)
-        kept = prompt[len(head) :][max(0, len(prompt) - len(head) - max(0, room - longest)) :]
-        return head + kept, [answer[max(0, len(answer) - room) :] for answer in answers]
-    raise too_long(len(prompt) + longest, cutoff_len)
+    longest = max(answers, key=len)
+    turn = ((prompt, False), (longest, True))
+    *kept, (cut, _) = cut_turns([turn], cutoff_len, strategy, last_first=False, keep_first=keep_first)
+    cut_answers = [
+        answer[max(0, len(answer) - len(cut)) :] if strategy == "left" else answer[: len(cut)] for answer in answers
+    ]
+    return [token for tokens, _ in kept for token in tokens], cut_answers
 
 
 def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first: bool) -> list[Stretch]:

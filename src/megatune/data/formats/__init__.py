@@ -12,20 +12,10 @@ from typing import Any
 from megatune.data.bad_rows import UnsupportedRow
 from megatune.data.conversation import Example
 from megatune.data.formats import messages, strings
-from megatune.data.formats.form import DEFAULT_FORMS, FORMATTINGS, OPENAI_TAGS, Columns, Form, Formatting, Tags, detect
+from megatune.data.formats.form import Columns, Form, Tags, detect
 from megatune.data.formats.pairs import preference_pair
 
-__all__ = [
-    "DEFAULT_FORMS",
-    "FORMATTINGS",
-    "OPENAI_TAGS",
-    "Columns",
-    "Form",
-    "Formatting",
-    "Tags",
-    "detect",
-    "to_example",
-]
+__all__ = ["Columns", "Form", "Tags", "detect", "to_example"]
 
 
 def to_example(row: Mapping[str, Any], form: Form, stage: str) -> Example:

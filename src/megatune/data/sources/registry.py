@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatune.data.formats import DEFAULT_FORMS, FORMATTINGS, Form, Formatting
+from megatune.data.formats.form import DEFAULT_FORMS, FORMATTINGS, Form, Formatting
 from megatune.data.readers import json_type
 from megatune.data.sources.data_files import DEFAULT_SPLIT
 from megatune.data.sources.reference import Hub

@@ -7,16 +7,17 @@ that what was said is in between, is checked for every row. A row that fails is 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from megatune.data.bad_rows import RowError
-from megatune.data.conversation import Conversation
-from megatune.data.templates.chat import CALL_FORMS, CallForm, as_dicts, first_written, template_errors, variables
+from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates.tokens import PROBE
-from megatune.data.templates.tools import tool_schema
+from megatune.data.templates.tools import LLAMA3_DATE, call_id, tool_schema
 from megatune.data.templates.turns import OPENING, Thinking, Turn, split_thought, without_thought
 
 if TYPE_CHECKING:
@@ -25,6 +26,78 @@ if TYPE_CHECKING:
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Chat = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a chat template takes an assistant's calls; the published ones differ.
+
+    Attributes:
+        as_json: the arguments are JSON text, not an object.
+        no_content: a message that only calls has the content null, not "".
+    """
+
+    as_json: bool = False
+    no_content: bool = False
+
+
+CALL_FORMS = tuple(CallForm(as_json, no_content) for as_json in (False, True) for no_content in (False, True))
+
+
+def as_dicts(messages: Sequence[Message], system: str, form: CallForm) -> list[dict[str, Any]]:
+    """Convert messages to the form of OpenAI's API; calls and what tools return get ids by their order."""
+    chat: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    calls = answers = 0
+    for message in messages:
+        written: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            written["tool_calls"] = [_call(call, i, form) for i, call in enumerate(message.tool_calls, start=calls)]
+            calls += len(message.tool_calls)
+            if form.no_content and not message.content:
+                written["content"] = None
+        elif message.role == "tool":
+            written["tool_call_id"] = call_id(answers)
+            answers += 1
+        chat.append(written)
+    return chat
+
+
+def _call(call: ToolCall, number: int, form: CallForm) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if form.as_json else call.arguments
+    return {"type": "function", "id": call_id(number), "function": {"name": call.name, "arguments": arguments}}
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    """Return what rendering a chat template can raise: its own refusal, or a fault in it."""
+    from jinja2 import TemplateError
+
+    return (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def _first_written(render: Callable[[list[dict[str, Any]]], str]) -> CallForm | None:
+    """Find the first form in which a template writes a call, its arguments as an object; None where it writes none."""
+    call = ToolCall("look_up_probe", {"probe_key": "probe value"})
+    messages = [Message("user", "Look."), Message("assistant", "", (call,)), Message("tool", "found")]
+    messages.append(Message("assistant", "Done."))
+    for form in CALL_FORMS:
+        try:
+            text = render(as_dicts(messages, "", form))
+        except _template_errors():
+            continue
+        is_escaped = '\\"probe_key\\"' in text
+        if call.name in text and "probe_key" in text and "probe value" in text and not is_escaped:
+            return form
+    return None
+
+
+def _variables(enable_thinking: bool | None) -> dict[str, Any]:
+    """Return what chat templates read beside the messages. Without a date, some would state the day of the run."""
+    given: dict[str, Any] = {"date_string": LLAMA3_DATE, "strftime_now": _fixed_day}
+    return given if enable_thinking is None else {**given, "enable_thinking": enable_thinking}
+
+
+def _fixed_day(form: str) -> str:
+    return datetime.strptime(LLAMA3_DATE, "%d %b %Y").strftime(form)
 
 
 class ChatTemplate:
@@ -59,7 +132,7 @@ class ChatTemplate:
                 chat = _without_thoughts(chat)
             rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
             text, spans = rendering.marked(chat) if _is_marked(source) else rendering.found(chat)
-        except template_errors() as error:
+        except _template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
         if any(tool["function"]["name"] not in text for tool in tools or ()):
             raise RowError("no-tools-in-template", "the chat template has no place for tools")
@@ -94,7 +167,7 @@ class ChatTemplate:
             return CALL_FORMS[0]
         if source not in self._call_forms:
             rendering = _Rendering(source, tools, True, self._special_tokens)
-            self._call_forms[source] = first_written(rendering.text)
+            self._call_forms[source] = _first_written(rendering.text)
         form = self._call_forms[source]
         if form is None:
             raise RowError("calls-left-out", "the chat template leaves out calls of tools")
@@ -113,7 +186,7 @@ class _Rendering:
     def _run(self, chat: Chat, thinking: bool | None, **options: bool) -> tuple[str, list[Any]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = {**options, **self.special_tokens, **variables(thinking)}
+        given = {**options, **self.special_tokens, **_variables(thinking)}
         (text,), spans = render_jinja_template([chat], tools=self.tools, chat_template=self.source, **given)
         return text, spans
 
