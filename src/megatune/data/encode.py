@@ -166,7 +166,7 @@ class Encoder:
         length = sum(len(tokens) for tokens, _ in stretches)
         truncated = length > self.cutoff_len
         if truncated:
-            keep_first = self._starts_with_bos(stretches[0][0])
+            keep_first = stretches[0][0][:1] == [self._bos]
             stretches = cut_turns(
                 turns, self.cutoff_len, self.truncation, last_first=self.mask_history, keep_first=keep_first
             )
@@ -182,7 +182,7 @@ class Encoder:
         length = len(prompt) + max(map(len, answers))
         truncated = length > self.cutoff_len
         if truncated:
-            keep_first = self._starts_with_bos(prompt)
+            keep_first = prompt[:1] == [self._bos]
             prompt, answers = cut_pair(prompt, answers, self.cutoff_len, self.truncation, keep_first=keep_first)
         if answers[0] == answers[1]:
             if truncated:
@@ -192,9 +192,6 @@ class Encoder:
         for stretches in documents:
             _check_trained(stretches, length, truncated=truncated)
         return documents, truncated, length
-
-    def _starts_with_bos(self, tokens: list[int]) -> bool:
-        return bool(tokens) and tokens[0] == self._bos
 
 
 def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Encoder:

@@ -128,9 +128,7 @@ class DataReport:
         """Return the report as a JSON object."""
         return {
             # Not asdict, which takes a Counter for a dict of pairs.
-            "datasets": [
-                {name: getattr(dataset, name) for name in DatasetReport.__slots__} for dataset in self.datasets
-            ],
+            "datasets": [{name: getattr(each, name) for name in DatasetReport.__slots__} for each in self.datasets],
             "train": asdict(self.train),
             "evaluation": asdict(self.evaluation) if self.evaluation else None,
             "lengths": asdict(self.lengths) if self.lengths else None,

@@ -158,9 +158,8 @@ def _kind(item: Mapping[str, Any], form: Form, column: str, number: int) -> Kind
     if kind is None:
         known = (tags.system_tag, tags.user_tag, tags.assistant_tag, tags.observation_tag, tags.function_tag)
         place = f"message {number}" if number else f"field {column!r}"
-        raise RowError(
-            "unknown-role", "unknown role", f"{place} has role {short(role)}, expected one of {', '.join(known)}"
-        )
+        detail = f"{place} has role {short(role)}, expected one of {', '.join(known)}"
+        raise RowError("unknown-role", "unknown role", detail)
     return kind
 
 
@@ -190,12 +189,11 @@ def _content(item: Mapping[str, Any], tag: str, column: str, number: int) -> str
     place = f"message {number}" if number else f"field {column!r}"
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        has = f"{place} has a part of type {kind!r}"
         if kind in _MEDIA_PARTS:
-            raise UnsupportedRow(f"{place} has a part of type {kind!r}: training on it is not built")
+            raise UnsupportedRow(f"{has}: training on it is not built")
         if kind in _ANTHROPIC_PARTS:
-            detail = (
-                f"{place} has a part of type {kind!r}; OpenAI's tool_calls, role tool and reasoning_content are read"
-            )
+            detail = f"{has}; OpenAI's tool_calls, role tool and reasoning_content are read"
             raise RowError("anthropic-blocks", "Anthropic's content blocks are not read", detail)
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RowError("bad-content-part", "a part of a message is not text", f"{place} has {short(part)}")

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+# What chat templates read beside the messages. Without a date, some would state the day of the run.
+_DATE = {"date_string": LLAMA3_DATE, "strftime_now": datetime.strptime(LLAMA3_DATE, "%d %b %Y").strftime}
+
 Chat = list[dict[str, Any]]
 
 
@@ -72,32 +75,6 @@ def _template_errors() -> tuple[type[Exception], ...]:
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
-
-def _first_written(render: Callable[[list[dict[str, Any]]], str]) -> CallForm | None:
-    """Find the first form in which a template writes a call, its arguments as an object; None where it writes none."""
-    call = ToolCall("look_up_probe", {"probe_key": "probe value"})
-    messages = [Message("user", "Look."), Message("assistant", "", (call,)), Message("tool", "found")]
-    messages.append(Message("assistant", "Done."))
-    for form in CALL_FORMS:
-        try:
-            text = render(as_dicts(messages, "", form))
-        except _template_errors():
-            continue
-        is_escaped = '\\"probe_key\\"' in text
-        if call.name in text and "probe_key" in text and "probe value" in text and not is_escaped:
-            return form
-    return None
-
-
-def _variables(enable_thinking: bool | None) -> dict[str, Any]:
-    """Return what chat templates read beside the messages. Without a date, some would state the day of the run."""
-    given: dict[str, Any] = {"date_string": LLAMA3_DATE, "strftime_now": _fixed_day}
-    return given if enable_thinking is None else {**given, "enable_thinking": enable_thinking}
-
-
-def _fixed_day(form: str) -> str:
-    return datetime.strptime(LLAMA3_DATE, "%d %b %Y").strftime(form)
 
 
 class ChatTemplate:
@@ -162,16 +139,28 @@ class ChatTemplate:
         return before if before.strip() else ""
 
     def _call_form(self, source: str, conversation: Conversation, tools: list[dict[str, Any]] | None) -> CallForm:
-        """Return how this template takes calls, which is found once by writing one."""
+        """Return the first form in which this template writes calls, which is found once by writing one."""
         if not any(message.tool_calls for message in conversation.messages):
             return CALL_FORMS[0]
         if source not in self._call_forms:
-            rendering = _Rendering(source, tools, True, self._special_tokens)
-            self._call_forms[source] = _first_written(rendering.text)
+            text = _Rendering(source, tools, True, self._special_tokens).text
+            self._call_forms[source] = next((form for form in CALL_FORMS if _is_written(form, text)), None)
         form = self._call_forms[source]
         if form is None:
             raise RowError("calls-left-out", "the chat template leaves out calls of tools")
         return form
+
+
+def _is_written(form: CallForm, render: Callable[[Chat], str]) -> bool:
+    """Tell whether a template writes a call in this form, with its arguments as an object."""
+    call = Message("assistant", "", (ToolCall("look_up_probe", {"probe_key": "probe value"}),))
+    messages = (Message("user", "Look."), call, Message("tool", "found"), Message("assistant", "Done."))
+    try:
+        text = render(as_dicts(messages, "", form))
+    except _template_errors():
+        return False
+    parts = ("look_up_probe", "probe_key", "probe value")
+    return all(part in text for part in parts) and '\\"probe_key\\"' not in text
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +175,9 @@ class _Rendering:
     def _run(self, chat: Chat, thinking: bool | None, **options: bool) -> tuple[str, list[Any]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = {**options, **self.special_tokens, **_variables(thinking)}
+        given = {**options, **self.special_tokens, **_DATE}
+        if thinking is not None:
+            given["enable_thinking"] = thinking
         (text,), spans = render_jinja_template([chat], tools=self.tools, chat_template=self.source, **given)
         return text, spans
 
