@@ -301,7 +301,7 @@ def test_ids_are_those_that_the_tokenizer_gives() -> None:
         (alone,) = Encoder(fresh, template, 1000).encode([example])
         assert isinstance(alone, Encoded)
         turns = template.render(example, Thinking())
-        pieces = [piece for turn in turns for piece in (*turn.prompt, *turn.answer)]
+        pieces = [piece for turn in turns for piece in (*turn.prompt, *turn.completion)]
         expected = [token for piece in pieces for token in fresh(piece, add_special_tokens=False)["input_ids"]]
         assert result.documents[0].input_ids.tolist() == alone.documents[0].input_ids.tolist() == expected
 

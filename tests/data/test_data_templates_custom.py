@@ -52,7 +52,7 @@ def test_defaults_and_the_tokenizers_own_tokens(tmp_path: Path) -> None:
     assert template.name == "mine"
     (turn,) = template.render(CHAT, Thinking())
     assert [*filter(None, turn.prompt)] == ["<s>Be brief.", "[INST] 1 + 1?[/INST]"]
-    assert turn.answer == (" 2</s>",)
+    assert turn.completion == (" 2</s>",)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Encoded:
     """One example as tokens.
 
     Attributes:
-        documents: one; of a pair two, with the chosen and the rejected answer. A text is one document, however long.
+        documents: one; of a pair two, the chosen and the rejected one. A text is one document, however long.
         truncated: whether anything was cut off.
         length: tokens before truncation, of the longer document of a pair.
     """
@@ -51,8 +51,8 @@ class Encoder:
         cutoff_len: tokens of the longest document; texts are not cut here.
         truncation: what is done with longer ones.
         train_on_prompt: mask nothing.
-        mask_history: train the last answer only; with "budget", earlier turns are the first to be cut.
-        preserve_thinking: keep the reasoning of earlier answers that are masked.
+        mask_history: train the last completion only; with "budget", earlier turns are the first to be cut.
+        preserve_thinking: keep the reasoning of earlier completions that are masked.
         whole_text: tokenise conversations as a whole: see `needs_whole_text`.
     """
 
@@ -100,9 +100,11 @@ class Encoder:
         if self.whole_text:
             assert self._backend is not None
             return tokens_of_whole_texts(self._backend, conversations)
-        pieces = (piece for turns in conversations for turn in turns for piece in (*turn.prompt, *turn.answer))
+        pieces = (piece for turns in conversations for turn in turns for piece in (*turn.prompt, *turn.completion))
         ids = self._ids(list(dict.fromkeys(pieces)))
-        return [[(_joined(turn.prompt, ids), _joined(turn.answer, ids)) for turn in turns] for turns in conversations]
+        return [
+            [(_joined(turn.prompt, ids), _joined(turn.completion, ids)) for turn in turns] for turns in conversations
+        ]
 
     def _ids(self, wanted: list[str]) -> dict[str, list[int]]:
         if not wanted:
@@ -159,9 +161,9 @@ class Encoder:
 
     def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Plan:
         turns = []
-        for number, (turn, (prompt, answer)) in enumerate(zip(rendered, tokens, strict=True), start=1):
+        for number, (turn, (prompt, completion)) in enumerate(zip(rendered, tokens, strict=True), start=1):
             trained = turn.trained and (number == len(rendered) or not self.mask_history)
-            turns.append(((prompt, self.train_on_prompt), (answer, trained or self.train_on_prompt)))
+            turns.append(((prompt, self.train_on_prompt), (completion, trained or self.train_on_prompt)))
         stretches = [stretch for turn in turns for stretch in turn]
         length = sum(len(tokens) for tokens, _ in stretches)
         truncated = length > self.cutoff_len
@@ -174,21 +176,21 @@ class Encoder:
         return [stretches], truncated, length
 
     def _pair(self, tokens: list[TurnTokens]) -> _Plan:
-        """Plan both documents of a pair; where thoughts make the two prompts differ, the difference is the answers'."""
+        """Plan both documents of a pair; where thoughts make its prompts differ, they belong to the completions."""
         prompts = [_context(turns) for turns in tokens]
         shared = _num_shared(*prompts)
-        answers = [prompt[shared:] + turns[-1][1] for prompt, turns in zip(prompts, tokens, strict=True)]
+        completions = [prompt[shared:] + turns[-1][1] for prompt, turns in zip(prompts, tokens, strict=True)]
         prompt = prompts[0][:shared]
-        length = len(prompt) + max(map(len, answers))
+        length = len(prompt) + max(map(len, completions))
         truncated = length > self.cutoff_len
         if truncated:
             keep_first = prompt[:1] == [self._bos]
-            prompt, answers = cut_pair(prompt, answers, self.cutoff_len, self.truncation, keep_first=keep_first)
-        if answers[0] == answers[1]:
+            prompt, completions = cut_pair(prompt, completions, self.cutoff_len, self.truncation, keep_first=keep_first)
+        if completions[0] == completions[1]:
             if truncated:
                 raise _lost("chosen and rejected are the same", length)
             raise RowError("same-answers", "chosen and rejected are the same")
-        documents: list[list[Stretch]] = [[(prompt, False), (answer, True)] for answer in answers]
+        documents: list[list[Stretch]] = [[(prompt, False), (completion, True)] for completion in completions]
         for stretches in documents:
             _check_trained(stretches, length, truncated=truncated)
         return documents, truncated, length
@@ -237,9 +239,9 @@ def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
 
 
 def _context(turns: TurnTokens) -> list[int]:
-    """Join all tokens before the last answer."""
+    """Join all tokens before the last completion."""
     *earlier, (last, _) = turns
-    return [token for prompt, answer in earlier for token in (*prompt, *answer)] + last
+    return [token for prompt, completion in earlier for token in (*prompt, *completion)] + last
 
 
 def _num_shared(first: list[int], second: list[int]) -> int:

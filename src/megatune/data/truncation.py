@@ -1,4 +1,4 @@
-"""What becomes of a sample that is longer than cutoff_len."""
+"""Truncation: cut a sample that is longer than cutoff_len, or drop it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def too_long(length: int, cutoff_len: int) -> LengthError:
     return LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
 
 
-def share_budget(prompt_length: int, answer_length: int, budget: int) -> tuple[int, int]:
-    """Return how many tokens of a prompt and of its answer fit a budget (LLaMA-Factory's rule).
+def share_budget(prompt_length: int, completion_length: int, budget: int) -> tuple[int, int]:
+    """Return how many tokens of a prompt and of its completion fit a budget (LLaMA-Factory's rule).
 
-    An answer shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
+    An completion shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
     proportion.
     """
-    if 2 * answer_length < budget:
+    if 2 * completion_length < budget:
         room = budget
     elif 2 * prompt_length < budget:
         room = budget - prompt_length
     else:
-        room = budget * answer_length // (prompt_length + answer_length)
-    answer_length = min(answer_length, room)
-    return min(prompt_length, budget - answer_length), answer_length
+        room = budget * completion_length // (prompt_length + completion_length)
+    completion_length = min(completion_length, room)
+    return min(prompt_length, budget - completion_length), completion_length
 
 
 def cut_turns(
@@ -40,7 +40,7 @@ def cut_turns(
     """Cut the turns of a conversation to cutoff_len tokens.
 
     Args:
-        turns: prompts and answers; together longer than cutoff_len.
+        turns: prompts and completions; together longer than cutoff_len.
         last_first: with "budget", turns are kept from the last one, not from the first.
         keep_first: with "left", the first token stays.
 
@@ -60,39 +60,38 @@ def cut_turns(
 
 
 def cut_pair(
-    prompt: list[int], answers: Sequence[list[int]], cutoff_len: int, strategy: Strategy, *, keep_first: bool
+    prompt: list[int], completions: Sequence[list[int]], cutoff_len: int, strategy: Strategy, *, keep_first: bool
 ) -> tuple[list[int], list[list[int]]]:
-    """Cut a prompt and its two answers, each answer with the prompt to cutoff_len tokens; the prompt stays shared.
+    """Cut a prompt and its two completions, each with the prompt to cutoff_len tokens; the prompt stays shared.
 
-    With "budget" the longer answer counts in LLaMA-Factory's rule, and both are cut to what it gets. With "right" the
-    prompt keeps its start, and the answers get what it leaves; with "left" answers keep their ends, and the prompt the
-    end of what the longer one leaves.
+    With "budget" the longer completion counts in LLaMA-Factory's rule, and both are cut to what it gets. With "right"
+    the prompt keeps its start, and the completions get what it leaves; with "left" completions keep their ends, and the
+    prompt the end of what the longer one leaves.
 
     Args:
-        prompt, answers: with the longer answer, longer than cutoff_len.
+        prompt, completions: with the longer completion, longer than cutoff_len.
         keep_first: with "left", the first token stays.
 
     Raises:
         LengthError: the strategy is "drop" or "error".
     """
-    longest = max(answers, key=len)
+    longest = max(completions, key=len)
     turn = ((prompt, False), (longest, True))
     *kept, (cut, _) = cut_turns([turn], cutoff_len, strategy, last_first=False, keep_first=keep_first)
-    cut_answers = [
-        answer[max(0, len(answer) - len(cut)) :] if strategy == "left" else answer[: len(cut)] for answer in answers
-    ]
-    return [token for tokens, _ in kept for token in tokens], cut_answers
+    size = len(cut)
+    short = [ids[max(0, len(ids) - size) :] if strategy == "left" else ids[:size] for ids in completions]
+    return [token for tokens, _ in kept for token in tokens], short
 
 
 def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first: bool) -> list[Stretch]:
     """Fill the budget turn by turn; the turn that uses it up is the last."""
     kept: list[tuple[Stretch, Stretch]] = []
-    for (prompt, prompt_trained), (answer, answer_trained) in reversed(turns) if last_first else turns:
+    for (prompt, prompt_trained), (completion, completion_trained) in reversed(turns) if last_first else turns:
         if budget <= 0:
             break
-        prompt_length, answer_length = share_budget(len(prompt), len(answer), budget)
-        kept.append(((prompt[:prompt_length], prompt_trained), (answer[:answer_length], answer_trained)))
-        budget -= prompt_length + answer_length
+        prompt_length, completion_length = share_budget(len(prompt), len(completion), budget)
+        kept.append(((prompt[:prompt_length], prompt_trained), (completion[:completion_length], completion_trained)))
+        budget -= prompt_length + completion_length
     return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
 
 

@@ -26,7 +26,7 @@ class _Answer:
     """An answer of a pair, and the field it is from.
 
     Attributes:
-        before: what it answers, where the row says it with the answer.
+        before: the conversation that it answers, where the row has both in one field.
     """
 
     message: Message

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _OPEN, _CLOSE = "⟦", "⟧"
 _TRAINED, _SPECIAL, _HEADING, _WRONG = "green", "bold", "bold cyan", "red"
 _PLACES_PER_REASON = 3
-_MOST_TOKENS = 8  # that wait for each other: what is no character after so many is shown as it decodes
+_MOST_TOKENS = 8  # of one character: what is no whole character after these is shown as it decodes
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 

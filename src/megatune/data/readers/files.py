@@ -27,7 +27,7 @@ _ARCHIVES = frozenset((".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"))
 
 _OPENERS: dict[str, Callable[[Path], object]] = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
 
-_CONTENTS = {  # name and first bytes of kinds that can be told by them; strict enough that no text begins so
+_CONTENTS = {  # name and first bytes of kinds that can be detected by them; no text begins so
     ".gz": ("gzip", rb"\x1f\x8b"),
     ".bz2": ("bzip2", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
     ".xz": ("xz", rb"\xfd7zXZ\x00"),

@@ -1,4 +1,4 @@
-"""Files of one JSON array of objects, and how they are told from JSON Lines."""
+"""Files of one JSON array of objects, as opposed to JSON Lines."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def needs_whole_text(template: Template, tokenizer: PreTrainedTokenizerBase) -> 
 
     def same_apart(probe: Conversation) -> bool:
         turns = template.render(probe, Thinking())
-        pieces = [piece for turn in turns for piece in (*turn.prompt, *turn.answer) if piece]
+        pieces = [piece for turn in turns for piece in (*turn.prompt, *turn.completion) if piece]
         apart = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
         return apart == tokenizer.encode("".join(pieces), add_special_tokens=False)
 
@@ -45,7 +45,7 @@ def tokens_of_whole_texts(backend: Any, conversations: list[list[Turn]]) -> list
     Args:
         backend: a tokenizer of the tokenizers library.
     """
-    sides = [["".join(side) for turn in turns for side in (turn.prompt, turn.answer)] for turns in conversations]
+    sides = [["".join(side) for turn in turns for side in (turn.prompt, turn.completion)] for turns in conversations]
     encodings = backend.encode_batch(["".join(texts) for texts in sides], add_special_tokens=False)
     split: list[TurnTokens] = []
     for encoding, texts in zip(encodings, sides, strict=True):
@@ -77,7 +77,7 @@ def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, fix: st
     if not needs_whole_text(template, tokenizer):
         return
     (turn,) = template.render(PROBE, Thinking())
-    texts = ("".join(turn.prompt), "".join((*turn.prompt, *turn.answer)))
+    texts = ("".join(turn.prompt), "".join((*turn.prompt, *turn.completion)))
     prompt, whole = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
     # A model is asked with the prompt alone, whose tokens an answer must not change; without a backend that gives the
     # offsets of tokens the whole cannot be split either.
@@ -108,7 +108,7 @@ def stop_note(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
 def _end(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenise the last piece of an answer, without white space after it."""
     turns = template.render(PROBE, Thinking())
-    tokens: list[int] = tokenizer.encode(turns[-1].answer[-1], add_special_tokens=False)
+    tokens: list[int] = tokenizer.encode(turns[-1].completion[-1], add_special_tokens=False)
     while tokens and not _is_special(tokens[-1], tokenizer) and not tokenizer.decode(tokens[-1:]).strip():
         tokens.pop()
     return tokens

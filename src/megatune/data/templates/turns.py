@@ -1,4 +1,4 @@
-"""What every template makes of a conversation: turns of text, of which the answers are trained; and reasoning in them.
+"""Turns of text, prompt and completion, which every template writes of a conversation; and reasoning in them.
 
 Reasoning is <think> ... </think> before what the user reads.
 """
@@ -27,12 +27,12 @@ class Turn:
 
     Attributes:
         prompt: pieces of text up to where the assistant starts.
-        answer: pieces of text that the assistant writes, with the token that ends its turn.
-        trained: False where the answer is masked (`Message.trained`).
+        completion: pieces of text that the assistant writes, with the token that ends its turn.
+        trained: False where the completion is masked (`Message.trained`).
     """
 
     prompt: tuple[str, ...]
-    answer: tuple[str, ...]
+    completion: tuple[str, ...]
     trained: bool = True
 
 
