@@ -70,7 +70,7 @@ def parse_reference(text: str, known: Callable[[str], bool]) -> Reference:
 
 
 def is_repository_id(name: str, *, owner: bool) -> bool:
-    """Tell whether a hub could have a data set of this id: OWNER/NAME, or NAME alone where no owner is asked for."""
+    """Whether a hub could have a data set of this id: OWNER/NAME, or NAME alone where no owner is asked for."""
     match = _REPOSITORY_ID.fullmatch(name)
     return match is not None and not (owner and match[1] is None)
 

@@ -58,7 +58,7 @@ class DatasetEntry:
 
 
 def use_modelscope() -> bool:
-    """Tell whether ids that are on no named hub are ModelScope's, by LLaMA-Factory's and SWIFT's variable."""
+    """Whether ids that are on no named hub are ModelScope's, as LLaMA-Factory and SWIFT are told."""
     return os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "true", "y", "yes")
 
 
