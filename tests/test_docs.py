@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.data.row_error import CODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,8 +65,3 @@ def test_commands(page: Path) -> None:
             assert not [key for key in re.findall(r" (\w+)=", command[1]) if not LLAMAFACTORY.knows(key)]
     yaml = "\n".join(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
     assert not [key for key in re.findall(r"^(\w+):", yaml, re.MULTILINE) if not LLAMAFACTORY.knows(key)]
-
-
-def test_codes_of_bad_rows() -> None:
-    page = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
-    assert not [line for code, text in CODES.items() if (line := f"| `{code}` | {text} |\n") not in page]

@@ -123,6 +123,43 @@ def test_the_rule_allows() -> None:
     assert not [text for each in found if (text := upward(each))]
 
 
+class WithoutTypes(ast.NodeTransformer):
+    """Removes what only a type checker imports: it never runs."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def cycles(imported: dict[str, set[str]]) -> list[str]:
+    """The names that import themselves, by way of others."""
+
+    def reached(name: str) -> set[str]:
+        found: set[str] = set()
+        new = {name}
+        while new:
+            new = {other for each in new for other in imported.get(each, set())} - found
+            found |= new
+        return found
+
+    return [name for name in imported if name in reached(name)]
+
+
+def test_no_cycles_inside_of_data() -> None:
+    """The folders and modules of data/ can be put in an order in which each imports earlier ones only."""
+    imported: dict[str, set[str]] = {}
+    for path in sorted((PACKAGE / "data").rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        source = ast.unparse(WithoutTypes().visit(ast.parse(path.read_text(encoding="utf-8"))))
+        module = ".".join(parts).removesuffix(".__init__")
+        targets = imports_of(source, module, "", is_package=parts[-1] == "__init__")
+        name = ".".join(parts[:3])
+        imported.setdefault(name, set()).update(".".join(each.module.split(".")[:3]) for each in targets)
+        imported[name].discard(name)
+    assert len(imported["megatune.data.sources"]) > 3
+    assert not (wrong := cycles(imported)), wrong
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
 def test_only_the_engine_imports_megatron() -> None:
     found = [each for each in all_imports() if each.module.split(".")[0] == "megatron"]
     assert found

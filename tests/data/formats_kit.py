@@ -1,18 +1,17 @@
-"""Data sets of each form, and rows for them."""
+"""Forms, and rows of them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from megatune.data.sources import Columns, DatasetSource, Tags
+from megatune.data.formats import Columns, Form, Tags
 
 OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")
-ALPACA = DatasetSource("a", (Path("a.json"),))
-SHAREGPT = DatasetSource("s", (Path("s.json"),), "sharegpt")
-OPENAI = DatasetSource("o", (Path("o.json"),), "openai", Columns(messages="messages"), OPENAI_TAGS)
-QUERY = DatasetSource("q", (Path("q.json"),), "query_response", Columns(prompt=None, query=None, response=None))
-TEXT = DatasetSource("t", (Path("t.txt"),), "text", Columns(prompt="text"))
+ALPACA = Form()
+SHAREGPT = Form("sharegpt")
+OPENAI = Form("openai", Columns(messages="messages"), OPENAI_TAGS)
+QUERY = Form("query_response", Columns(prompt=None, query=None, response=None))
+TEXT = Form("text", Columns(prompt="text"))
 
 
 def sharegpt(*turns: tuple[Any, Any], **fields: Any) -> dict[str, Any]:

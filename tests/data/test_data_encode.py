@@ -11,11 +11,11 @@ from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from megatune.data.conversation import Conversation, Example, Message, Pair
+from megatune.data.bad_rows import LengthError, RowError
+from megatune.data.conversation import Conversation, Example, Message, PreferencePair
 from megatune.data.encode import Encoded, Encoder, check_pretraining_tokenizer
-from megatune.data.row_error import RowError
 from megatune.data.templates import Thinking, load_template
-from megatune.data.truncation import LengthError, share_budget
+from megatune.data.truncation import share_budget
 from megatune.errors import MegatuneError
 
 TOKENIZER = qwen_tokenizer()
@@ -195,7 +195,9 @@ def test_mask_history_can_keep_earlier_thoughts() -> None:
     assert ("hm" in context(True), "hm" in context(False)) == (True, False)
 
 
-PAIR = Pair(CONVERSATION.messages[:3], Message("assistant", "The same, I think."), Message("assistant", "No idea."))
+PAIR = PreferencePair(
+    CONVERSATION.messages[:3], Message("assistant", "The same, I think."), Message("assistant", "No idea.")
+)
 PAIR_PROMPT = TOKENIZER(ASK_1 + ANSWER_1 + ASK_2)["input_ids"]
 
 
@@ -264,7 +266,7 @@ def test_a_pair_is_as_long_as_its_longer_answer(strategy: str) -> None:
 
 def test_a_thought_in_one_answer_belongs_to_the_answers() -> None:
     """With enable_thinking: null, an answer without a thought is asked for with an empty one."""
-    thoughtful = Pair(
+    thoughtful = PreferencePair(
         (Message("user", "a"),), Message("assistant", "<think>\nhm\n</think>\n\nb"), Message("assistant", "c")
     )
     (result,) = Encoder(TOKENIZER, load_template("qwen3", TOKENIZER), 100, enable_thinking=None).encode([thoughtful])
@@ -299,7 +301,7 @@ def test_ids_are_those_that_the_tokenizer_gives() -> None:
         (alone,) = Encoder(fresh, template, 1000).encode([example])
         assert isinstance(alone, Encoded)
         turns = template.render(example, Thinking())
-        pieces = [piece for turn in turns for piece in (*turn.prompt, *turn.answer)]
+        pieces = [piece for turn in turns for piece in (*turn.prompt, *turn.completion)]
         expected = [token for piece in pieces for token in fresh(piece, add_special_tokens=False)["input_ids"]]
         assert result.documents[0].input_ids.tolist() == alone.documents[0].input_ids.tolist() == expected
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from formats_kit import ALPACA, OPENAI, QUERY, SHAREGPT, TEXT, openai, said, sharegpt
 
 from megatune.data.conversation import Conversation, Message, ToolCall, fill_placeholders
-from megatune.data.formats import to_example
-from megatune.data.sources import Columns, DatasetSource
+from megatune.data.formats import Columns, Form, to_example
 
 
-def conversation(row: dict[str, Any], source: DatasetSource = ALPACA) -> Conversation:
+def conversation(row: dict[str, Any], source: Form = ALPACA) -> Conversation:
     example = to_example(row, source, "sft")
     assert isinstance(example, Conversation)
     return example
 
 
-def written(row: dict[str, Any], source: DatasetSource) -> list[tuple[str, str]]:
+def written(row: dict[str, Any], source: Form) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in conversation(row, source).messages]
 
 
@@ -160,7 +158,7 @@ def test_query_response(row: dict[str, Any], query: str, response: str) -> None:
 
 def test_query_response_columns_and_the_rest() -> None:
     columns = Columns(prompt="problem", query=None, response="solution")
-    source = DatasetSource("q", (Path("q.json"),), "query_response", columns)
+    source = Form("query_response", columns)
     row = {"query": "no", "response": "no", "problem": "q", "solution": "r", "history": [["a", "b"]]}
     assert written(row, source) == [("user", "a"), ("assistant", "b"), ("user", "q"), ("assistant", "r")]
     assert conversation({**row, "system_prompt": "s"}, source).system == "s"
@@ -173,13 +171,13 @@ def test_query_response_columns_and_the_rest() -> None:
         ({"text": "Once"}, TEXT),
         ({"content": "Once"}, TEXT),
         ({"text": "Once", "content": "no"}, TEXT),
-        ({"text": "Once"}, DatasetSource("a", (Path("a.json"),), columns=Columns(prompt="text"))),
+        ({"text": "Once"}, Form(columns=Columns(prompt="text"))),
         ({"instruction": "Once", "input": "no", "output": "no"}, ALPACA),
         ({"response": "Once"}, QUERY),
         ({"query": "", "response": "Once"}, QUERY),
     ],
 )
-def test_pretraining_text(row: dict[str, Any], source: DatasetSource) -> None:
+def test_pretraining_text(row: dict[str, Any], source: Form) -> None:
     assert to_example(row, source, "pt") == "Once"
 
 

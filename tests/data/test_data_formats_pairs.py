@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatune.data.conversation import Message, Pair, ToolCall
-from megatune.data.formats import detect, to_example
-from megatune.data.row_error import RowError
-from megatune.data.sources import Columns, DatasetSource
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Message, PreferencePair, ToolCall
+from megatune.data.formats import Columns, Form, detect, to_example
 
 Q, GOOD, BAD = Message("user", "q"), Message("assistant", "good"), Message("assistant", "bad")
 
 
-def detected(row: dict[str, Any]) -> DatasetSource:
+def detected(row: dict[str, Any]) -> Form:
     form = detect(row)
     assert form is not None
     assert form.ranking
-    return DatasetSource("p", (Path("p.json"),), form.formatting, form.columns, form.tags, ranking=True)
+    return form
 
 
-def complaint(row: dict[str, Any], source: DatasetSource) -> str:
+def complaint(row: dict[str, Any], source: Form) -> str:
     with pytest.raises(RowError) as caught:
         to_example(row, source, "dpo")
     return f"{caught.value.code}: {caught.value}"
@@ -68,12 +66,12 @@ U, G, B = said("user", "q"), said("assistant", "good"), said("assistant", "bad")
     ],
 )
 def test_pairs(row: dict[str, Any]) -> None:
-    assert to_example(row, detected(row), "dpo") == Pair((Q,), GOOD, BAD)
+    assert to_example(row, detected(row), "dpo") == PreferencePair((Q,), GOOD, BAD)
 
 
 def test_system_history_and_tools() -> None:
     prompt = (Message("user", "a"), Message("assistant", "b"), Message("user", "c\nd"))
-    pair = Pair(prompt, GOOD, BAD, "s", ({"name": "f"},))
+    pair = PreferencePair(prompt, GOOD, BAD, "s", ({"name": "f"},))
     row: dict[str, Any] = {"chosen": "good", "rejected": "bad", "system": "s", "tools": '[{"name": "f"}]'}
     alpaca = {**row, "instruction": "c", "input": "d", "history": [["a", "b"]]}
     assert to_example(alpaca, detected(alpaca), "dpo") == pair
@@ -91,13 +89,15 @@ def test_tool_answers_and_calls() -> None:
     call = said("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
     row = {"messages": [U, call, said("tool", "1")], "chosen": G, "rejected": call}
     called = Message("assistant", "", (ToolCall("f", {}),))
-    assert to_example(row, detected(row), "dpo") == Pair((Q, called, Message("tool", "1")), GOOD, called)
+    assert to_example(row, detected(row), "dpo") == PreferencePair((Q, called, Message("tool", "1")), GOOD, called)
 
 
 def test_columns_of_other_names() -> None:
     columns = Columns(prompt="question", query=None, chosen="better", rejected="worse")
-    source = DatasetSource("p", (Path("p.json"),), "alpaca", columns, ranking=True)
-    assert to_example({"question": "q", "better": "good", "worse": "bad"}, source, "dpo") == Pair((Q,), GOOD, BAD)
+    source = Form("alpaca", columns, ranking=True)
+    assert to_example({"question": "q", "better": "good", "worse": "bad"}, source, "dpo") == PreferencePair(
+        (Q,), GOOD, BAD
+    )
 
 
 ALPACA = {"instruction": "q", "chosen": "good", "rejected": "bad"}

@@ -15,10 +15,9 @@ from rich.console import Console
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import DataSettings, RunSettings, Settings
-from megatune.data.preview import Part, Preview, PreviewRow, read_preview, show_preview
-from megatune.data.preview.pieces import pieces_of, visible
-from megatune.data.preview.show import shared_prompt
-from megatune.data.row_error import RowError
+from megatune.data.bad_rows import RowError
+from megatune.data.preview import Preview, PreviewRow, RowDocument, read_preview, show_preview
+from megatune.data.preview.show import shared_prompt, token_texts, visible
 from megatune.data.rows import IGNORE_INDEX, Arrangement, Document
 from megatune.errors import ExitCode, MegatuneError
 
@@ -32,7 +31,7 @@ def document(*stretches: tuple[str, bool]) -> Document:
     return Document(*(np.array([*chain(*lists)], dtype=np.int32) for lists in (ids, labels)))
 
 
-def shown(arrangement: Arrangement, *parts: Part, ids: bool = False, **options: object) -> list[str]:
+def shown(arrangement: Arrangement, *parts: RowDocument, ids: bool = False, **options: object) -> list[str]:
     preview = Preview(arrangement, [PreviewRow("demo", 7, parts)])
     file = io.StringIO()
     show_preview(preview, TOKENIZER, Console(file=file, **options), ids=ids)
@@ -43,7 +42,7 @@ def shown(arrangement: Arrangement, *parts: Part, ids: bool = False, **options: 
 @given(st.text(max_size=40), st.text(max_size=20))
 def test_pieces_are_the_text(context: str, answer: str) -> None:
     one = document((context, False), (answer, True))
-    pieces = pieces_of(one, TOKENIZER)
+    pieces = token_texts(one, TOKENIZER)
     assert "".join(piece.text for piece in pieces) == context + answer
     assert [place for piece in pieces for place in range(piece.start, piece.stop)] == list(range(len(one.input_ids)))
     assert all(piece.trained for piece in pieces if piece.start >= max(1, len(TOKENIZER.encode(context))))
@@ -51,7 +50,7 @@ def test_pieces_are_the_text(context: str, answer: str) -> None:
 
 
 def test_a_character_of_several_tokens_is_one_piece() -> None:
-    pieces = pieces_of(document(("a🤷b", True)), TOKENIZER)
+    pieces = token_texts(document(("a🤷b", True)), TOKENIZER)
     assert [piece.text for piece in pieces] == ["a", "🤷", "b"]
     assert pieces[1].stop - pieces[1].start == 4
 
@@ -76,7 +75,7 @@ CHAT = document(
 
 
 def test_a_row_without_colours() -> None:
-    assert shown("single", Part("chat.jsonl:3", CHAT, length=50)) == [
+    assert shown("single", RowDocument("chat.jsonl:3", CHAT, length=50)) == [
         "⟦trained⟧ context",
         "",
         f"── demo row 7 (chat.jsonl:3): {len(CHAT.input_ids)} tokens, "
@@ -89,12 +88,12 @@ def test_a_row_without_colours() -> None:
 
 
 def test_a_trained_line_ends_where_it_ends() -> None:
-    lines = shown("single", Part("", document(("a", False), ("b\n", True), ("c", False))))
+    lines = shown("single", RowDocument("", document(("a", False), ("b\n", True), ("c", False))))
     assert lines[-2:] == ["a⟦b↵⟧", "c"]
 
 
 def test_a_row_in_colours() -> None:
-    lines = shown("single", Part("chat.jsonl:3", CHAT), force_terminal=True, color_system="standard", width=80)
+    lines = shown("single", RowDocument("chat.jsonl:3", CHAT), force_terminal=True, color_system="standard", width=80)
     assert "⟦" not in "".join(lines)
     assert lines[-1] == "\x1b[32mIt is sunny.\x1b[0m\x1b[1;32m<|im_end|>\x1b[0m↵"
     assert "\x1b[32m" not in "".join(lines[3:-1])
@@ -102,13 +101,13 @@ def test_a_row_in_colours() -> None:
 
 def test_no_color_keeps_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    lines = shown("single", Part("", CHAT), force_terminal=True, width=80)
+    lines = shown("single", RowDocument("", CHAT), force_terminal=True, width=80)
     assert lines[-1] == "⟦It is sunny.<|im_end|>⟧↵"
     assert "\x1b" not in "".join(lines)
 
 
 def test_a_table_of_tokens() -> None:
-    lines = shown("single", Part("", document(("<|im_end|>a", False), (" é\n", True))), ids=True)
+    lines = shown("single", RowDocument("", document(("<|im_end|>a", False), (" é\n", True))), ids=True)
     rows = [line.split() for line in lines[4:]]
     assert lines[0] == "label -100: not trained"
     assert lines[3] == "position       id    label  token"
@@ -118,7 +117,7 @@ def test_a_table_of_tokens() -> None:
 
 
 def test_where_samples_join() -> None:
-    lines = shown("packed", Part("a.jsonl:1", CHAT), Part("b.jsonl:2", document(("ab", True)), start=900))
+    lines = shown("packed", RowDocument("a.jsonl:1", CHAT), RowDocument("b.jsonl:2", document(("ab", True)), start=900))
     size = len(CHAT.input_ids)
     assert lines[2] == f"── row 7: 2 samples, {size + 2} tokens, 6 trained ──"
     assert lines[3] == f"╌╌ sample 1 (a.jsonl:1): {size} tokens, positions 0 to {size - 1} ╌╌"
@@ -133,7 +132,7 @@ def test_a_pair_says_its_prompt_once() -> None:
     rejected = document(("question\n", False), ("answer<|im_end|>", True))
     prompt = shared_prompt(chosen, rejected)
     assert prompt == len(TOKENIZER.encode("question\n"))
-    lines = shown("pairs", Part("p.json:1", chosen), Part("p.json:1", rejected))
+    lines = shown("pairs", RowDocument("p.json:1", chosen), RowDocument("p.json:1", rejected))
     assert [line for line in lines if "question" in line] == ["question↵"]
     assert lines[-4:] == [
         f"╌╌ chosen: {len(chosen.input_ids) - prompt} tokens, {len(chosen.input_ids) - prompt} trained ╌╌",
@@ -183,7 +182,7 @@ def test_as_few_rows_as_are_wanted_are_read(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", rows)
     preview = read_preview(make_settings(tmp_path), TOKENIZER, wanted=range(2, 4))
     assert [(row.name, row.number) for row in preview.rows] == [("rows.jsonl", 2), ("rows.jsonl", 3)]
-    assert [row.parts[0].where.rpartition("/")[2] for row in preview.rows] == ["rows.jsonl:3", "rows.jsonl:4"]
+    assert [row.documents[0].where.rpartition("/")[2] for row in preview.rows] == ["rows.jsonl:3", "rows.jsonl:4"]
     assert [(where.rpartition("/")[2], error.code) for where, error in preview.bad] == [
         ("rows.jsonl:2", "missing-field")
     ]
@@ -205,9 +204,9 @@ def test_packed_rows_are_those_of_the_first_samples(tmp_path: Path) -> None:
     assert preview.arrangement == "packed"
     assert preview.notes[1].startswith("packed from the first 1,000 samples")
     for row in preview.rows:
-        assert len(row.parts) > 1
-        assert sum(len(part.document.input_ids) for part in row.parts) <= 128
-        assert all(part.where for part in row.parts)
+        assert len(row.documents) > 1
+        assert sum(len(part.document.input_ids) for part in row.documents) <= 128
+        assert all(part.where for part in row.documents)
 
 
 @pytest.mark.parametrize("packing", [None, False])
@@ -217,13 +216,13 @@ def test_texts_are_cut_to_pieces(tmp_path: Path, packing: bool | None) -> None:
     preview = read_preview(
         make_settings(tmp_path, "pt", packing=packing, cutoff_len=24), TOKENIZER, wanted=range(1, 100)
     )
-    pieces = [part for row in preview.rows for part in row.parts]
+    pieces = [part for row in preview.rows for part in row.documents]
     for line, text in enumerate(texts, 1):
         mine = sorted((part for part in pieces if part.where.endswith(f":{line}")), key=lambda part: part.start)
         assert mine[0].start == 0
         ids = [token for part in mine for token in part.document.input_ids[bool(part.start) :].tolist()]
         assert ids == [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
-    assert {len(row.parts) for row in preview.rows} == ({1, 2} if packing is None else {1})
+    assert {len(row.documents) for row in preview.rows} == ({1, 2} if packing is None else {1})
 
 
 def test_held_out_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +256,6 @@ def test_nothing_to_show(
 def test_placeholders_that_nothing_fills(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [{"instruction": "Who?", "output": "I am {{name}}, by {{author}}."}])
     preview = read_preview(make_settings(tmp_path, model_name="Bot"), TOKENIZER, wanted=range(1, 2))
-    text = TOKENIZER.decode(preview.rows[0].parts[0].document.input_ids)
+    text = TOKENIZER.decode(preview.rows[0].documents[0].document.input_ids)
     assert "I am Bot, by {{author}}." in text
     assert preview.unfilled == {"{{author}}"}

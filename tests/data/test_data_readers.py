@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from readers_kit import COMPRESS, parts, rows_of, write, write_arrow
 
-from megatune.data.readers import Position, data_suffix, json_array, read_rows, supported_suffixes
+from megatune.data.readers import DATA_SUFFIXES, Position, data_suffix, json_array, read_rows
 from megatune.errors import MegatuneError
 
 ROWS = [{"instruction": "Hi", "output": "Hello\nyou"}, {"instruction": "你好", "output": 'say "hi", 你好 🙂'}]
@@ -123,7 +123,7 @@ def test_compressed_files(tmp_path: Path, suffix: str) -> None:
 
 
 def test_kinds_by_name() -> None:
-    assert supported_suffixes() == (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+    assert DATA_SUFFIXES == (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
     names = {"x.jsonl.gz": ".jsonl", "X.JSON": ".json", "a.b.csv.zst": ".csv", "x.md": None, "x.gz": None, "json": None}
     assert {name: data_suffix(Path("some.json") / name) for name in names} == names
 
@@ -175,7 +175,7 @@ def files_of_all_kinds(folder: Path) -> list[Path]:
 
 def test_reading_goes_on_after_any_row(tmp_path: Path) -> None:
     files = files_of_all_kinds(tmp_path)
-    assert {data_suffix(path) for path in files} == set(supported_suffixes()) - {".ndjson"}
+    assert {data_suffix(path) for path in files} == set(DATA_SUFFIXES) - {".ndjson"}
     for path in files:
         rows = parts(read_rows(path))
         assert len(rows) >= 3

@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatune.data.sources import (
-    OPENAI_COLUMNS,
-    OPENAI_TAGS,
-    QUERY_RESPONSE_COLUMNS,
-    TEXT_COLUMNS,
-    Columns,
-    DatasetSource,
-    SourcePosition,
-    Tags,
-    resolve_datasets,
-)
-from megatune.data.sources.layout import splits_by_name
+from megatune.data.formats.form import OPENAI_TAGS, Columns, Tags
+from megatune.data.sources import DatasetSource, SourcePosition, resolve_datasets
+from megatune.data.sources.data_files import splits_by_name
 from megatune.data.sources.registry import parse_entry
 from megatune.errors import ExitCode, MegatuneError
 
@@ -56,7 +47,7 @@ def files(source: DatasetSource, folder: Path) -> list[str]:
 
 def test_an_entry_with_nothing_said_is_alpaca(tmp_path: Path) -> None:
     assert resolved("a", info(tmp_path, a={"file_name": "a.json"})) == DatasetSource(
-        "a", (tmp_path / "a.json",), "alpaca", Columns(), Tags()
+        "alpaca", Columns(), Tags(), name="a", files=(tmp_path / "a.json",)
     )
 
 
@@ -65,10 +56,10 @@ def test_an_entry_with_nothing_said_is_alpaca(tmp_path: Path) -> None:
     [
         ({"columns": {"prompt": "question", "system": None}}, Columns(prompt="question", system=None), Tags()),
         ({"formatting": "sharegpt", "tags": {"role_tag": "role"}}, Columns(), Tags(role_tag="role")),
-        ({"formatting": "openai"}, OPENAI_COLUMNS, OPENAI_TAGS),
+        ({"formatting": "openai"}, Columns(messages="messages"), OPENAI_TAGS),
         ({"formatting": "query_response", "columns": {"prompt": "q"}}, Columns("q", None, None), Tags()),
-        ({"formatting": "query_response"}, QUERY_RESPONSE_COLUMNS, Tags()),
-        ({"formatting": "text"}, TEXT_COLUMNS, Tags()),
+        ({"formatting": "query_response"}, Columns(None, None, None), Tags()),
+        ({"formatting": "text"}, Columns("text"), Tags()),
         ({"formatting": None, "subset": None, "num_samples": None, "tags": None, "ranking": False}, Columns(), Tags()),
     ],
 )

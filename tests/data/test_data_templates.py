@@ -15,9 +15,9 @@ from tokenizer_kit import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.encode import Encoded, Encoder
-from megatune.data.row_error import RowError
 from megatune.data.templates import Thinking, Turn, load_template
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.errors import MegatuneError
@@ -49,7 +49,7 @@ CALLS = Conversation(
 
 def rendered(name: str, conversation: Conversation, tokenizer: PreTrainedTokenizerFast, **thinking: Any) -> list[Turn]:
     turns = load_template(name, tokenizer).render(conversation, Thinking(**thinking))
-    return [Turn(tuple(filter(None, turn.prompt)), turn.answer) for turn in turns]
+    return [Turn(tuple(filter(None, turn.prompt)), turn.completion) for turn in turns]
 
 
 def encoded_ids(name: str, conversation: Conversation, tokenizer: PreTrainedTokenizerFast, **options: Any) -> list[int]:
@@ -157,7 +157,7 @@ def test_tools_answers_of_chatml_and_deepseek() -> None:
 def test_mistral_writes_calls_after_text() -> None:
     call = Message("assistant", "Let me see.", (ToolCall("get_weather", {}),))
     (turn,) = rendered("mistral", Conversation((ASK[0], call)), mistral_tokenizer())
-    assert turn.answer == (
+    assert turn.completion == (
         ' Let me see.[TOOL_CALLS] [{"name": "get_weather", "arguments": {}, "id": "call00000"}]</s>',
     )
 
@@ -254,12 +254,15 @@ def test_qwen3_thinking(thinking: dict[str, Any], first: Turn, second: Turn) -> 
 
 def test_qwen3_nothink_leaves_answers_as_they_are() -> None:
     turns = rendered("qwen3_nothink", THINKS_FIRST, qwen_tokenizer(), enable=False)
-    assert [turn.answer for turn in turns] == [(f"{THOUGHT}<|im_end|>\n",), ("Yes<|im_end|>\n",)]
+    assert [turn.completion for turn in turns] == [(f"{THOUGHT}<|im_end|>\n",), ("Yes<|im_end|>\n",)]
 
 
 def test_deepseekr1_thinks() -> None:
     turns = rendered("deepseekr1", TWO_TURNS, deepseek_tokenizer())
-    assert [turn.answer for turn in turns] == [(EMPTY, "2<｜end▁of▁sentence｜>"), (EMPTY, "Yes<｜end▁of▁sentence｜>")]
+    assert [turn.completion for turn in turns] == [
+        (EMPTY, "2<｜end▁of▁sentence｜>"),
+        (EMPTY, "Yes<｜end▁of▁sentence｜>"),
+    ]
 
 
 def test_qwen_tools() -> None:
@@ -267,7 +270,7 @@ def test_qwen_tools() -> None:
     # Without a system message the description of the tools starts the system turn.
     assert first.prompt[0].startswith("<|im_start|>system\n# Tools\n\nYou may call one or more functions")
     assert '<tools>\n{"type": "function", "function": {"name": "get_weather"' in first.prompt[0]
-    assert first.answer == (
+    assert first.completion == (
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "京都"}}\n</tool_call><|im_end|>\n',
     )
@@ -280,7 +283,7 @@ def test_qwen_tools() -> None:
 def test_llama3_tools() -> None:
     first, second = rendered("llama3", CALLS, llama3_tokenizer())
     assert "Today Date: 26 Jul 2024\n\nYou have access to the following functions." in first.prompt[1]
-    assert first.answer == (
+    assert first.completion == (
         '[{"name": "get_weather", "parameters": {"city": "Paris"}}, '
         '{"name": "get_weather", "parameters": {"city": "京都"}}]<|eot_id|>',
     )
@@ -302,7 +305,7 @@ def test_plain_tools() -> None:
         "Action Input: the input to the tool, in a JSON format representing the kwargs "
         '(e.g. ```{"input": "hello world", "num_beams": 5}```)\n```\n'
     )
-    assert first.answer[0].startswith('Action: get_weather\nAction Input: {"city": "Paris"}\nAction: get_weather\n')
+    assert first.completion[0].startswith('Action: get_weather\nAction Input: {"city": "Paris"}\nAction: get_weather\n')
     assert second.prompt == ('<｜User｜>{"degrees": 20}\n{"degrees": 9}<｜Assistant｜>',)
 
 
@@ -310,7 +313,7 @@ def test_a_call_after_text_and_thought() -> None:
     content = "<think>\nLook.\n</think>\n\nLet me see."
     call = Message("assistant", content, (ToolCall("get_weather", {}),))
     (turn,) = rendered("qwen3", Conversation((ASK[0], call)), qwen_tokenizer())
-    assert turn.answer == (
+    assert turn.completion == (
         f'{content}\n<tool_call>\n{{"name": "get_weather", "arguments": {{}}}}\n</tool_call><|im_end|>\n',
     )
 
@@ -348,7 +351,7 @@ def test_qwen3_with_masked_history_is_what_the_model_sees_when_used(conversation
 def test_default_finds_answers() -> None:
     (first, second) = rendered("default", TWO_TURNS, qwen_tokenizer())
     assert first.prompt[0].endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
-    assert (first.answer, second.answer) == (("2<|im_end|>\n",), ("Yes<|im_end|>\n",))
+    assert (first.completion, second.completion) == (("2<|im_end|>\n",), ("Yes<|im_end|>\n",))
     assert second.prompt == (ASK_2,)
 
 
@@ -365,7 +368,7 @@ def test_default_counts_an_empty_thought_to_the_prompt(enable: bool | None) -> N
 
 def test_default_keeps_reasoning_where_thinking_is_open_and_drops_it_where_it_is_off() -> None:
     answers = {
-        enable: rendered("default", THINKS_LAST, qwen_tokenizer("qwen3"), enable=enable)[1].answer
+        enable: rendered("default", THINKS_LAST, qwen_tokenizer("qwen3"), enable=enable)[1].completion
         for enable in (None, False)
     }
     assert answers == {None: ("<think>\nIt is.\n</think>\n\nYes<|im_end|>\n",), False: ("Yes<|im_end|>\n",)}
@@ -374,15 +377,17 @@ def test_default_keeps_reasoning_where_thinking_is_open_and_drops_it_where_it_is
 def test_default_trusts_generation_markers() -> None:
     tokenizer = qwen_tokenizer("marked")
     turns = rendered("default", WITH_SYSTEM, tokenizer)
-    assert [turn.answer for turn in turns] == [("2<|im_end|>",), ("Yes<|im_end|>",)]
+    assert [turn.completion for turn in turns] == [("2<|im_end|>",), ("Yes<|im_end|>",)]
     assert turns[1].prompt == ("\n" + ASK_2,)
-    text = "".join(piece for turn in turns for piece in (*turn.prompt, *turn.answer))
+    text = "".join(piece for turn in turns for piece in (*turn.prompt, *turn.completion))
     chat = [{"role": "system", "content": "Be brief."}, *({"role": m.role, "content": m.content} for m in ASK)]
     whole = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids == whole["input_ids"][:-1]  # all but the newline after the last answer
     trained = [token for token, mask in zip(whole["input_ids"], whole["assistant_masks"], strict=True) if mask]
-    assert trained == [t for turn in turns for t in tokenizer(turn.answer[0], add_special_tokens=False)["input_ids"]]
+    assert trained == [
+        t for turn in turns for t in tokenizer(turn.completion[0], add_special_tokens=False)["input_ids"]
+    ]
 
 
 def test_default_system_replaces_the_templates_own() -> None:

@@ -12,11 +12,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from megatune.config.settings import DataSettings, Settings
-from megatune.data.conversation import Conversation, Message, Pair
+from megatune.data.conversation import Conversation, Message, PreferencePair
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.rows import IGNORE_INDEX
 from megatune.data.templates import load_template
-from megatune.data.templates.borders import needs_whole_text
+from megatune.data.templates.tokens import needs_whole_text
 from megatune.errors import ExitCode, MegatuneError
 
 # Mixtral-8x7B-Instruct-v0.1's text, with the marks from which Transformers computes what the assistant wrote.
@@ -112,7 +112,7 @@ def test_tokens_and_labels_are_those_of_transformers(backend: Callable[[], Token
 
 def test_pairs_share_their_prompt() -> None:
     tokenizer = wrapped(prepending(), plain(MIXTRAL))
-    pair = Pair((Message("user", "Warm?"),), Message("assistant", "Yes."), Message("assistant", "No."))
+    pair = PreferencePair((Message("user", "Warm?"),), Message("assistant", "Yes."), Message("assistant", "No."))
     encoder = Encoder(tokenizer, load_template(None, tokenizer), cutoff_len=100, whole_text=True)
     (encoded,) = encoder.encode([pair])
     assert isinstance(encoded, Encoded)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizer_kit import deepseek_tokenizer, mistral_tokenizer, plain_tokenizer, qwen_tokenizer
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
-from megatune.data.row_error import RowError
 from megatune.data.templates import Thinking, load_template, template_source
 from megatune.data.templates.custom import read_template
 from megatune.data.templates.table import NAMED_TEMPLATES
@@ -52,7 +52,7 @@ def test_defaults_and_the_tokenizers_own_tokens(tmp_path: Path) -> None:
     assert template.name == "mine"
     (turn,) = template.render(CHAT, Thinking())
     assert [*filter(None, turn.prompt)] == ["<s>Be brief.", "[INST] 1 + 1?[/INST]"]
-    assert turn.answer == (" 2</s>",)
+    assert turn.completion == (" 2</s>",)
 
 
 @pytest.mark.parametrize(

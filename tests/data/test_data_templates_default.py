@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizer_kit import chat_template, deepseek_tokenizer, gemma_tokenizer, mistral_tokenizer, qwen_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
-from megatune.data.row_error import RowError
 from megatune.data.templates import Thinking, Turn, load_template
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.errors import MegatuneError
@@ -135,7 +135,7 @@ def test_what_cannot_be_found_reliably_is_refused(source: str, conversation: Con
 )  # fmt: skip
 def test_answers_are_found(source: str, conversation: Conversation, answers: list[str]) -> None:
     turns = render(source, conversation)
-    assert ["".join(turn.answer) for turn in turns] == answers
+    assert ["".join(turn.completion) for turn in turns] == answers
     assert all("".join(turn.prompt) for turn in turns)
 
 
@@ -247,6 +247,6 @@ def test_found_or_refused_whatever_people_write(turns: list[tuple[str, str]], en
         for turn, (_, said) in zip(found, turns, strict=True):
             text += "".join(turn.prompt)
             assert text.removesuffix("<think>\n\n</think>\n\n").endswith("<|im_start|>assistant\n")
-            assert said.split("</think>")[-1].strip() in turn.answer[0]
-            assert turn.answer[0].endswith("<|im_end|>\n")
-            text += turn.answer[0]
+            assert said.split("</think>")[-1].strip() in turn.completion[0]
+            assert turn.completion[0].endswith("<|im_end|>\n")
+            text += turn.completion[0]

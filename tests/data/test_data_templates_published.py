@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates import Thinking, load_template
-from megatune.data.templates.chat import CALL_FORMS, as_dicts
+from megatune.data.templates.chat_template import CALL_FORMS, as_dicts
 from megatune.data.templates.tools import call_id
 
 
@@ -114,7 +114,7 @@ def ours(
     mask: list[int] = []
     text = ""
     for turn in load_template(name, tokenizer).render(conversation, thinking):
-        for piece, trained in (*((p, 0) for p in turn.prompt), *((p, 1) for p in turn.answer)):
+        for piece, trained in (*((p, 0) for p in turn.prompt), *((p, 1) for p in turn.completion)):
             tokens = tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
             ids += tokens
             mask += [trained] * len(tokens)
@@ -264,7 +264,7 @@ def test_a_mistral_conversation_of_calls_by_hand() -> None:
         ),
         ('[TOOL_RESULTS] {"content": {"degrees": 20}, "call_id": "call00000"}[/TOOL_RESULTS]',),
     ]
-    assert [turn.answer for turn in turns] == [
+    assert [turn.completion for turn in turns] == [
         (
             '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": [1, 2]}, '
             '"id": "call00000"}]</s>',
@@ -292,5 +292,5 @@ def test_a_template_that_opens_a_thought() -> None:
     ids, _ = ours("default", conversation, tokenizer, Thinking())
     assert ids == published("qwen3_thinking", conversation, tokenizer)[0]
     first, last = load_template("default", tokenizer).render(conversation, Thinking())
-    assert (first.answer, last.answer) == (("2<|im_end|>\n",), ("I am.\n</think>\n\nYes<|im_end|>\n",))
+    assert (first.completion, last.completion) == (("2<|im_end|>\n",), ("I am.\n</think>\n\nYes<|im_end|>\n",))
     assert last.prompt == ("<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<think>\n",)

@@ -38,9 +38,9 @@ def test_how_reasoning_is_written(content: str, kept: str, off: str) -> None:
         ("deepseekr1", deepseek_tokenizer(), "<｜end▁of▁sentence｜>"),
     ):
         (turn,) = rendered(name, conversation, tokenizer, enable=None)
-        assert turn.answer == (kept + end,)
+        assert turn.completion == (kept + end,)
         (turn,) = rendered(name, conversation, tokenizer, enable=False)
-        assert turn.answer == (off + end,)
+        assert turn.completion == (off + end,)
 
 
 THINKING_TOOLS = Conversation(
@@ -77,4 +77,4 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 )
 def test_qwen3_thinks_between_calls(drop_history: bool, answers: list[tuple[str, ...]]) -> None:
     turns = rendered("qwen3", THINKING_TOOLS, qwen_tokenizer(), drop_history=drop_history)
-    assert [(*turn.answer[:-1], turn.answer[-1].removesuffix("<|im_end|>\n")) for turn in turns] == answers
+    assert [(*turn.completion[:-1], turn.completion[-1].removesuffix("<|im_end|>\n")) for turn in turns] == answers

@@ -14,13 +14,12 @@ import pytest
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.data import workers
-from megatune.data.conversation import Conversation, Example, Message, Pair
+from megatune.data.bad_rows import LengthError, RowError
+from megatune.data.conversation import Conversation, Example, Message, PreferencePair
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.readers import RawRow
-from megatune.data.row_error import RowError
 from megatune.data.samples import Sample
 from megatune.data.templates import load_template
-from megatune.data.truncation import LengthError
 from megatune.errors import ExitCode, MegatuneError
 
 SAMPLES = [Sample("a.txt:1", "Hello", 1, RawRow("a.txt:1", {"text": "Hello"}))]
@@ -88,7 +87,7 @@ def test_processes_send_what_one_computes() -> None:
         examples += [
             Conversation((question, answer)),
             Conversation((Message("user", "weather " * 100), answer)),
-            Pair((question,), answer, Message("assistant", "No.")),
+            PreferencePair((question,), answer, Message("assistant", "No.")),
             RowError("code", "reason", f"detail {number}"),
         ]
     samples = [Sample(str(i), example, 1, RawRow(str(i), {})) for i, example in enumerate(examples)]

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from megatune.config.arguments import Arguments
     from megatune.config.settings import Settings
 
-_DESCRIPTION = (
-    "Shows what becomes of the data of a settings file, before any training. Needs the model's tokenizer only."
-)
+_DESCRIPTION = "Show the rows that the data of a settings file becomes. Needs the model's tokenizer only."
 
 _PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
 
@@ -45,10 +43,9 @@ _SMALLEST_WIDTH = 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declares the verb, its two verbs and their flags."""
-    parser = subparsers.add_parser(
-        "data", help="look at the data: preview rows, count tokens", description=_DESCRIPTION
-    )
+    """Declare the verb, its two verbs and their flags."""
+    text = "look at the data: preview rows, count tokens"
+    parser = subparsers.add_parser("data", help=text, description=_DESCRIPTION)
     parser.set_defaults(run=lambda arguments: _help(parser))
     verbs = parser.add_subparsers(title="verbs", metavar="preview | stats")
     for name, text, epilog, options, run in (
@@ -82,7 +79,7 @@ def _add_stats_options(parser: argparse.ArgumentParser) -> None:
 
 
 def preview(args: argparse.Namespace) -> int:
-    """Prints rows.
+    """Print rows.
 
     Raises:
         MegatuneError: SETTINGS, DATA or INPUT, with everything that is wrong.
@@ -114,7 +111,7 @@ def preview(args: argparse.Namespace) -> int:
 
 
 def stats(args: argparse.Namespace) -> int:
-    """Prepares all rows, prints their numbers, and draws them where asked to.
+    """Prepare all rows, print their statistics, and draw them where asked to.
 
     Raises:
         MegatuneError: SETTINGS, DATA, INPUT or CANNOT_WRITE, with everything that is wrong.
@@ -150,10 +147,10 @@ def _help(parser: argparse.ArgumentParser) -> int:
 
 
 def _settings(words: Arguments, wrong: list[Finding]) -> Settings:
-    """The settings, as far as they say how rows are made.
+    """Load the settings, as far as they determine the rows.
 
     Args:
-        wrong: what was found wrong on the way here, reported along.
+        wrong: what is wrong with the flags, reported along.
 
     Raises:
         MegatuneError: SETTINGS, or INPUT where the file is missing.

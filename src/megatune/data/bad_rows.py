@@ -1,4 +1,4 @@
-"""on_bad_row: what becomes of rows that cannot be trained on."""
+"""Rows that cannot be trained on: why, and what on_bad_row does with them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,56 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megatune.data.row_error import RowError
-from megatune.data.samples import Sample
-from megatune.data.truncation import TOO_LONG
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from megatune.data.prepare import Prepared
+    from megatune.data.samples import Sample
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 MOST_NAMED = 20  # rows that an error names
+TOO_LONG = "too-long"
+
+
+class RowError(Exception):
+    """A row that cannot be trained on.
+
+    Args:
+        code: the kind of problem, for programs: "missing-field". docs/data-formats.md lists all of them.
+        reason: what is wrong, in words that are the same for all such rows (they are counted by it).
+        detail: what is special about this row.
+    """
+
+    def __init__(self, code: str, reason: str, detail: str = "") -> None:
+        super().__init__(code, reason, detail)
+        self.code, self.reason, self.detail = code, reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
+
+class LengthError(RowError):
+    """A row that is lost to cutoff_len; `length` is its number of tokens before truncation."""
+
+    def __init__(self, code: str, reason: str, detail: str = "", length: int = 0) -> None:
+        super().__init__(code, reason, detail)
+        self.length = length
+
+
+class UnsupportedRow(Exception):  # noqa: N818 - not an error of the row
+    """A row that needs what is not built, or another stage: its data set is refused, since dropping would hide that.
+
+    Args:
+        what: what it needs.
+        fix: what to do about it, "" where there is nothing to say.
+    """
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        super().__init__(what, fix)
+        self.what, self.fix = what, fix
+
+    def __str__(self) -> str:
+        return self.what
 
 
 class BadRows:
@@ -56,38 +96,34 @@ class BadRows:
         if self._file is None:
             # What JSON spells as half of a surrogate pair is written as it was: backslash, u, four digits.
             self._file = open(self._path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        self._file.write(f"{json.dumps(_entry(sample, error), ensure_ascii=False, default=str)}\n")
+        # A row that could not be parsed is kept as its text.
+        row = {"raw": sample.row.raw} if sample.row.error is not None else {"row": sample.row.fields}
+        entry = {"where": sample.where, "code": error.code, "reason": error.reason, "detail": error.detail, **row}
+        self._file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")
 
     def check(self, num_read: int) -> None:
-        """Call when all rows are read.
-
-        Args:
-            num_read: rows of all data sets.
+        """Refuse the bad rows among the `num_read` rows of all data sets, once all of them are read.
 
         Raises:
             MegatuneError: there are rows that the settings refuse (exit code 65).
         """
-        fixes = {
-            "bad": "correct them, or write on_bad_row: quarantine, which leaves them out and copies them to "
-            f"{BAD_ROWS_FILE} in output_dir",
-            "long": "raise cutoff_len, or write truncation_strategy: budget to cut them, drop to leave them out",
-        }
-        whats = {"bad": "rows cannot be trained on", "long": "rows are longer than cutoff_len"}
-        findings = []
-        for kind in ("bad", "long"):
-            if not self._refused[kind] or not self._counts[kind]:
-                continue
-            unnamed = self._counts[kind] - len(self._named[kind])
-            what = f"{self._counts[kind]} of {num_read} {whats[kind]}"
-            if unnamed:
-                what = f"and {unnamed} more: {what}"
-            findings += [*self._named[kind], Finding(what, fix=fixes[kind])]
+        findings: list[Finding] = []
+        for kind, what, fix in (
+            ("bad", "rows cannot be trained on", "correct them, or write on_bad_row: quarantine, which leaves them out "
+             f"and copies them to {BAD_ROWS_FILE} in output_dir"),
+            ("long", "rows are longer than cutoff_len", "raise cutoff_len, or write truncation_strategy: budget to cut "
+             "them, drop to leave them out"),
+        ):  # fmt: skip
+            named, count = self._named[kind], self._counts[kind]
+            if self._refused[kind] and count:
+                more = f"and {count - len(named)} more: " if count > len(named) else ""
+                findings += [*named, Finding(f"{more}{count} of {num_read} {what}", fix=fix)]
         if findings:
             raise MegatuneError(findings, ExitCode.DATA)
 
 
 def copy_bad_rows(prepared: Prepared, output_dir: Path) -> Path | None:
-    """Put the rows that were left out beside the run's other files, whether it prepared them or found them prepared.
+    """Copy the rows that were left out beside the run's other files, whether or not this run prepared them.
 
     Returns:
         The copy; None where nothing was quarantined.
@@ -96,12 +132,4 @@ def copy_bad_rows(prepared: Prepared, output_dir: Path) -> Path | None:
         OSError: it cannot be written.
     """
     kept = prepared.directory / BAD_ROWS_FILE
-    if not kept.exists():
-        return None
-    return Path(shutil.copyfile(kept, output_dir / BAD_ROWS_FILE))
-
-
-def _entry(sample: Sample, error: RowError) -> dict[str, object]:
-    """A row that could not be parsed is kept as its text."""
-    row = {"raw": sample.row.raw} if sample.row.error is not None else {"row": sample.row.fields}
-    return {"where": sample.where, "code": error.code, "reason": error.reason, "detail": error.detail, **row}
+    return Path(shutil.copyfile(kept, output_dir / BAD_ROWS_FILE)) if kept.exists() else None

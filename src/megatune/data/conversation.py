@@ -1,4 +1,4 @@
-"""What a row of a file becomes, whatever its form: a text, a conversation or a preference pair."""
+"""An example, which a row of a file becomes whatever its form: a text, a conversation or a preference pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Role = Literal["user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function the assistant calls."""
+    """A call of a function by the assistant."""
 
     name: str
     arguments: dict[str, Any]
@@ -19,10 +19,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; a tool's answer has the role "tool".
+    """One message; what a tool returns has the role "tool".
 
     Attributes:
-        trained: False for an answer that is context only.
+        trained: False for an answer that is masked: context only.
     """
 
     role: Role
@@ -31,7 +31,7 @@ class Message:
     trained: bool = True
 
     def __reduce__(self) -> tuple[type[Message], tuple[object, ...]]:
-        # What dataclasses with slots pickle by takes five times as long, and worker processes get every message.
+        # The default of dataclasses with slots takes five times as long, and worker processes get every message.
         return Message, (self.role, self.content, self.tool_calls, self.trained)
 
 
@@ -40,7 +40,7 @@ class Conversation:
     """Turns of (user or tools, assistant), ending with the assistant.
 
     Attributes:
-        system: "" where the row has none.
+        system: the system message, "" where the row has none.
         tools: JSON schemas of the tools on offer, as the row has them.
     """
 
@@ -53,7 +53,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PreferencePair:
     """Two answers to one conversation, of which the first is preferred.
 
     Attributes:
@@ -76,11 +76,22 @@ class Pair:
         )
 
 
-# A text is a row of stage pt, a conversation one of stage sft, a pair one of stage dpo.
-Example = str | Conversation | Pair
+# Rows of stage pt, sft and dpo.
+Example = str | Conversation | PreferencePair
 
 # Self-cognition data sets write the model's name and maker so; the setting that fills each.
 PLACEHOLDERS = {"{{name}}": "model_name", "{{author}}": "model_author"}
+
+
+def texts(example: Example) -> Iterable[str]:
+    """Return every text that someone wrote, in order: the system message first, then the messages."""
+    if isinstance(example, str):
+        return (example,)
+    if isinstance(example, PreferencePair):
+        messages = (*example.prompt, example.chosen, example.rejected)
+    else:
+        messages = example.messages
+    return (example.system, *(message.content for message in messages))
 
 
 def fill_placeholders(example: Example, values: Mapping[str, str | None]) -> tuple[Example, list[str]]:
@@ -100,29 +111,12 @@ def fill_placeholders(example: Example, values: Mapping[str, str | None]) -> tup
                 text = text.replace(placeholder, value)
         return text
 
-    def filled_message(message: Message) -> Message:
-        return replace(message, content=filled(message.content))
+    def of(*messages: Message) -> tuple[Message, ...]:
+        return tuple(replace(message, content=filled(message.content)) for message in messages)
 
     if isinstance(example, str):
         return filled(example), missing
-    if isinstance(example, Pair):
-        pair = replace(
-            example,
-            prompt=tuple(map(filled_message, example.prompt)),
-            chosen=filled_message(example.chosen),
-            rejected=filled_message(example.rejected),
-            system=filled(example.system),
-        )
-        return pair, missing
-    return replace(
-        example, messages=tuple(map(filled_message, example.messages)), system=filled(example.system)
-    ), missing
-
-
-def texts(example: Example) -> Iterable[str]:
-    """Every text that someone wrote, in order: the system message first, then the messages."""
-    if isinstance(example, str):
-        return (example,)
-    if isinstance(example, Pair):
-        return (example.system, *(m.content for m in (*example.prompt, example.chosen, example.rejected)))
-    return (example.system, *(message.content for message in example.messages))
+    if isinstance(example, Conversation):
+        return replace(example, messages=of(*example.messages), system=filled(example.system)), missing
+    prompt, (chosen, rejected) = of(*example.prompt), of(example.chosen, example.rejected)
+    return replace(example, prompt=prompt, chosen=chosen, rejected=rejected, system=filled(example.system)), missing

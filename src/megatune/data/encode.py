@@ -1,4 +1,4 @@
-"""Examples to documents: tokenise a template's turns, label the answers, cut to cutoff_len."""
+"""Examples to documents: tokenise a template's turns, mask the prompts, cut to cutoff_len."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatune.data.conversation import Conversation, Example, Pair
-from megatune.data.row_error import RowError
+from megatune.data.bad_rows import LengthError, RowError
+from megatune.data.conversation import Conversation, Example, PreferencePair
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
-from megatune.data.templates.borders import TurnTokens, needs_whole_text, tokens_of_whole_texts
-from megatune.data.truncation import LengthError, Strategy, Stretch, cut_pair, cut_turns
+from megatune.data.templates.tokens import TurnTokens, needs_whole_text, tokens_of_whole_texts
+from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ class Encoded:
     """One example as tokens.
 
     Attributes:
-        documents: one; of a pair two, with the chosen and the rejected answer. A text is one document, however long.
+        documents: one; of a pair two, the chosen and the rejected one. A text is one document, however long.
         truncated: whether anything was cut off.
-        length: tokens before cutting, of the longer document of a pair.
+        length: tokens before truncation, of the longer document of a pair.
     """
 
     documents: tuple[Document, ...]
@@ -38,7 +38,7 @@ class Encoded:
     length: int = 0
 
 
-# The documents of one example as stretches, whether it was cut, and its length before.
+# The documents of one example as stretches, whether it was cut, and its tokens before.
 _Plan = tuple[list[list[Stretch]], bool, int]
 
 
@@ -49,11 +49,11 @@ class Encoder:
     Attributes:
         template: None in pretraining, which has no chat template.
         cutoff_len: tokens of the longest document; texts are not cut here.
-        truncation: what becomes of longer ones.
-        train_on_prompt: label everything.
-        mask_history: label the last answer only; with "budget", earlier turns are the first to go.
-        preserve_thinking: keep the reasoning of earlier answers that are context only.
-        whole_text: tokenise conversations as a whole, not a prompt and an answer by itself: see `needs_whole_text`.
+        truncation: what is done with longer ones.
+        train_on_prompt: mask nothing.
+        mask_history: train the last completion only; with "budget", earlier turns are the first to be cut.
+        preserve_thinking: keep the reasoning of earlier completions that are masked.
+        whole_text: tokenise conversations as a whole: see `needs_whole_text`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -67,33 +67,28 @@ class Encoder:
     whole_text: bool = False
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """Documents of each example, or why it has none: a `LengthError` where cutoff_len is the reason."""
+        """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason."""
         rendered = [self._rendered(example) for example in examples]
-        tokens = iter(
-            self._tokenise([turns for whole in rendered if not isinstance(whole, RowError) for turns in whole])
-        )
+        texts = [turns for whole in rendered if not isinstance(whole, RowError) for turns in whole]
+        tokens = iter(self._tokenise(texts))
         plans = [
             turns if isinstance(turns, RowError) else self._planned(example, turns, [next(tokens) for _ in turns])
             for example, turns in zip(examples, rendered, strict=True)
         ]
-        documents = iter(
-            _documents([stretches for plan in plans if not isinstance(plan, RowError) for stretches in plan[0]])
-        )
+        planned = [stretches for plan in plans if not isinstance(plan, RowError) for stretches in plan[0]]
+        documents = iter(_documents(planned))
         return [
-            plan
-            if isinstance(plan, RowError)
-            else Encoded(tuple(next(documents) for _ in plan[0]), truncated=plan[1], length=plan[2])
+            plan if isinstance(plan, RowError) else Encoded(tuple(next(documents) for _ in plan[0]), *plan[1:])
             for plan in plans
         ]
 
     def _rendered(self, example: Example) -> list[list[Turn]] | RowError:
-        """The turns of a conversation, or of both conversations of a pair."""
+        """Render the turns of a conversation, or of both conversations of a pair."""
         if isinstance(example, str):
             return [[Turn((), (example,))]]
         assert self.template is not None
-        is_pair = isinstance(example, Pair)
-        conversations = example.conversations() if isinstance(example, Pair) else (example,)
-        drop_history = (is_pair or self.mask_history) and not self.preserve_thinking
+        conversations = example.conversations() if isinstance(example, PreferencePair) else (example,)
+        drop_history = (len(conversations) == 2 or self.mask_history) and not self.preserve_thinking
         thinking = Thinking(self.enable_thinking, drop_history=drop_history)
         try:
             return [self.template.render(conversation, thinking) for conversation in conversations]
@@ -101,20 +96,21 @@ class Encoder:
             return error
 
     def _tokenise(self, conversations: list[list[Turn]]) -> list[TurnTokens]:
-        """Tokens of each turn of each conversation; all in one call, which a fast tokenizer spreads over cores."""
+        """Tokenise every turn of every conversation in one call, which a fast tokenizer spreads over cores."""
         if self.whole_text:
             assert self._backend is not None
             return tokens_of_whole_texts(self._backend, conversations)
-        pieces = (piece for turns in conversations for turn in turns for piece in (*turn.prompt, *turn.answer))
+        pieces = (piece for turns in conversations for turn in turns for piece in (*turn.prompt, *turn.completion))
         ids = self._ids(list(dict.fromkeys(pieces)))
-        return [[(_joined(turn.prompt, ids), _joined(turn.answer, ids)) for turn in turns] for turns in conversations]
+        return [
+            [(_joined(turn.prompt, ids), _joined(turn.completion, ids)) for turn in turns] for turns in conversations
+        ]
 
     def _ids(self, wanted: list[str]) -> dict[str, list[int]]:
         if not wanted:
             return {}
-        backend = self._backend
-        if backend is not None:
-            ids = [encoding.ids for encoding in backend.encode_batch_fast(wanted, add_special_tokens=False)]
+        if self._backend is not None:
+            ids = [encoding.ids for encoding in self._backend.encode_batch_fast(wanted, add_special_tokens=False)]
         else:
             options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
             ids = self.tokenizer(wanted, **options)["input_ids"]
@@ -122,7 +118,7 @@ class Encoder:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizers library's object: its ids without what Transformers makes of them, which takes as long."""
+        """Return the tokenizers library's object, which encodes in half the time that Transformers takes."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is not None:
             # Transformers turns off what tokenizer.json may ask for: truncation and padding.
@@ -135,12 +131,12 @@ class Encoder:
 
     @cached_property
     def _text_ends(self) -> tuple[list[int], list[int]]:
-        """The begin-of-sequence token, where this tokenizer puts one before a text, and the end-of-sequence token."""
+        """Return the bos token, where this tokenizer puts one before a text, and the eos token."""
         bos, eos = self._bos, self.tokenizer.eos_token_id
         return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else [], [eos]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What encoding needs, without Transformers' part of the tokenizer: that takes a worker seconds to import."""
+        """Return what encoding needs, without Transformers' part of the tokenizer, which takes seconds to import."""
         if self._backend is None:
             return self.__dict__
         known = {"_bos": self._bos, **({"_text_ends": self._text_ends} if self.template is None else {})}
@@ -165,14 +161,14 @@ class Encoder:
 
     def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Plan:
         turns = []
-        for number, (turn, (prompt, answer)) in enumerate(zip(rendered, tokens, strict=True), start=1):
+        for number, (turn, (prompt, completion)) in enumerate(zip(rendered, tokens, strict=True), start=1):
             trained = turn.trained and (number == len(rendered) or not self.mask_history)
-            turns.append(((prompt, self.train_on_prompt), (answer, trained or self.train_on_prompt)))
+            turns.append(((prompt, self.train_on_prompt), (completion, trained or self.train_on_prompt)))
         stretches = [stretch for turn in turns for stretch in turn]
         length = sum(len(tokens) for tokens, _ in stretches)
         truncated = length > self.cutoff_len
         if truncated:
-            keep_first = self._starts_with_bos(stretches[0][0])
+            keep_first = stretches[0][0][:1] == [self._bos]
             stretches = cut_turns(
                 turns, self.cutoff_len, self.truncation, last_first=self.mask_history, keep_first=keep_first
             )
@@ -180,31 +176,28 @@ class Encoder:
         return [stretches], truncated, length
 
     def _pair(self, tokens: list[TurnTokens]) -> _Plan:
-        """Where thoughts make the two prompts differ, the difference belongs to the answers."""
+        """Plan both documents of a pair; where thoughts make its prompts differ, they belong to the completions."""
         prompts = [_context(turns) for turns in tokens]
         shared = _num_shared(*prompts)
-        answers = [prompt[shared:] + turns[-1][1] for prompt, turns in zip(prompts, tokens, strict=True)]
+        completions = [prompt[shared:] + turns[-1][1] for prompt, turns in zip(prompts, tokens, strict=True)]
         prompt = prompts[0][:shared]
-        length = len(prompt) + max(map(len, answers))
+        length = len(prompt) + max(map(len, completions))
         truncated = length > self.cutoff_len
         if truncated:
-            keep_first = self._starts_with_bos(prompt)
-            prompt, answers = cut_pair(prompt, answers, self.cutoff_len, self.truncation, keep_first=keep_first)
-        if answers[0] == answers[1]:
+            keep_first = prompt[:1] == [self._bos]
+            prompt, completions = cut_pair(prompt, completions, self.cutoff_len, self.truncation, keep_first=keep_first)
+        if completions[0] == completions[1]:
             if truncated:
                 raise _lost("chosen and rejected are the same", length)
             raise RowError("same-answers", "chosen and rejected are the same")
-        documents: list[list[Stretch]] = [[(prompt, False), (answer, True)] for answer in answers]
+        documents: list[list[Stretch]] = [[(prompt, False), (completion, True)] for completion in completions]
         for stretches in documents:
             _check_trained(stretches, length, truncated=truncated)
         return documents, truncated, length
 
-    def _starts_with_bos(self, tokens: list[int]) -> bool:
-        return bool(tokens) and tokens[0] == self._bos
-
 
 def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """The encoder that settings ask for.
+    """Make the encoder that settings ask for.
 
     Raises:
         MegatuneError: the template is unknown (exit code 64), or the tokenizer is not one for it (66).
@@ -229,16 +222,14 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Enco
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Stage pt ends each text with the end-of-sequence token.
+    """Check that the tokenizer has an eos token, with which stage pt ends each text.
 
     Raises:
         MegatuneError: the tokenizer has none (exit code 66).
     """
     if tokenizer.eos_token_id is None:
-        raise MegatuneError(
-            Finding("the tokenizer has no eos_token, which stage pt puts after each text", tokenizer.name_or_path),
-            ExitCode.INPUT,
-        )
+        what = "the tokenizer has no eos_token, which stage pt puts after each text"
+        raise MegatuneError(Finding(what, tokenizer.name_or_path), ExitCode.INPUT)
 
 
 def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
@@ -248,13 +239,13 @@ def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
 
 
 def _context(turns: TurnTokens) -> list[int]:
-    """All tokens before the last answer."""
+    """Join all tokens before the last completion."""
     *earlier, (last, _) = turns
-    return [token for prompt, answer in earlier for token in (*prompt, *answer)] + last
+    return [token for prompt, completion in earlier for token in (*prompt, *completion)] + last
 
 
 def _num_shared(first: list[int], second: list[int]) -> int:
-    """How many tokens two sequences start with in common."""
+    """Count the tokens that two sequences start with in common."""
     if first == second:
         return len(first)
     pairs = zip(first, second, strict=False)
@@ -262,7 +253,7 @@ def _num_shared(first: list[int], second: list[int]) -> int:
 
 
 def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool) -> None:
-    """A document's first token is never predicted.
+    """Check that a document has a trained token besides its first, which is never predicted.
 
     Raises:
         RowError: no token is left to train on.
@@ -282,7 +273,7 @@ def _lost(reason: str, length: int) -> LengthError:
 
 
 def _documents(planned: list[list[Stretch]]) -> list[Document]:
-    """Arrays of all documents at once: numpy's cost is by the call."""
+    """Make the arrays of all documents at once: numpy's cost is by the call."""
     stretches = [stretch for document in planned for stretch in document]
     tokens = np.array([token for ids, _ in stretches for token in ids], dtype=np.int32)
     trained = np.repeat([trained for _, trained in stretches], [len(ids) for ids, _ in stretches])

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import BadRows
+from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowShape
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.report import DatasetReport
-from megatune.data.row_error import RowError
 from megatune.data.samples import Sample, read_samples, stream_samples
 from megatune.data.sources import DatasetSource, SourcePosition, resolve_datasets
 from megatune.data.workers import Result, encode_all

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatune.data.bad_rows import BadRows
+from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import ExtraSource, RowsBuilder
 from megatune.data.cache.folder import KEY_FILE, built
 from megatune.data.cache.key import prepared_key
@@ -25,7 +25,6 @@ from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline
 from megatune.data.report import DataReport, DatasetReport
-from megatune.data.row_error import RowError
 from megatune.data.rows import TokenRows
 from megatune.data.samples import Sample
 from megatune.data.sources import DatasetSource

@@ -1,16 +1,16 @@
-"""What became of every row that was read."""
+"""Reports: how many rows were read, trained, held out and dropped, and the tokens that they make."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.lengths import LengthReport
-from megatune.data.row_error import RowError
 
 EXAMPLES_PER_REASON = 3
 
@@ -22,7 +22,7 @@ class DatasetReport:
     Attributes:
         samples: what an epoch trains of it, after num_samples, mixing and weights.
         truncated: rows cut to cutoff_len, among those trained or held out.
-        tokens: of those rows, each once, after cutting; they lie in tokens.bin data set after data set.
+        tokens: of those rows, each once, after truncation; tokens.bin has them data set after data set.
         dropped: number of rows by reason.
         codes: each reason's code.
         examples: the first few dropped rows of each reason, with their places.
@@ -47,7 +47,7 @@ class DatasetReport:
             self.examples.append(f"{where}: {error}")
 
     def leave_out(self, count: int, code: str, reason: str) -> None:
-        """Count rows that are dropped for no fault of theirs."""
+        """Count rows that are dropped although nothing is wrong with them."""
         if count:
             self.dropped[reason] += count
             self.codes[reason] = code
@@ -78,12 +78,12 @@ class TokenReport:
 
     @property
     def packing_efficiency(self) -> float:
-        """The share of packed rows' capacity that holds tokens."""
+        """Return the share of packed rows' capacity that holds tokens."""
         assert self.capacity is not None
         return self.tokens / (self.rows * self.capacity)
 
     def line(self) -> str:
-        """The report in words."""
+        """Write the report in words."""
         tokens = f"{self.tokens} tokens, {self.trained} of them trained"
         if self.capacity is None:
             return f"{self.rows} token rows, {tokens}"
@@ -95,10 +95,10 @@ class TokenReport:
 
 @dataclass(slots=True)
 class DataReport:
-    """All of it; `train` and `evaluation` count tokens, `datasets` rows of files.
+    """The whole report; `train` and `evaluation` count tokens, `datasets` rows of files.
 
     Attributes:
-        lengths: of all samples before cutting.
+        lengths: of all samples before truncation.
         notes: what else a user should know, a line each.
     """
 
@@ -109,8 +109,10 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterable[str]:
-        """The report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
-        yield from _table(self.datasets)
+        """Write the report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
+        head = ("data set", "rows read", "trained", "held out", "dropped", "cut to cutoff_len", "samples an epoch")
+        numbers = ((d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples) for d in self.datasets)
+        yield from table(head, [(d.name, *map(str, row)) for d, row in zip(self.datasets, numbers, strict=True)])
         for dataset in self.datasets:
             for reason, count in dataset.dropped.most_common():
                 yield f"{dataset.name}: dropped {count}: {reason} [{dataset.codes[reason]}]"
@@ -123,12 +125,10 @@ class DataReport:
         yield from (f"note: {note}" for note in self.notes)
 
     def raw(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """Return the report as a JSON object."""
         return {
             # Not asdict, which takes a Counter for a dict of pairs.
-            "datasets": [
-                {name: getattr(dataset, name) for name in DatasetReport.__slots__} for dataset in self.datasets
-            ],
+            "datasets": [{name: getattr(each, name) for name in DatasetReport.__slots__} for each in self.datasets],
             "train": asdict(self.train),
             "evaluation": asdict(self.evaluation) if self.evaluation else None,
             "lengths": asdict(self.lengths) if self.lengths else None,
@@ -151,12 +151,9 @@ class DataReport:
         return cls(datasets, TokenReport(**raw["train"]), evaluation, lengths, raw["notes"])
 
 
-def _table(datasets: Iterable[DatasetReport]) -> Iterator[str]:
-    head = ("data set", "rows read", "trained", "held out", "dropped", "cut to cutoff_len", "samples an epoch")
-    cells = [
-        (d.name, *map(str, (d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples)))
-        for d in datasets
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    for name, *numbers in (head, *cells):
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Write a table whose first column is aligned left, the others right."""
+    cells = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *numbers in cells:
         yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])

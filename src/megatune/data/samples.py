@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Example, fill_placeholders, texts
 from megatune.data.formats import to_example
 from megatune.data.order import sample_order
 from megatune.data.readers import RawRow
-from megatune.data.row_error import RowError, UnsupportedRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer.
 
     Raises:
         MegatuneError: INPUT, when there is none or it cannot be read.
@@ -22,12 +22,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError, KeyError) as error:
-        raise MegatuneError(
-            Finding(
-                "the tokenizer cannot be loaded",
-                str(model_dir),
-                str(error).splitlines()[0] if str(error) else type(error).__name__,
-                "put tokenizer.json and tokenizer_config.json beside the weights",
-            ),
-            ExitCode.INPUT,
-        ) from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fix = "put tokenizer.json and tokenizer_config.json beside the weights"
+        finding = Finding("the tokenizer cannot be loaded", str(model_dir), why, fix)
+        raise MegatuneError(finding, ExitCode.INPUT) from error

@@ -1,59 +1,46 @@
-"""What becomes of a sample that is longer than cutoff_len."""
+"""Truncation: cut a sample that is longer than cutoff_len, or drop it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
-from megatune.data.row_error import RowError
+from megatune.data.bad_rows import TOO_LONG, LengthError
 
 Strategy = Literal["budget", "drop", "left", "right", "error"]
 # Tokens, and whether they are trained.
 Stretch = tuple[list[int], bool]
 
-TOO_LONG = "too-long"
-
-
-class LengthError(RowError):
-    """A row that is lost to cutoff_len.
-
-    Attributes:
-        length: its tokens before anything was cut.
-    """
-
-    def __init__(self, code: str, reason: str, detail: str = "", length: int = 0) -> None:
-        super().__init__(code, reason, detail)
-        self.length = length
-
 
 def too_long(length: int, cutoff_len: int) -> LengthError:
-    """A row that truncation_strategy does not let be cut."""
+    """Return the error of a row that truncation_strategy does not let be cut."""
     return LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
 
 
-def share_budget(prompt_length: int, answer_length: int, budget: int) -> tuple[int, int]:
-    """How many tokens of a prompt and of its answer fit a budget (LLaMA-Factory's rule).
+def share_budget(prompt_length: int, completion_length: int, budget: int) -> tuple[int, int]:
+    """Return how many tokens of a prompt and of its completion fit a budget (LLaMA-Factory's rule).
 
-    An answer shorter than half the budget is kept whole; else a prompt shorter than half is; else both give way in
+    An completion shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
     proportion.
     """
-    if 2 * answer_length < budget:
+    if 2 * completion_length < budget:
         room = budget
     elif 2 * prompt_length < budget:
         room = budget - prompt_length
     else:
-        room = budget * answer_length // (prompt_length + answer_length)
-    answer_length = min(answer_length, room)
-    return min(prompt_length, budget - answer_length), answer_length
+        room = budget * completion_length // (prompt_length + completion_length)
+    completion_length = min(completion_length, room)
+    return min(prompt_length, budget - completion_length), completion_length
 
 
 def cut_turns(
     turns: Sequence[tuple[Stretch, Stretch]], cutoff_len: int, strategy: Strategy, *, last_first: bool, keep_first: bool
 ) -> list[Stretch]:
-    """The turns of a conversation, in cutoff_len tokens.
+    """Cut the turns of a conversation to cutoff_len tokens.
 
     Args:
-        turns: prompts and answers; together longer than cutoff_len.
+        turns: prompts and completions; together longer than cutoff_len.
         last_first: with "budget", turns are kept from the last one, not from the first.
         keep_first: with "left", the first token stays.
 
@@ -64,61 +51,48 @@ def cut_turns(
     if strategy == "budget":
         return _in_budget(turns, cutoff_len, last_first)
     if strategy == "right":
-        return _first(stretches, cutoff_len)
+        starts = accumulate((len(tokens) for tokens, _ in stretches), initial=0)
+        rooms = (max(0, cutoff_len - start) for start in starts)
+        return [(tokens[:room], trained) for (tokens, trained), room in zip(stretches, rooms, strict=False)]
     if strategy == "left":
         return _last(stretches, cutoff_len, keep_first)
     raise too_long(sum(len(tokens) for tokens, _ in stretches), cutoff_len)
 
 
 def cut_pair(
-    prompt: list[int], answers: Sequence[list[int]], cutoff_len: int, strategy: Strategy, *, keep_first: bool
+    prompt: list[int], completions: Sequence[list[int]], cutoff_len: int, strategy: Strategy, *, keep_first: bool
 ) -> tuple[list[int], list[list[int]]]:
-    """A prompt and its two answers, each answer with the prompt in cutoff_len tokens; the prompt stays shared.
+    """Cut a prompt and its two completions, each with the prompt to cutoff_len tokens; the prompt stays shared.
 
-    With "budget" the longer answer counts in LLaMA-Factory's rule, and both are cut to what it gets. With "right" the
-    prompt keeps its start, and the answers get what it leaves; with "left" answers keep their ends, and the prompt the
-    end of what the longer one leaves.
+    With "budget" the longer completion counts in LLaMA-Factory's rule, and both are cut to what it gets. With "right"
+    the prompt keeps its start, and the completions get what it leaves; with "left" completions keep their ends, and the
+    prompt the end of what the longer one leaves.
 
     Args:
-        prompt, answers: with the longer answer, longer than cutoff_len.
+        prompt, completions: with the longer completion, longer than cutoff_len.
         keep_first: with "left", the first token stays.
 
     Raises:
         LengthError: the strategy is "drop" or "error".
     """
-    longest = max(map(len, answers))
-    if strategy == "budget":
-        prompt_length, answer_length = share_budget(len(prompt), longest, cutoff_len)
-        return prompt[:prompt_length], [answer[:answer_length] for answer in answers]
-    if strategy == "right":
-        prompt = prompt[:cutoff_len]
-        return prompt, [answer[: cutoff_len - len(prompt)] for answer in answers]
-    if strategy == "left":
-        head = prompt[: int(keep_first)]
-        room = cutoff_len - len(head)
-        kept = prompt[len(head) :][max(0, len(prompt) - len(head) - max(0, room - longest)) :]
-        return head + kept, [answer[max(0, len(answer) - room) :] for answer in answers]
-    raise too_long(len(prompt) + longest, cutoff_len)
+    longest = max(completions, key=len)
+    turn = ((prompt, False), (longest, True))
+    *kept, (cut, _) = cut_turns([turn], cutoff_len, strategy, last_first=False, keep_first=keep_first)
+    size = len(cut)
+    short = [ids[max(0, len(ids) - size) :] if strategy == "left" else ids[:size] for ids in completions]
+    return [token for tokens, _ in kept for token in tokens], short
 
 
 def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first: bool) -> list[Stretch]:
-    """Fill the budget turn by turn; one that is used up ends the sample."""
+    """Fill the budget turn by turn; the turn that uses it up is the last."""
     kept: list[tuple[Stretch, Stretch]] = []
-    for (prompt, prompt_trained), (answer, answer_trained) in reversed(turns) if last_first else turns:
+    for (prompt, prompt_trained), (completion, completion_trained) in reversed(turns) if last_first else turns:
         if budget <= 0:
             break
-        prompt_length, answer_length = share_budget(len(prompt), len(answer), budget)
-        kept.append(((prompt[:prompt_length], prompt_trained), (answer[:answer_length], answer_trained)))
-        budget -= prompt_length + answer_length
+        prompt_length, completion_length = share_budget(len(prompt), len(completion), budget)
+        kept.append(((prompt[:prompt_length], prompt_trained), (completion[:completion_length], completion_trained)))
+        budget -= prompt_length + completion_length
     return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
-
-
-def _first(stretches: Iterable[Stretch], room: int) -> list[Stretch]:
-    kept = []
-    for tokens, trained in stretches:
-        kept.append((tokens[:room], trained))
-        room -= len(kept[-1][0])
-    return kept
 
 
 def _last(stretches: Sequence[Stretch], room: int, keep_first: bool) -> list[Stretch]:

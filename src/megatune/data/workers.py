@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Example
 from megatune.data.encode import Encoded, Encoder
-from megatune.data.row_error import RowError
 from megatune.data.rows import Document
 from megatune.data.samples import Sample
 from megatune.errors import ExitCode, MegatuneError

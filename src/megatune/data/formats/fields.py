@@ -1,4 +1,4 @@
-"""Fields of a row: what is there, of the right type, and can be encoded."""
+"""Fields of a row: strings that are there and can be encoded, tools, and calls of them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import ToolCall
 from megatune.data.readers import json_type
-from megatune.data.row_error import RowError, UnsupportedRow
-from megatune.data.sources import Columns
-
-
-def refuse_media(row: Mapping[str, Any], columns: Columns) -> None:
-    """A row with pictures, films or sound cannot be trained on without them.
-
-    Raises:
-        UnsupportedRow: it has some.
-    """
-    for kind, column in (("images", columns.images), ("videos", columns.videos), ("audio", columns.audios)):
-        if column is not None and row.get(column):
-            raise UnsupportedRow(f"field {column!r}: training on {kind} is not built")
 
 
 def string(row: Mapping[str, Any], name: str, column: str = "", number: int = 0) -> str:
-    """A required string.
+    """Read a required string.
 
     Args:
         column, number: the column of the message that `row` is, and its number in it from 1; 0 where the column has
@@ -48,14 +37,14 @@ def string(row: Mapping[str, Any], name: str, column: str = "", number: int = 0)
 
 
 def optional_string(row: Mapping[str, Any], name: str | None) -> str:
-    """A string, "" where the column is off, missing or null."""
+    """Read a string, "" where the column is off, missing or null."""
     if name is None or row.get(name) is None:
         return ""
     return string(row, name)
 
 
 def encodable(text: str, owner: str, place: str = "") -> str:
-    """The text itself, if a tokenizer can take it: JSON can spell half of a surrogate pair.
+    """Return the text itself, if a tokenizer can take it: JSON can spell half of a surrogate pair.
 
     Args:
         owner: the field it is in, for the error.
@@ -91,17 +80,17 @@ def encodable_json(value: object, owner: str, place: str = "") -> None:
 
 
 def first_present(row: Mapping[str, Any], names: Sequence[str | None]) -> str | None:
-    """The first of the names whose field is there and not null."""
+    """Return the first of the names whose field is there and not null."""
     return next((name for name in names if name is not None and row.get(name) is not None), None)
 
 
 def listed(row: Mapping[str, Any]) -> str:
-    """The names of a row's fields, for messages."""
+    """Name a row's fields, for error messages."""
     return ", ".join(map(repr, row)) or "no fields"
 
 
 def short(value: object) -> str:
-    """A value as JSON, cut to fit a message."""
+    """Write a value as JSON, cut to fit an error message."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):
@@ -112,3 +101,83 @@ def short(value: object) -> str:
 
 def _at_character(place: str, index: int) -> str:
     return f"{place}, character {index + 1}" if place else f"character {index + 1}"
+
+
+def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], ...]:
+    """Read tool schemas: a list, or JSON of one; () where the column is off, missing, null or empty.
+
+    Raises:
+        RowError: it is neither.
+    """
+    schemas = row.get(column) if column else None
+    if not schemas or column is None:
+        return ()
+    if isinstance(schemas, str):
+        try:
+            schemas = json.loads(schemas) if schemas.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise RowError("bad-tools", f"field {column!r} is not JSON", _json_fault(error)) from error
+        if not schemas:
+            return ()
+    if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
+        raise RowError("bad-tools", f"field {column!r}: expected a list of tool schemas", f"got {short(schemas)}")
+    encodable_json(schemas, column)
+    return tuple(schemas)
+
+
+def function_call(value: str, owner: str, place: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Read ShareGPT's function_call: JSON {"name", "arguments"} or a list of them, after an optional thought.
+
+    Returns:
+        The thought with its tags, "" where there is none, and the calls.
+    """
+    thought = ""
+    if value.lstrip().startswith("<think>") and "</think>" in value:
+        thought, _, value = value.partition("</think>")
+        thought += "</think>\n\n"
+    try:
+        calls = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        of = f" of {short(value)}" if isinstance(error, json.JSONDecodeError) else ""
+        detail = _placed(place, f"{_json_fault(error)}{of}")
+        raise RowError("bad-tool-call", "a function call is not JSON", detail) from error
+    if calls == []:
+        raise RowError("bad-tool-call", "a function call without a call", place)
+    return thought, tool_calls(calls if isinstance(calls, list) else [calls], owner, place)
+
+
+def tool_calls(calls: object, owner: str, place: str) -> tuple[ToolCall, ...]:
+    """Read calls as OpenAI writes them, {"function": {"name", "arguments"}}, or without "function" around.
+
+    Arguments are an object, or JSON of one; without arguments they are {}.
+    """
+    if not isinstance(calls, list):
+        raise RowError("bad-tool-call", "tool calls are not a list", _placed(place, f"got {json_type(calls)}"))
+    return tuple(_tool_call(call, owner, place) for call in calls)
+
+
+def _tool_call(call: object, owner: str, place: str) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            detail = _placed(place, short(call))
+            raise RowError("bad-tool-call", "the arguments of a tool call are not JSON", detail) from error
+    if not (isinstance(name, str) and name) or not isinstance(arguments, dict):
+        reason = "a tool call needs a name and an object of arguments"
+        raise RowError("bad-tool-call", reason, _placed(place, short(call)))
+    encodable_json([name, arguments], owner, place)
+    return ToolCall(name, arguments)
+
+
+def _json_fault(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+    return str(error)
+
+
+def _placed(place: str, what: str) -> str:
+    return f"{place}: {what}" if place else what

@@ -1,6 +1,6 @@
 """Rows as the model will see them, before anything is trained."""
 
-from megatune.data.preview.rows import Part, Preview, PreviewRow, read_preview
+from megatune.data.preview.rows import Preview, PreviewRow, RowDocument, read_preview
 from megatune.data.preview.show import show_preview
 
-__all__ = ["Part", "Preview", "PreviewRow", "read_preview", "show_preview"]
+__all__ = ["Preview", "PreviewRow", "RowDocument", "read_preview", "show_preview"]

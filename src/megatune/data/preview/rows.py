@@ -1,4 +1,4 @@
-"""The first rows of a run, encoded one by one: what a user looks at before the whole of the data is prepared."""
+"""The first rows of a run, for a user to look at before all of the data is prepared."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import PLACEHOLDERS, texts
-from megatune.data.encode import Encoded, Encoder, make_encoder
+from megatune.data.encode import Encoder, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
-from megatune.data.row_error import RowError
-from megatune.data.rows import Arrangement, Document, TokenRows
+from megatune.data.rows import Arrangement, Document
 from megatune.data.samples import read_samples
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates import stop_note
@@ -27,25 +27,30 @@ if TYPE_CHECKING:
 
     from megatune.config.settings import Settings
 
-# Samples that are read at most: so many make packed rows as full as they will be, and so many bad ones say enough.
+# Samples that are read at most: enough to fill packed rows as they will be, and to show what is wrong with bad ones.
 MOST_PACKED = 1000
 MOST_READ = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowDocument:
     """One document of a row.
 
     Attributes:
         where: file and line of its sample; "" where only prepared rows are left of it.
-        start: tokens of its text before it, where a long text is cut to pieces.
-        length: tokens of the sample before cutting; 0 where nothing is cut away, or it is not known.
+        start: tokens of its text before it, where a long text is cut into several documents.
+        length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
     """
 
     where: str
     document: Document
     start: int = 0
     length: int = 0
+
+    def cut(self, start: int, stop: int) -> RowDocument:
+        """Return some tokens of a text as a document."""
+        document = Document(self.document.input_ids[start:stop], self.document.labels[start:stop])
+        return RowDocument(self.where, document, start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +60,12 @@ class PreviewRow:
     Attributes:
         name: its data set, "" where a row has samples of several.
         number: counted from 1, of the usable rows of its data set, or of all packed ones.
-        parts: one; two of a pair, chosen and rejected; or all documents of a packed row.
+        documents: one; two of a pair, chosen and rejected; or all of a packed row.
     """
 
     name: str
     number: int
-    parts: tuple[Part, ...]
+    documents: tuple[RowDocument, ...]
 
 
 @dataclass(slots=True)
@@ -101,18 +106,15 @@ def read_preview(
         why = f"a stream holds out the first {data.val_size:g} samples that mix_strategy draws"
         fix = "leave out --eval: without it, the first rows of each data set are shown"
         raise MegatuneError(Finding("--eval with streaming: true", why=why, fix=fix), ExitCode.SETTINGS)
-    if evaluation and data.val_size:
-        return _held_out(settings, tokenizer, wanted)
-    if evaluation and not data.eval_dataset:
-        raise MegatuneError(
-            Finding("--eval: nothing is evaluated on", fix="set val_size or eval_dataset"), ExitCode.SETTINGS
-        )
+    if evaluation and not data.val_size and not data.eval_dataset:
+        finding = Finding("--eval: nothing is evaluated on", fix="set val_size or eval_dataset")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
     encoder = make_encoder(settings, tokenizer)
-    sources = resolve_datasets(data.eval_dataset if evaluation else data.dataset, data.dataset_dir, stage)
-    if settings.packing:
-        preview = _packed(settings, sources, encoder, wanted)
+    if evaluation and data.val_size:
+        preview = _held_out(settings, tokenizer, wanted)
     else:
-        preview = _single(settings, sources, encoder, wanted)
+        sources = resolve_datasets(data.eval_dataset if evaluation else data.dataset, data.dataset_dir, stage)
+        preview = (_packed if settings.packing else _single)(settings, sources, encoder, wanted)
     preview.notes[:0] = _makers(settings, encoder)
     if data.val_size and not evaluation:
         preview.notes.append(
@@ -124,81 +126,66 @@ def read_preview(
 
 
 def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
-    """The wanted rows of every data set."""
+    """Take the wanted rows of every data set."""
     preview = Preview("pairs" if settings.run.stage == "dpo" else "single")
     for source in sources:
         number = 0
-        for where, encoded in islice(_usable(settings, source, encoder, preview), MOST_READ):
-            for parts in _rows_of(where, encoded, settings):
+        for documents in islice(_usable(settings, source, encoder, preview), MOST_READ):
+            for row in [documents] if settings.run.stage != "pt" else _spans(documents, settings):
                 number += 1
                 if number in wanted:
-                    preview.rows.append(PreviewRow(source.name, number, parts))
+                    preview.rows.append(PreviewRow(source.name, number, row))
             preview.total = max(preview.total, number)
             if number >= wanted.stop - 1:
                 break
     return preview
 
 
-def _rows_of(where: str, encoded: Encoded, settings: Settings) -> Iterator[tuple[Part, ...]]:
-    """The rows of one sample: one, or as many as its text is long."""
-    if settings.run.stage != "pt":
-        yield tuple(Part(where, document, length=encoded.length) for document in encoded.documents)
-        return
-    for text in encoded.documents:
-        spans, _ = concatenate(np.asarray([[0, len(text.input_ids)]]), settings.data.cutoff_len, joined=False)
-        for start, stop in spans.tolist():
-            yield (Part(where, _cut(text, start, stop), start),)
-
-
 def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
-    """Rows of the first samples of every data set, packed as all will be."""
+    """Pack the first samples of every data set, as all will be packed."""
     preview = Preview("packed")
-    parts: list[Part] = []
+    documents: list[RowDocument] = []
     most = max(1, MOST_PACKED // len(sources))
     is_cut_off = False
     for source in sources:
         usable = _usable(settings, source, encoder, preview)
-        for where, encoded in islice(usable, most):
-            parts += [Part(where, document, length=encoded.length) for document in encoded.documents]
+        for sample in islice(usable, most):
+            documents += sample
         is_cut_off = is_cut_off or next(usable, None) is not None
-    rows = _concatenated(parts, settings) if settings.run.stage == "pt" else _filled(parts, settings)
+    if settings.run.stage == "pt":
+        rows = _spans(documents, settings)
+    else:
+        lengths = [len(each.document.input_ids) for each in documents]
+        packing, borders = pack(lengths, settings.data.cutoff_len, settings.run.seed)
+        rows = [tuple(documents[i] for i in packing[start:stop]) for start, stop in pairwise(borders)]
     preview.total = len(rows)
     # In an order of training: in that of packing, the first rows are those that the longest samples fill alone.
     order = epoch_order(len(rows), settings.run.seed, 0, not settings.data.disable_shuffling)
     preview.rows = [PreviewRow("", number, rows[i]) for number, i in enumerate(order, 1) if number in wanted]
     first = "the first " if is_cut_off else ""
-    preview.notes.append(f"packed from {first}{len(parts):,} samples into {len(rows):,} rows")
+    preview.notes.append(f"packed from {first}{len(documents):,} samples into {len(rows):,} rows")
     if is_cut_off:
         preview.notes.append("a run packs all samples together, and so fills other rows")
     return preview
 
 
-def _filled(parts: Sequence[Part], settings: Settings) -> list[tuple[Part, ...]]:
-    lengths = [len(part.document.input_ids) for part in parts]
-    order, rows = pack(lengths, settings.data.cutoff_len, settings.run.seed)
-    return [tuple(parts[i] for i in order[start:stop]) for start, stop in pairwise(rows)]
-
-
-def _concatenated(texts: Sequence[Part], settings: Settings) -> list[tuple[Part, ...]]:
+def _spans(texts: Sequence[RowDocument], settings: Settings) -> list[tuple[RowDocument, ...]]:
+    """Cut texts into rows of cutoff_len tokens: joined where rows are packed, else each by itself."""
     ends = np.cumsum([0, *(len(text.document.input_ids) for text in texts)])
-    spans, rows = concatenate(np.stack([ends[:-1], ends[1:]], axis=1), settings.data.cutoff_len, joined=True)
-    pieces = []
+    spans = np.stack([ends[:-1], ends[1:]], axis=1)
+    spans, borders = concatenate(spans, settings.data.cutoff_len, joined=settings.packing)
+    documents = []
     for start, stop in spans.tolist():
         number = int(np.searchsorted(ends, start, side="right")) - 1
-        text, first = texts[number], int(ends[number])
-        document = _cut(text.document, start - first, stop - first)
-        pieces.append(Part(text.where, document, start - first))
-    return [tuple(pieces[start:stop]) for start, stop in pairwise(rows)]
-
-
-def _cut(document: Document, start: int, stop: int) -> Document:
-    return Document(document.input_ids[start:stop], document.labels[start:stop])
+        first = int(ends[number])
+        documents.append(texts[number].cut(start - first, stop - first))
+    return [tuple(documents[start:stop]) for start, stop in pairwise(borders)]
 
 
 def _usable(
     settings: Settings, source: DatasetSource, encoder: Encoder, preview: Preview
-) -> Iterator[tuple[str, Encoded]]:
-    """Samples that can be trained on, with their places; the others are noted in the preview."""
+) -> Iterator[tuple[RowDocument, ...]]:
+    """Encode samples and yield the documents of those that can be trained on; the others are noted in the preview."""
     data = settings.data
     samples = read_samples(
         source,
@@ -215,27 +202,22 @@ def _usable(
         if isinstance(encoded, RowError):
             preview.bad.append((sample.where, encoded))
         else:
-            yield sample.where, encoded
+            yield tuple(RowDocument(sample.where, document, length=encoded.length) for document in encoded.documents)
 
 
 def _held_out(settings: Settings, tokenizer: PreTrainedTokenizerBase, wanted: range) -> Preview:
-    """Which rows val_size holds out is known when all are read, so all are prepared, once and for the run, too."""
-    prepared = prepare(settings, tokenizer)
-    assert prepared.evaluation is not None
-    rows: TokenRows = prepared.evaluation
-    note = f"held out: {len(rows):,} of the rows; prepared rows do not know their lines"
-    preview = Preview(
-        rows.arrangement, total=len(rows), notes=[*_makers(settings, make_encoder(settings, tokenizer)), note]
-    )
+    """Prepare all rows, once and for the run too: which ones val_size holds out is known when all are read."""
+    rows = prepare(settings, tokenizer).evaluation
+    assert rows is not None
+    preview = Preview(rows.arrangement, total=len(rows))
+    preview.notes.append(f"held out: {len(rows):,} of the rows; prepared rows do not know their lines")
     for number in range(wanted.start, min(wanted.stop, len(rows) + 1)):
-        preview.rows.append(PreviewRow("", number, tuple(Part("", document) for document in rows[number - 1])))
-    if not preview.rows:
-        raise _no_rows(preview, wanted)
+        preview.rows.append(PreviewRow("", number, tuple(RowDocument("", each) for each in rows[number - 1])))
     return preview
 
 
 def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
-    """What a reader of the rows wants to know about how they are made."""
+    """Say how the rows are made."""
     data, stage = settings.data, settings.run.stage
     template = "" if stage == "pt" else f", template {data.template or 'default'}"
     yield f"stage {stage}{template}, cutoff_len {data.cutoff_len:,}" + (", packing" if settings.packing else "")

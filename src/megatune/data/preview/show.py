@@ -1,19 +1,20 @@
-"""Rows on a terminal or in a file: what is trained is green, or stands between ⟦ and ⟧ where there are no colours."""
+"""Rows on a terminal or in a file: what is trained is green, or between ⟦ and ⟧ where there are no colours."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from megatune.data.conversation import PLACEHOLDERS
-from megatune.data.preview.pieces import Piece, pieces_of, trained_tokens, visible
-from megatune.data.preview.rows import Part, Preview, PreviewRow
-from megatune.data.row_error import RowError
+from megatune.data.preview.rows import Preview, PreviewRow, RowDocument
 from megatune.data.rows import IGNORE_INDEX, Document
 
 if TYPE_CHECKING:
@@ -22,15 +23,31 @@ if TYPE_CHECKING:
 _OPEN, _CLOSE = "⟦", "⟧"
 _TRAINED, _SPECIAL, _HEADING, _WRONG = "green", "bold", "bold cyan", "red"
 _PLACES_PER_REASON = 3
+_MOST_TOKENS = 8  # of one character: what is no whole character after these is shown as it decodes
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """The text of tokens that decode only together: mostly one, several where they share a character.
+
+    Attributes:
+        start, stop: places of the tokens in their document.
+        text: as the tokenizer decodes it.
+        special: one of the tokenizer's own marks, such as <|im_end|>, and not a part of the text.
+        trained: they count in the loss.
+    """
+
+    start: int
+    stop: int
+    text: str
+    special: bool
+    trained: bool
 
 
 def show_preview(
-    preview: Preview,
-    tokenizer: PreTrainedTokenizerBase,
-    console: Console,
-    *,
-    ids: bool = False,
-    wraps: bool = False,
+    preview: Preview, tokenizer: PreTrainedTokenizerBase, console: Console, *, ids: bool = False, wraps: bool = False
 ) -> None:
     """Print rows, and what was wrong with others.
 
@@ -59,11 +76,11 @@ class _Page:
             yield Text("")
             yield self._heading(f"── {_title(row, preview)} ──")
             if preview.arrangement == "pairs":
-                yield from self._pair(*row.parts)
+                yield from self._pair(*row.documents)
             elif preview.arrangement == "packed":
                 yield from self._joined(row)
             else:
-                yield self._shown(row.parts[0].document)
+                yield self._shown(row.documents[0].document)
         if preview.bad:
             yield Text("")
             yield from self._bad(preview)
@@ -79,111 +96,105 @@ class _Page:
         return Text(text, style=_HEADING if self._coloured else "")
 
     def _joined(self, row: PreviewRow) -> Iterator[Text]:
-        """The documents of a packed row, and where they join."""
-        for number, part in enumerate(row.parts, 1):
-            size = len(part.document.input_ids)
-            goes_on = f", from token {part.start:,} of its text" if part.start else ""
-            yield self._heading(
-                f"╌╌ sample {number}{_of(part)}: {_tokens(size)}, positions 0 to {size - 1:,}{goes_on} ╌╌"
-            )
-            yield self._shown(part.document)
+        """Show the documents of a packed row, and where they join."""
+        for number, each in enumerate(row.documents, 1):
+            size = len(each.document.input_ids)
+            place = f"positions 0 to {size - 1:,}{_start(each)}"
+            yield self._heading(f"╌╌ sample {number}{_of(each)}: {_tokens(size)}, {place} ╌╌")
+            yield self._shown(each.document)
 
-    def _pair(self, chosen: Part, rejected: Part) -> Iterator[Text]:
-        """The prompt that both answers share, once, then what follows in each."""
+    def _pair(self, chosen: RowDocument, rejected: RowDocument) -> Iterator[Text]:
+        """Show the prompt that both answers share, once, then what follows in each."""
         shared = shared_prompt(chosen.document, rejected.document)
         if shared:
             yield self._heading(f"╌╌ prompt of both: {_tokens(shared)} ╌╌")
             yield self._shown(chosen.document, stop=shared)
-        for name, part in (("chosen", chosen), ("rejected", rejected)):
-            size = len(part.document.input_ids) - shared
-            yield self._heading(f"╌╌ {name}: {_tokens(size)}, {_num_trained(part.document):,} trained ╌╌")
-            yield self._shown(part.document, start=shared)
+        for name, document in (("chosen", chosen.document), ("rejected", rejected.document)):
+            size = len(document.input_ids) - shared
+            yield self._heading(f"╌╌ {name}: {_tokens(size)}, {_num_trained(document):,} trained ╌╌")
+            yield self._shown(document, start=shared)
 
     def _shown(self, document: Document, start: int = 0, stop: int | None = None) -> Text:
-        """A document from one of its tokens to another."""
+        """Show a document from one of its tokens to another."""
         stop = len(document.input_ids) if stop is None else stop
-        pieces = [piece for piece in pieces_of(document, self._tokenizer) if start <= piece.start < stop]
-        return self._table(pieces, document) if self._ids else self._text(pieces)
+        texts = [each for each in token_texts(document, self._tokenizer) if start <= each.start < stop]
+        return self._table(texts, document) if self._ids else self._text(texts)
 
-    def _text(self, pieces: Iterable[Piece]) -> Text:
+    def _text(self, texts: Iterable[TokenText]) -> Text:
         text = Text()
-        for trained, group in groupby(pieces, key=lambda piece: piece.trained):
-            if trained and not self._coloured:
+        for trained, group in groupby(texts, key=lambda each: each.trained):
+            marked = trained and not self._coloured
+            if marked:
                 text.append(_OPEN)
             for style, alike in groupby(group, key=self._style):
-                text.append("".join(visible(piece.text) for piece in alike), style)
-            if trained and not self._coloured:
-                _close(text)
+                text.append("".join(visible(each.text) for each in alike), style)
+            if marked:
+                ends_line = text.plain.endswith("\n")
+                if ends_line:  # close it on the line that it ends on
+                    text.right_crop(1)
+                text.append(_CLOSE + "\n" * ends_line)
         if text.plain.endswith("\n"):  # it shows as ↵, and the line ends anyway
             text.right_crop(1)
         return text
 
-    def _style(self, piece: Piece) -> str:
-        styles = [_TRAINED] * piece.trained + [_SPECIAL] * piece.special
+    def _style(self, each: TokenText) -> str:
+        styles = [_TRAINED] * each.trained + [_SPECIAL] * each.special
         return " ".join(styles) if self._coloured else ""
 
-    def _table(self, pieces: Iterable[Piece], document: Document) -> Text:
-        """A line for every token: its position, id, label and text; of a character that several share, which part."""
+    def _table(self, texts: Iterable[TokenText], document: Document) -> Text:
+        """Write a line for every token: position, id, label and text; of a character that several share, which part."""
         text = Text("position       id    label  token")
-        for piece in pieces:
-            size = piece.stop - piece.start
-            for place in range(piece.start, piece.stop):
+        for each in texts:
+            size = each.stop - each.start
+            shown = visible(each.text).replace("\n", "").replace("\t", "").replace(" ", "␣")
+            for place in range(each.start, each.stop):
                 token = int(document.input_ids[place])
-                label = token if piece.trained else IGNORE_INDEX
-                part = f" ({place - piece.start + 1} of {size})" if size > 1 else ""
-                shown = visible(piece.text).replace("\n", "").replace("\t", "").replace(" ", "␣")
-                text.append(f"\n{place:8} {token:8} {label:8}  {shown}{part}", self._style(piece))
+                label = token if each.trained else IGNORE_INDEX
+                part = f" ({place - each.start + 1} of {size})" if size > 1 else ""
+                text.append(f"\n{place:8} {token:8} {label:8}  {shown}{part}", self._style(each))
         return text
 
     def _bad(self, preview: Preview) -> Iterator[Text]:
-        """Rows that cannot be trained on, by their reasons."""
+        """List rows that cannot be trained on, by their reasons."""
         yield Text(f"{len(preview.bad):,} of the {preview.read:,} rows read cannot be trained on:", self._wrong)
         counts = Counter((error.code, error.reason) for _, error in preview.bad)
         for (code, reason), count in counts.most_common():
             yield Text(f"    {count:,} × {code}: {visible(reason)}")
             here = [(where, error) for where, error in preview.bad if (error.code, error.reason) == (code, reason)]
             for where, error in here[:_PLACES_PER_REASON]:
-                yield Text(f"        {where}{_detail(error)}")
+                detail = f": {visible(error.detail)}" if error.detail else ""
+                yield Text(f"        {where}{detail}")
 
 
 def shared_prompt(chosen: Document, rejected: Document) -> int:
-    """Tokens at the beginning of both that are the same and not trained."""
+    """Count the tokens at the beginning of both that are the same and not trained."""
     size = min(len(chosen.input_ids), len(rejected.input_ids))
     differ = chosen.input_ids[:size] != rejected.input_ids[:size]
     differ |= trained_tokens(chosen.labels)[:size] | trained_tokens(rejected.labels)[:size]
     return int(differ.argmax()) if differ.any() else size
 
 
-def _close(text: Text) -> None:
-    """End a trained stretch, on the line that it ends on."""
-    ends_line = text.plain.endswith("\n")
-    if ends_line:
-        text.right_crop(1)
-    text.append(_CLOSE + "\n" * ends_line)
-
-
 def _title(row: PreviewRow, preview: Preview) -> str:
-    sizes = [len(part.document.input_ids) for part in row.parts]
-    trained = sum(_num_trained(part.document) for part in row.parts)
-    first, name = row.parts[0], f"{row.name} " if row.name else ""
+    sizes = [len(each.document.input_ids) for each in row.documents]
+    trained = sum(_num_trained(each.document) for each in row.documents)
+    first, name = row.documents[0], f"{row.name} " if row.name else ""
     if preview.arrangement == "packed":
         samples = f"{len(sizes)} sample{'s' * (len(sizes) > 1)}"
         return f"row {row.number}: {samples}, {_tokens(sum(sizes))}, {trained:,} trained"
+    # Tokens before truncation, if anything was cut away; of a pair, those of the longer document.
+    whole = max(each.length for each in row.documents)
+    cut = f", cut from {whole:,}" if whole > max(sizes) and not first.start else ""
     if preview.arrangement == "pairs":
-        return f"{name}row {row.number}{_of(first)}: {sizes[0]:,} and {sizes[1]:,} tokens{_cut(row.parts)}"
-    place = f", from token {first.start:,} of its text" if first.start else ""
-    return f"{name}row {row.number}{_of(first)}: {_tokens(sizes[0])}, {trained:,} trained{_cut(row.parts)}{place}"
+        return f"{name}row {row.number}{_of(first)}: {sizes[0]:,} and {sizes[1]:,} tokens{cut}"
+    return f"{name}row {row.number}{_of(first)}: {_tokens(sizes[0])}, {trained:,} trained{cut}{_start(first)}"
 
 
-def _cut(parts: Sequence[Part]) -> str:
-    """What was cut away, if anything: `length` counts the tokens before; of a pair, those of the longer document."""
-    whole = max(part.length for part in parts)
-    longest = max(len(part.document.input_ids) for part in parts)
-    return f", cut from {whole:,}" if whole > longest and not parts[0].start else ""
+def _start(each: RowDocument) -> str:
+    return f", from token {each.start:,} of its text" if each.start else ""
 
 
-def _of(part: Part) -> str:
-    return f" ({part.where})" if part.where else ""
+def _of(each: RowDocument) -> str:
+    return f" ({each.where})" if each.where else ""
 
 
 def _tokens(count: int) -> str:
@@ -194,5 +205,66 @@ def _num_trained(document: Document) -> int:
     return int(trained_tokens(document.labels).sum())
 
 
-def _detail(error: RowError) -> str:
-    return f": {visible(error.detail)}" if error.detail else ""
+def token_texts(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
+    """Decode a document's tokens in order, none left out."""
+    ids, labelled = document.input_ids.tolist(), (document.labels != IGNORE_INDEX).tolist()
+    added = {int(token): str(content) for token, content in tokenizer.added_tokens_decoder.items()}
+    marks = {token: content for token, content in added.items() if content.strip()}  # some add runs of white space
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    trained = trained_tokens(document.labels).tolist()
+    texts: list[TokenText] = []
+    start = 0
+    for stop in range(1, len(ids) + 1):
+        # Each mark by itself, and the stretches of text between, of which all is labelled or nothing.
+        if stop < len(ids) and not {ids[stop], ids[stop - 1]} & marks.keys() and labelled[stop] == labelled[stop - 1]:
+            continue
+        if ids[start] in marks:
+            texts.append(TokenText(start, stop, marks[ids[start]], True, trained[start]))
+        else:
+            for first, last, text in _characters(ids[start:stop], decode):
+                texts.append(TokenText(start + first, start + last, text, False, trained[start + last - 1]))
+        start = stop
+    return texts
+
+
+def trained_tokens(labels: np.ndarray) -> np.ndarray:
+    """Return which tokens count in the loss: bool [T]. The first has nothing before it to be predicted from."""
+    trained = np.asarray(labels) != IGNORE_INDEX
+    trained[:1] = False
+    return trained
+
+
+def visible(text: str) -> str:
+    """Show the white space of a text, and escape characters that a terminal would obey instead of showing."""
+    return "".join(_VISIBLE.get(character) or _harmless(character) for character in text)
+
+
+def _harmless(character: str) -> str:
+    code, kind = ord(character), unicodedata.category(character)
+    if code < 0x20:
+        return chr(0x2400 + code)  # the picture of this control character
+    # Of the invisible ones only joiners are left as they are: emojis are made with them.
+    hidden = (
+        kind in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+    )
+    return f"\\u{{{code:x}}}" if hidden else character
+
+
+def _characters(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[tuple[int, int, str]]:
+    """Group the tokens of a stretch of text, as few in each group as decode to whole characters.
+
+    What a token adds is taken from what it adds to the group before it: some tokenizers write the space before a word
+    with the word, and leave it out at the beginning.
+    """
+    before, start = 0, 0
+    for stop in range(1, len(ids) + 1):
+        context = decode(ids[before:start])
+        text = decode(ids[before:stop])
+        added = text[len(context) :] if text.startswith(context) else decode(ids[start:stop])
+        if added.endswith(_UNDECODED) and stop - start < _MOST_TOKENS and stop < len(ids):
+            continue
+        yield start, stop, added
+        before, start = start, stop

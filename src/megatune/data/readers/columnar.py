@@ -8,9 +8,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatune.data.readers.row import Position, RawRow, unreadable
-from megatune.data.readers.text import DuplicateKeyError, json_error, key_twice, unique_keys
-from megatune.data.row_error import RowError
+from megatune.data.bad_rows import RowError
+from megatune.data.readers.row import (
+    DuplicateKeyError,
+    Position,
+    RawRow,
+    json_error,
+    key_twice,
+    unique_keys,
+    unreadable,
+)
 
 BATCH_ROWS = 1024
 
@@ -18,17 +25,17 @@ Decoder = Callable[[Any], Any]
 
 
 def read_parquet(path: Path, after: Position) -> Iterator[RawRow]:
-    """Row groups before the position are not read."""
+    """Read Parquet; row groups before the position are not read."""
     return _rows(path, "parquet", _parquet_batches(path, after.row), after.row)
 
 
 def read_arrow(path: Path, after: Position) -> Iterator[RawRow]:
-    """Arrow's IPC format, file or stream; of record batches before the position only the sizes are read."""
+    """Read Arrow's IPC format, file or stream; of record batches before the position only the sizes are read."""
     return _rows(path, "arrow", _from_row(_arrow_batches(path), after.row), after.row)
 
 
 def _rows(path: Path, kind: str, batches: Iterator[Any], number: int) -> Iterator[RawRow]:
-    """The rows of `batches`, numbered on from `number`."""
+    """Convert `batches` to rows, of which `number` come before."""
     import pyarrow
 
     try:
@@ -60,7 +67,7 @@ def _row(where: str, fields: dict[str, Any], decoders: dict[str, Decoder], after
 
 
 def json_decoder(kind: Any) -> Decoder | None:
-    """What decodes the values of an Arrow type that holds JSON as text; None where it holds none.
+    """Return what decodes the values of an Arrow type that holds JSON as text; None where it holds none.
 
     `datasets` writes columns of that type where the rows' values have no type in common.
     """
@@ -79,7 +86,7 @@ def json_decoder(kind: Any) -> Decoder | None:
 
 
 def _parquet_batches(path: Path, skip: int) -> Iterator[Any]:
-    """Record batches from row `skip` on."""
+    """Read record batches from row `skip` on."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -93,20 +100,15 @@ def _parquet_batches(path: Path, skip: int) -> Iterator[Any]:
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    """Record batches, mapped into memory: what is not looked at is not read."""
+    """Map record batches into memory: what is not looked at is not read."""
     import pyarrow.ipc
 
     with open(path, "rb") as head:
         is_file = head.read(6) == b"ARROW1"
     with pyarrow.memory_map(str(path)) as source:
-        if is_file:
-            reader = pyarrow.ipc.open_file(source)
-            _check_names(path, reader.schema.names)
-            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-        else:
-            reader = pyarrow.ipc.open_stream(source)
-            _check_names(path, reader.schema.names)
-            yield from reader
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        _check_names(path, reader.schema.names)
+        yield from map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
 
 
 def _from_row(batches: Iterator[Any], skip: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Files of one JSON array of objects, and telling them from JSON Lines."""
+"""Files of one JSON array of objects, as opposed to JSON Lines."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatune.data.readers.compressed import open_bytes
-from megatune.data.readers.row import Position, RawRow, unreadable
-from megatune.data.readers.text import (
+from megatune.data.bad_rows import RowError
+from megatune.data.readers.files import open_bytes
+from megatune.data.readers.row import (
     DECODER,
     UTF8_BOM,
     DuplicateKeyError,
+    Position,
+    RawRow,
     file_not_utf8,
     json_error,
     key_twice,
     not_an_object,
+    unreadable,
 )
-from megatune.data.row_error import RowError
 from megatune.errors import MegatuneError
 
 HEAD_BYTES = 4096
@@ -34,7 +36,7 @@ _ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*[\]{]")
 
 
 def is_json_array(path: Path, *, may_be_lines: bool) -> bool:
-    """Whether a file is one JSON array; else it is JSON Lines.
+    """Tell whether a file is one JSON array; else it is JSON Lines.
 
     Args:
         may_be_lines: the name says JSON Lines, so that a "[" at the start may be a row that is wrong.
@@ -57,7 +59,7 @@ def is_json_array(path: Path, *, may_be_lines: bool) -> bool:
 
 
 def read_json_array(path: Path) -> Iterator[RawRow]:
-    """Decodes element by element, with some of the text in memory; a break in the file is named by line and column."""
+    """Decode element by element, with some of the text in memory; a fault in the file is named by line and column."""
     with open_bytes(path) as stream:
         text = _Text(path, stream)
         text.next_mark()
@@ -89,16 +91,16 @@ class _Text:
         self._line, self._column = 1, 1  # of the first character of `_text`
 
     def next_mark(self) -> str:
-        """Goes over white space; the character there, "" at the end of the file."""
+        """Skip white space and return the character after it, "" at the end of the file."""
         while True:
-            self.position = _skip_space(self._text, self.position)
+            self.position = _space_end(self._text, self.position)
             if self.position < len(self._text):
                 return self._text[self.position]
             if not self._read_more():
                 return ""
 
     def element(self, number: int) -> RawRow:
-        """The row of the array's `number`-th element, which is at `position`; goes on to its end."""
+        """Read the row of the array's `number`-th element, which is at `position`, and move to its end."""
         while True:
             try:
                 value, problem, end = self._decode()
@@ -114,12 +116,12 @@ class _Text:
         return RawRow(f"{self._path}:row {number}", value, problem, raw, Position(number))
 
     def broken(self, row: int, why: str, place: int | None = None) -> MegatuneError:
-        """Ends the reading at `place`, else at `position`."""
+        """Return the error that ends the reading at `place`, else at `position`."""
         line, column = self._place(self.position if place is None else place)
         return unreadable(f"{self._path}:{line}", f"invalid JSON in row {row}: {why} at column {column}")
 
     def _decode(self) -> tuple[dict[str, object], RowError | None, int]:
-        """Fields, problem and end of the element at `position`."""
+        """Return fields, problem and end of the element at `position`."""
         try:
             value, end = DECODER.raw_decode(self._text, self.position)
         except DuplicateKeyError as error:
@@ -128,13 +130,13 @@ class _Text:
         return (value, None, end) if isinstance(value, dict) else ({}, not_an_object(value), end)
 
     def _may_be_cut(self, error: Exception) -> bool:
-        """Whether more text may fix the error: an open string, or any token that ends with the text."""
+        """Tell whether more text may fix the error: an open string, or any token that ends with the text."""
         if not isinstance(error, json.JSONDecodeError):
             return False
         return error.msg.startswith("Unterminated string") or error.pos > len(self._text) - LONGEST_TOKEN
 
     def _read_more(self) -> bool:
-        """At least doubles what is not dropped, so that a long element is not decoded again and again."""
+        """Read at least as much as is kept, so that a long element is not decoded again and again; False at the end."""
         if self._whole:
             return False
         raw = self._stream.read(max(CHUNK_BYTES, len(self._text) - self.position))
@@ -148,7 +150,7 @@ class _Text:
         return True
 
     def _place(self, position: int) -> tuple[int, int]:
-        """Line and column in the file, from 1."""
+        """Return line and column in the file, from 1."""
         newline = self._text.rfind("\n", 0, position)
         if newline < 0:
             return self._line, self._column + position
@@ -163,10 +165,10 @@ def _is_object(line: bytes) -> bool:
 
 
 def _refuse_object_over_lines(path: Path) -> None:
-    """A first line that is no row is that row's problem, unless it begins an object that goes on for lines."""
+    """Refuse a first line that begins an object over several lines; any other one that is no row is a bad row."""
     with open_bytes(path) as stream:
         text = stream.read().decode("utf-8-sig", "replace")
-    start = _skip_space(text, 0)
+    start = _space_end(text, 0)
     try:
         value, end = _PLAIN_DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -189,7 +191,7 @@ def _not_utf8(path: Path) -> MegatuneError:
     return unreadable(path, "the file changed while it was read")
 
 
-def _skip_space(text: str, position: int) -> int:
+def _space_end(text: str, position: int) -> int:
     match = _SPACE.match(text, position)
     assert match is not None  # the pattern matches the empty string
     return match.end()

@@ -1,46 +1,40 @@
-"""Files of lines: whatever is wrong with one line is that row's problem, never the file's."""
+"""Files of lines, where whatever is wrong with a line is that row's problem; and CSV and TSV, records of lines."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from megatune.data.readers.compressed import open_bytes
-from megatune.data.readers.row import Position, RawRow
-from megatune.data.readers.text import (
+from megatune.data.bad_rows import RowError
+from megatune.data.readers.files import open_bytes
+from megatune.data.readers.row import (
     DECODER,
     UTF8_BOM,
     DuplicateKeyError,
+    Position,
+    RawRow,
+    file_not_utf8,
     has_nul,
     json_error,
     key_twice,
     line_not_utf8,
     not_an_object,
     unique_keys,
+    unreadable,
 )
-from megatune.data.row_error import RowError
 
 _LINE_ENDS = frozenset(("\n", "", "\r\n"))
 
 Fields = dict[str, object]
 
 
-def read_json_lines(path: Path, after: Position) -> Iterator[RawRow]:
-    """One JSON object a line."""
-    return _read_lines(path, after, _json_fields)
-
-
-def read_text_lines(path: Path, after: Position) -> Iterator[RawRow]:
-    """One text a line, under the field "text"."""
-    return _read_lines(path, after, _text_fields)
-
-
-def _read_lines(
-    path: Path, after: Position, fields_of: Callable[[bytes], Fields | RowError | None]
-) -> Iterator[RawRow]:
-    """The rows that `fields_of` makes of lines; a line that it makes None of is no row."""
+def read_lines(path: Path, after: Position, fields_of: Callable[[bytes], Fields | RowError | None]) -> Iterator[RawRow]:
+    """Read the rows that `fields_of` makes of lines; a line that it makes None of is no row."""
     name, row, offset, number = f"{path}:", after.row, after.offset, after.line
     with open_bytes(path, offset) as stream:
         lines: Iterable[bytes] = stream
@@ -63,7 +57,8 @@ def _read_lines(
                 yield RawRow(f"{name}{number}", fields, None, "", place)
 
 
-def _json_fields(line: bytes) -> Fields | RowError | None:
+def json_fields(line: bytes) -> Fields | RowError | None:
+    """Parse one JSON object."""
     try:
         text = line.decode()
         value, end = DECODER.raw_decode(text)
@@ -75,15 +70,11 @@ def _json_fields(line: bytes) -> Fields | RowError | None:
 
 
 def _careful_json_fields(line: bytes) -> Fields | RowError | None:
-    """For the few lines that are not a JSON object from the first byte to the last."""
-    try:
-        text = line.decode().rstrip("\r\n")  # an end inside of an open string would be named instead of the string
-    except UnicodeDecodeError:
-        return line_not_utf8(line)
-    if not text.strip():
-        return None
-    if "\0" in text:
-        return has_nul(text)
+    """Parse one of the few lines that are not a JSON object from the first byte to the last."""
+    # Without its end, which inside of an open string would be named instead of the string.
+    text = _text_of(line)
+    if text is None or isinstance(text, RowError):
+        return text
     try:
         value = json.loads(text, object_pairs_hook=unique_keys)
     except DuplicateKeyError as error:
@@ -95,11 +86,81 @@ def _careful_json_fields(line: bytes) -> Fields | RowError | None:
     return value if isinstance(value, dict) else not_an_object(value)
 
 
-def _text_fields(line: bytes) -> Fields | RowError | None:
+def text_fields(line: bytes) -> Fields | RowError | None:
+    """Take a line as a text, under the field "text"."""
+    text = _text_of(line)
+    return {"text": text} if isinstance(text, str) else text
+
+
+def _text_of(line: bytes) -> str | RowError | None:
+    """Decode a line, without its end; None where it is blank."""
     try:
         text = line.decode().rstrip("\r\n")
     except UnicodeDecodeError:
         return line_not_utf8(line)
     if "\0" in text:
-        return has_nul(text)
-    return {"text": text} if text.strip() else None
+        return has_nul(f"the first at column {text.index(chr(0)) + 1}")
+    return text if text.strip() else None
+
+
+def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
+    """Read the records after the header, in the quoting of spreadsheets; blank lines are none.
+
+    Raises:
+        MegatuneError: the header is faulty, the file is not UTF-8, or a quoted field has no end (exit code 65).
+    """
+    csv.field_size_limit(sys.maxsize)
+    taken: list[str] = []  # the lines of the record that is being read
+    records = csv.reader(_decoded_lines(path, taken), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    number, line = 0, 1
+    try:
+        for values in records:
+            where, raw = f"{path}:{line}", "".join(taken).rstrip("\r\n")
+            line = records.line_num + 1
+            taken.clear()
+            if not values:
+                continue
+            if header is None:
+                header = values
+                _check_header(where, header)
+                continue
+            number += 1
+            if len(values) == len(header) and "\0" not in raw:
+                yield RawRow(where, dict(zip(header, values, strict=True)), None, "", Position(number))
+            else:
+                yield RawRow(where, {}, _record_error(values, header), raw, Position(number))
+    except csv.Error as error:
+        why = "a quoted field has no end" if str(error) == "unexpected end of data" else str(error)
+        raise unreadable(f"{path}:{line}", f"invalid CSV: {why}") from error
+
+
+def _record_error(values: list[str], header: list[str]) -> RowError:
+    if len(values) != len(header):
+        detail = f"{len(values)} fields, the header has {len(header)}"
+        return RowError("wrong-field-count", "wrong number of fields", detail)
+    return has_nul(f"in {next(name for name, value in zip(header, values, strict=True) if chr(0) in value)!r}")
+
+
+def _check_header(where: str, header: list[str]) -> None:
+    for number, name in enumerate(header, start=1):
+        if not name.strip():
+            fix = "name it, or leave it out (pandas: to_csv(index=False))"
+            raise unreadable(where, f"column {number} of the header has no name", fix=fix)
+        if name in header[: number - 1]:
+            raise unreadable(where, f"the header has {name!r} twice", fix="give each column its own name")
+
+
+def _decoded_lines(path: Path, taken: list[str]) -> Iterator[str]:
+    """Decode lines with their ends; each is added to `taken` too."""
+    with open_bytes(path) as stream:
+        for number, raw in enumerate(stream, start=1):
+            line = raw.removeprefix(UTF8_BOM) if number == 1 else raw
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise file_not_utf8(path, line, number) from error
+            # CR alone ends a line too.
+            for part in io.StringIO(text, newline="") if "\r" in text.removesuffix("\r\n") else (text,):
+                taken.append(part)
+                yield part

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from megatune.data.sources.data_files import DEFAULT_SPLIT, README, DataFiles, read_card
 from megatune.data.sources.hub_errors import explained_huggingface, explained_modelscope
-from megatune.data.sources.layout import DEFAULT_SPLIT, README, Layout, read_card
 from megatune.data.sources.reference import Hub, is_repository_id
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -59,8 +59,8 @@ def hub_files(
     name = f"{repo_id} on {repository.host}"
     card = read_card(read_file(repository, README) or "", name)
     fix = "download it to a folder, and name the files there"
-    layout = Layout(list(repository.sizes), card, name=repo_id.rpartition("/")[2], where=name, fix=fix)
-    return fetch_all(repository, layout.files(subsets, split, folder))
+    data_files = DataFiles(list(repository.sizes), card, name=repo_id.rpartition("/")[2], where=name, fix=fix)
+    return fetch_all(repository, data_files.choose(subsets, split, folder))
 
 
 def open_repository(hub: Hub, repo_id: str, where: str) -> Repository:

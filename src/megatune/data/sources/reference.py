@@ -14,14 +14,14 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 Hub = Literal["hf", "ms"]
 
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
-# A number after "#" is never written with these; a path that has a "#" in it often goes on so.
+# A number after "#" is never written with these; a path that has a "#" in it often continues so.
 _PATH_CHARACTERS = re.compile(r"[/.\\]")
 _REPOSITORY_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One item of `dataset`, taken apart.
+    """One item of `dataset`, parsed.
 
     Attributes:
         name: a name of dataset_info.json, a path or a hub's id.
@@ -37,19 +37,18 @@ class Reference:
 
 
 def parse_reference(text: str, known: Callable[[str], bool]) -> Reference:
-    """Take an item of `dataset` apart.
+    """Parse an item of `dataset`.
 
     Args:
-        known: whether a text, as it stands, is a name of dataset_info.json or a path of something that exists. These
+        known: tells whether a text as a whole is a name of dataset_info.json or a path of something that exists. These
             win over the syntax, since "#" and ":" may be part of a file's name.
 
     Raises:
         MegatuneError: a number of rows that is none, or an empty name or subset (exit code 64).
     """
-    prefixed = _PREFIX.fullmatch(text)
     hub: Hub | None = None
     name = text
-    if prefixed:
+    if prefixed := _PREFIX.fullmatch(text):
         hub, name = ("hf" if prefixed[1].lower() == "hf" else "ms"), prefixed[2]
     if hub is None and known(name):
         return Reference(name)
@@ -77,7 +76,7 @@ def is_repository_id(name: str, *, owner: bool) -> bool:
 
 
 def _cut_subset(name: str, known: Callable[[str], bool]) -> tuple[str, str]:
-    """At the first colon, which a hub's id cannot have; at the last one where a folder has colons in its name."""
+    """Split at the first colon, which a hub's id cannot have; at the last where a folder has colons in its name."""
     folder, _, last = name.rpartition(":")
     if known(folder):
         return folder, last

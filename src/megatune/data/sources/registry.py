@@ -10,16 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatune.data.formats.form import DEFAULT_FORMS, FORMATTINGS, Form, Formatting
 from megatune.data.readers import json_type
-from megatune.data.sources.dataset import (
-    FORMATTINGS,
-    Columns,
-    Formatting,
-    Tags,
-    default_columns,
-    default_tags,
-)
-from megatune.data.sources.layout import DEFAULT_SPLIT
+from megatune.data.sources.data_files import DEFAULT_SPLIT
 from megatune.data.sources.reference import Hub
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -43,7 +36,7 @@ _REFUSED_COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DatasetEntry:
     """One data set of dataset_info.json.
 
     Attributes:
@@ -60,11 +53,8 @@ class Entry:
     subsets: tuple[str, ...]
     split: str
     folder: str
-    formatting: Formatting
-    columns: Columns
-    tags: Tags
+    form: Form
     num_samples: int | None
-    ranking: bool
 
 
 def use_modelscope() -> bool:
@@ -73,7 +63,7 @@ def use_modelscope() -> bool:
 
 
 def read_registry(path: Path, where: str) -> dict[str, Any]:
-    """The entries of a dataset_info.json, as they are written.
+    """Read the entries of a dataset_info.json, as they are written.
 
     Raises:
         MegatuneError: it is not JSON, or no object (exit code 66).
@@ -88,50 +78,47 @@ def read_registry(path: Path, where: str) -> dict[str, Any]:
     return info
 
 
-def parse_entry(entry: Any, where: str) -> Entry:
+def parse_entry(entry: Any, where: str) -> DatasetEntry:
     """Check one entry. What its `columns` and `tags` do not list keeps its default.
 
     Raises:
         MegatuneError: every problem of the entry at once (exit code 64).
     """
     if not isinstance(entry, Mapping):
-        raise _refused([Finding(f"expected an object, got {json_type(entry)}", where)])
+        raise MegatuneError(Finding(f"expected an object, got {json_type(entry)}", where), ExitCode.SETTINGS)
     findings = [*_unknown_keys(entry, _KEYS, where), *_wrong_types(entry, where), *_unbuilt_columns(entry, where)]
     formatting: Formatting = entry.get("formatting") or "alpaca"
     if formatting not in FORMATTINGS:
         fix = f"one of {', '.join(FORMATTINGS)}"
         findings.append(Finding(f"formatting: {formatting!r} is unknown", where, fix=fix))
         formatting = "alpaca"
-    columns, of_columns = _overridden(default_columns(formatting), entry.get("columns"), "columns", where)
-    tags, of_tags = _overridden(default_tags(formatting), entry.get("tags"), "tags", where)
-    findings += of_columns + of_tags
+    default = DEFAULT_FORMS[formatting]
+    columns = _overridden(default.columns, entry.get("columns"), "columns", where, findings)
+    tags = _overridden(default.tags, entry.get("tags"), "tags", where, findings)
     hub, place = _place(entry)
     if not findings and place is None:
         findings.append(_without_place(entry, where))
     if findings or place is None:
-        raise _refused(findings)
-    return Entry(
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    return DatasetEntry(
         where=where,
         hub=hub,
         place=place,
         subsets=(entry["subset"],) if entry.get("subset") else (),
         split=entry.get("split") or DEFAULT_SPLIT,
         folder=entry.get("folder") or "",
-        formatting=formatting,
-        columns=columns,
-        tags=tags,
+        form=Form(formatting, columns, tags, bool(entry.get("ranking"))),
         num_samples=entry.get("num_samples"),
-        ranking=bool(entry.get("ranking")),
     )
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The known names that could have been meant, at most `count`."""
+    """Return the known names that could have been meant, at most `count`."""
     return ", ".join(difflib.get_close_matches(name, list(known), n=count))
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[Hub | None, str | None]:
-    """A hub wins over a file; of the two hubs, Hugging Face's unless ModelScope is asked for."""
+    """Return where an entry's rows are: a hub before a file; of two hubs Hugging Face's unless ModelScope is chosen."""
     hubs = [key for key in _HUB_KEYS if entry.get(key)]
     if hubs:
         key = "ms_hub_url" if "ms_hub_url" in hubs and use_modelscope() else hubs[0]
@@ -161,7 +148,7 @@ def _wrong_types(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
 
 
 def _unbuilt_columns(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
-    """What LLaMA-Factory knows and this loader refuses, by name."""
+    """Refuse by name what LLaMA-Factory knows and this loader does not."""
     columns = entry.get("columns")
     if isinstance(columns, Mapping):
         for key, why in _REFUSED_COLUMNS.items():
@@ -169,20 +156,20 @@ def _unbuilt_columns(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
                 yield Finding(f"columns.{key}: {why}", where)
 
 
-def _overridden(default: Any, block: Any, name: str, where: str) -> tuple[Any, list[Finding]]:
-    """A block of dataset_info.json over its defaults."""
+def _overridden(default: Any, block: Any, name: str, where: str, findings: list[Finding]) -> Any:
+    """Return a block of dataset_info.json over its defaults; what is wrong with it is added to `findings`."""
     if block is None:
-        return default, []
+        return default
     if not isinstance(block, Mapping):
-        return default, [Finding(f"{name}: expected an object, got {json_type(block)}", where)]
+        findings.append(Finding(f"{name}: expected an object, got {json_type(block)}", where))
+        return default
     known = [field.name for field in fields(default)]
-    findings = _unknown_keys(block, [*known, "kto_tag"] if name == "columns" else known, f"{where}.{name}")
+    wrong = _unknown_keys(block, [*known, "kto_tag"] if name == "columns" else known, f"{where}.{name}")
     for key, value in block.items():
         if not (isinstance(value, str) or (value is None and name == "columns")):
-            findings.append(Finding(f"{name}.{key}: expected a string, got {json_type(value)}", where))
-    if findings:
-        return default, findings
-    return type(default)(**{key: block.get(key, getattr(default, key)) for key in known}), []
+            wrong.append(Finding(f"{name}.{key}: expected a string, got {json_type(value)}", where))
+    findings += wrong
+    return default if wrong else type(default)(**{key: block.get(key, getattr(default, key)) for key in known})
 
 
 def _unknown_keys(block: Mapping[str, Any], known: Sequence[str], where: str) -> list[Finding]:
@@ -191,7 +178,3 @@ def _unknown_keys(block: Mapping[str, Any], known: Sequence[str], where: str) ->
         for key in block
         if key not in known
     ]
-
-
-def _refused(findings: Iterable[Finding]) -> MegatuneError:
-    return MegatuneError(findings, ExitCode.SETTINGS)

@@ -1,21 +1,21 @@
-"""From what `dataset` names to files and the form of their rows."""
+"""From what `dataset` names to data sets: their files and the form of their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatune.data.readers import data_suffix, read_rows
-from megatune.data.sources.dataset import DatasetSource
-from megatune.data.sources.hub import fetch_all, hub_files, open_repository
-from megatune.data.sources.paths import local_files
+from megatune.data.formats import Form, detect
+from megatune.data.readers import Position, RawRow, data_suffix, read_rows
+from megatune.data.sources.data_files import local_files
+from megatune.data.sources.hub import Repository, fetch_all, hub_files, open_repository
 from megatune.data.sources.reference import Hub, Reference, is_repository_id, parse_reference
 from megatune.data.sources.registry import (
     DATASET_INFO,
-    Entry,
+    DatasetEntry,
     nearest,
     parse_entry,
     read_registry,
@@ -29,8 +29,43 @@ REMOTE = "REMOTE:"
 ROWS_FOR_DETECTION = 100
 
 
+@dataclass(frozen=True, slots=True)
+class SourcePosition:
+    """A place between two rows of a data set: index in the data set's files, and the place in that file."""
+
+    file: int
+    position: Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSource(Form):
+    """One data set, resolved: the files, and the form of their rows.
+
+    Attributes:
+        files: read in this order; all of one kind. Files of a hub lie in its library's cache.
+        num_samples: rows to draw, None for all; more than there are repeats rows.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    num_samples: int | None = None
+
+    def rows(self) -> Iterator[RawRow]:
+        """Read every row of every file, in order."""
+        for row, _ in self.rows_from():
+            yield row
+
+    def rows_from(self, position: SourcePosition | None = None) -> Iterator[tuple[RawRow, SourcePosition]]:
+        """Read the rows after a position, all of them where it is None, each with the position after it."""
+        first = position.file if position else 0
+        for index in range(first, len(self.files)):
+            after = position.position if position and index == first else None
+            for row in read_rows(self.files[index], after):
+                yield row, SourcePosition(index, row.next)
+
+
 def resolve_datasets(names: Sequence[str], dataset_dir: str | Path, stage: str) -> list[DatasetSource]:
-    """The data sets that `dataset` or `eval_dataset` names, in order; those on a hub are fetched.
+    """Resolve the data sets that `dataset` or `eval_dataset` names, in order; those on a hub are fetched.
 
     Each is looked up in DATASET_DIR/dataset_info.json; else it is a path, from here or from dataset_dir; else a hub's
     id. `parse_reference` has the syntax.
@@ -45,12 +80,12 @@ def resolve_datasets(names: Sequence[str], dataset_dir: str | Path, stage: str) 
     """
     if not names:
         return []
-    place = _place(str(dataset_dir))
+    directory = _open_directory(str(dataset_dir))
     sources: list[DatasetSource] = []
     errors: list[MegatuneError] = []
     for name in names:
         try:
-            sources.append(_resolved(name, place, stage))
+            sources.append(_resolved(name, directory, stage))
         except MegatuneError as error:
             errors.append(error)
     if errors:
@@ -60,102 +95,85 @@ def resolve_datasets(names: Sequence[str], dataset_dir: str | Path, stage: str) 
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What dataset_dir stands for.
+class _DatasetDir:
+    """What dataset_dir names.
 
     Attributes:
-        directory: None where it is on a hub.
+        where: dataset_info.json, as messages name it; ONLINE where every name is a hub's id.
         info: the entries of dataset_info.json.
-        where: dataset_info.json, as messages name it.
-        files: the data files of an entry that is on no hub of its own.
-        online: every name is a hub's id.
+        folder: None where it is on a hub.
+        repository: None where it is not.
     """
 
-    directory: Path | None
-    info: Mapping[str, Any]
     where: str
-    files: Callable[[Entry], tuple[Path, ...]]
-    online: bool = False
+    info: Mapping[str, Any]
+    folder: Path | None = None
+    repository: Repository | None = None
 
     def path(self, name: str) -> Path | None:
-        """The path of something that exists, from here or from dataset_dir."""
-        candidates = [Path(name)] if self.directory is None else [Path(name), self.directory / name]
+        """Return the path of something that exists, from here or from dataset_dir."""
+        candidates = [Path(name)] if self.folder is None else [Path(name), self.folder / name]
         return next((path for path in candidates if name and path.exists()), None)
 
-
-def _place(dataset_dir: str) -> _Place:
-    if dataset_dir == ONLINE:
-        return _Place(None, {}, ONLINE, lambda entry: (), online=True)
-    if dataset_dir.startswith(REMOTE):
-        return _remote_place(dataset_dir.removeprefix(REMOTE))
-    directory = Path(dataset_dir)
-    path = directory / DATASET_INFO
-
-    def files(entry: Entry) -> tuple[Path, ...]:
-        return local_files(
-            directory / entry.place, entry.where, subsets=entry.subsets, split=entry.split, folder=entry.folder
-        )
-
-    return _Place(directory, read_registry(path, str(path)) if path.exists() else {}, str(path), files)
-
-
-def _remote_place(repo_id: str) -> _Place:
-    """dataset_info.json from a repository on a hub, which has the files it names too."""
-    repository = open_repository(_default_hub(), repo_id, "dataset_dir")
-    where = f"{repo_id} on {repository.host}: {DATASET_INFO}"
-    if DATASET_INFO not in repository.sizes:
-        raise MegatuneError(
-            Finding(f"{repo_id} on {repository.host} has no {DATASET_INFO}", "dataset_dir"), ExitCode.INPUT
-        )
-    (path,) = fetch_all(repository, [DATASET_INFO])
-
-    def files(entry: Entry) -> tuple[Path, ...]:
-        if entry.place in repository.sizes:
+    def files(self, entry: DatasetEntry) -> tuple[Path, ...]:
+        """Return the data files of an entry."""
+        chosen: dict[str, Any] = {"subsets": entry.subsets, "split": entry.split, "folder": entry.folder}
+        if entry.hub is not None:
+            return hub_files(entry.hub, entry.place, entry.where, **chosen)
+        if self.folder is not None:
+            return local_files(self.folder / entry.place, entry.where, **chosen)
+        assert self.repository is not None
+        if entry.place in self.repository.sizes:
             if data_suffix(Path(entry.place)) is None:
-                read_rows(Path(repo_id, entry.place))  # refuses it, with the reason for its kind
-            return fetch_all(repository, [entry.place])
+                read_rows(Path(self.repository.repo_id, entry.place))  # refuses it, with the reason for its kind
+            return fetch_all(self.repository, [entry.place])
         folder = f"{entry.place}/{entry.folder}".rstrip("/")
-        return hub_files(repository.hub, repo_id, entry.where, split=entry.split, folder=folder)
-
-    return _Place(None, read_registry(path, where), where, files)
+        return hub_files(self.repository.hub, self.repository.repo_id, entry.where, split=entry.split, folder=folder)
 
 
-def _resolved(text: str, place: _Place, stage: str) -> DatasetSource:
-    reference = parse_reference(text, lambda name: name in place.info or place.path(name) is not None)
-    if reference.hub is None and not place.online:
-        if reference.name in place.info:
-            return _from_entry(text, reference, place, stage)
-        if (path := place.path(reference.name)) is not None:
+def _open_directory(dataset_dir: str) -> _DatasetDir:
+    if dataset_dir == ONLINE:
+        return _DatasetDir(ONLINE, {})
+    if not dataset_dir.startswith(REMOTE):
+        path = Path(dataset_dir) / DATASET_INFO
+        return _DatasetDir(str(path), read_registry(path, str(path)) if path.exists() else {}, path.parent)
+    repo_id = dataset_dir.removeprefix(REMOTE)
+    repository = open_repository(_default_hub(), repo_id, "dataset_dir")
+    name = f"{repo_id} on {repository.host}"
+    if DATASET_INFO not in repository.sizes:
+        raise MegatuneError(Finding(f"{name} has no {DATASET_INFO}", "dataset_dir"), ExitCode.INPUT)
+    (path,) = fetch_all(repository, [DATASET_INFO])
+    where = f"{name}: {DATASET_INFO}"
+    return _DatasetDir(where, read_registry(path, where), repository=repository)
+
+
+def _resolved(text: str, directory: _DatasetDir, stage: str) -> DatasetSource:
+    reference = parse_reference(text, lambda name: name in directory.info or directory.path(name) is not None)
+    if reference.hub is None and directory.where != ONLINE:
+        if reference.name in directory.info:
+            return _from_entry(text, reference, directory, stage)
+        if (path := directory.path(reference.name)) is not None:
             return _detected(text, reference, local_files(path, "dataset", subsets=reference.subsets), stage)
         if data_suffix(Path(reference.name)) or not is_repository_id(reference.name, owner=True):
-            raise _unknown(reference.name, place)
+            raise _unknown(reference.name, directory)
         _open_unprefixed(reference.name)
     files = hub_files(reference.hub or _default_hub(), reference.name, "dataset", subsets=reference.subsets)
     return _detected(text, reference, files, stage)
 
 
-def _from_entry(text: str, reference: Reference, place: _Place, stage: str) -> DatasetSource:
-    entry = parse_entry(place.info[reference.name], f"{place.where}: {reference.name}")
-    _check_stage(entry.ranking, stage, entry.where, 'add "ranking": true, if its rows have two answers')
-    entry = replace(entry, subsets=reference.subsets or entry.subsets)
-    if entry.hub is None:
-        files = place.files(entry)
-    else:
-        files = hub_files(
-            entry.hub, entry.place, entry.where, subsets=entry.subsets, split=entry.split, folder=entry.folder
-        )
-    num_samples = reference.num_samples or entry.num_samples
-    return DatasetSource(text, files, entry.formatting, entry.columns, entry.tags, num_samples, entry.ranking)
+def _from_entry(text: str, reference: Reference, directory: _DatasetDir, stage: str) -> DatasetSource:
+    entry = parse_entry(directory.info[reference.name], f"{directory.where}: {reference.name}")
+    _check_stage(entry.form, stage, entry.where, 'add "ranking": true, if its rows have two answers')
+    files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
+    return _source(text, files, entry.form, reference.num_samples or entry.num_samples)
 
 
 def _detected(text: str, reference: Reference, files: tuple[Path, ...], stage: str) -> DatasetSource:
-    """A data set that no entry describes: the form is that of its first readable row whose fields are known."""
-    from megatune.data.formats import detect  # formats are described in the terms of this package
-
+    """Resolve a data set that no entry describes: the form is that of its first readable row whose fields are known."""
     readable = (row.fields for file in files for row in read_rows(file) if row.error is None)
     rows = list(islice(readable, 1))
     if not rows:  # an empty form will do: the report on the rows says what is wrong with them
-        return DatasetSource(text, files, num_samples=reference.num_samples)
+        return _source(text, files, Form(), reference.num_samples)
     rows += islice(readable, ROWS_FOR_DETECTION - 1)
     form = next((form for fields in rows if (form := detect(fields))), None)
     if form is None:
@@ -163,12 +181,17 @@ def _detected(text: str, reference: Reference, files: tuple[Path, ...], stage: s
         fix = f"describe it in {DATASET_INFO}: formatting and columns"
         raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)
     fix = f"name the two answers chosen and rejected, or describe them in {DATASET_INFO}"
-    _check_stage(form.ranking, stage, f"dataset: {text}", fix)
-    return DatasetSource(text, files, form.formatting, form.columns, form.tags, reference.num_samples, form.ranking)
+    _check_stage(form, stage, f"dataset: {text}", fix)
+    return _source(text, files, form, reference.num_samples)
+
+
+def _source(name: str, files: tuple[Path, ...], form: Form, num_samples: int | None) -> DatasetSource:
+    own = (form.formatting, form.columns, form.tags, form.ranking)
+    return DatasetSource(*own, name=name, files=files, num_samples=num_samples)
 
 
 def _open_unprefixed(repo_id: str) -> None:
-    """Find out whether a hub has it; a user who meant a folder is told that there is none."""
+    """Check that a hub has it; the error says, too, that there is no folder of this name."""
     try:
         open_repository(_default_hub(), repo_id, "dataset")
     except MegatuneError as error:
@@ -178,21 +201,21 @@ def _open_unprefixed(repo_id: str) -> None:
         raise MegatuneError(findings, error.exit_code) from error
 
 
-def _check_stage(ranking: bool, stage: str, where: str, fix: str) -> None:
-    if ranking and stage != "dpo":
+def _check_stage(form: Form, stage: str, where: str, fix: str) -> None:
+    if form.ranking and stage != "dpo":
         what = f"its rows are preference pairs, which stage {stage} does not train"
         raise MegatuneError(Finding(what, where, fix="write stage: dpo"), ExitCode.SETTINGS)
-    if not ranking and stage == "dpo":
+    if not form.ranking and stage == "dpo":
         what = "its rows are no preference pairs, and stage dpo trains nothing else"
         raise MegatuneError(Finding(what, where, fix=f"{fix}; else write stage: sft"), ExitCode.SETTINGS)
 
 
-def _unknown(name: str, place: _Place) -> MegatuneError:
+def _unknown(name: str, directory: _DatasetDir) -> MegatuneError:
     if data_suffix(Path(name)) or "/" in name:
         return MegatuneError(Finding(f"no such file or folder: {name}", "dataset"), ExitCode.INPUT)
-    near = nearest(name, place.info)
-    known = ", ".join(sorted(place.info)[:10]) or f"{place.where} names no data set"
-    what = f"{name!r} is neither in {place.where} nor a path"
+    near = nearest(name, directory.info)
+    known = ", ".join(sorted(directory.info)[:10]) or f"{directory.where} names no data set"
+    what = f"{name!r} is neither in {directory.where} nor a path"
     return MegatuneError(Finding(what, "dataset", fix=f"nearest: {near}" if near else known), ExitCode.SETTINGS)
 
 

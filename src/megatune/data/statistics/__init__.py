@@ -1,1 +1,1 @@
-"""What `megatune data stats` counts, says and draws."""
+"""What `megatune data stats` counts, prints and draws."""

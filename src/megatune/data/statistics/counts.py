@@ -1,4 +1,4 @@
-"""What a run's data amounts to: rows, lengths, tokens, padding and steps, in numbers and in words."""
+"""Statistics of a run's data: rows, lengths, tokens, padding and steps."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ FILL_BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What the settings make of the rows.
+    """The steps of a run.
 
     Attributes:
         world_size: processes of the run.
-        world_from: what says so: "num_processes", or "smallest" for as few as hold the model.
+        world_from: "num_processes", or "smallest" for as few as hold the model.
         data_parallel_size: replicas that share the rows of a step.
         global_batch_size: rows of a step.
-        tokens_per_step: real ones, on average.
+        tokens_per_step: without padding, on average.
         total: steps of the run.
-        epochs: passes over the rows that they are.
+        epochs: passes over the rows in these steps.
         computed: tokens of the batches of epoch 0, padding included.
     """
 
@@ -56,12 +56,12 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Everything that `megatune data stats` says.
+    """What `megatune data stats` reports.
 
     Attributes:
         fill: int [FILL_BINS], in equal bins from 0 to 1: packed rows by how full they are, or, without packing, the
             steps of epoch 0 by the share of real tokens in their batches.
-        dataset_tokens: tokens an epoch trains of each data set of `dataset`, copies and all.
+        dataset_tokens: tokens an epoch trains of each data set of `dataset`, copies included.
         tokenizer_size: tokens that the tokenizer knows.
         vocab_size: rows of the model's embedding; None where the model's config cannot be read.
         directory: the prepared rows.
@@ -81,16 +81,16 @@ class Statistics:
 
     @property
     def padding_share(self) -> float:
-        """The share of computed tokens that is padding, in epoch 0."""
+        """Return the share of computed tokens that is padding, in epoch 0."""
         return 1 - self.report.train.tokens / self.steps.computed
 
     @property
     def largest_id(self) -> int:
-        """The largest token id of all rows."""
+        """Return the largest token id of all rows."""
         return max(part.largest_id for part in (self.report.train, self.report.evaluation) if part is not None)
 
     def to_json(self) -> str:
-        """One JSON object, with the names of the attributes."""
+        """Return one JSON object, with the names of the attributes."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         own |= {"report": self.report.raw(), "steps": asdict(self.steps)}
         own |= {"padding_share": self.padding_share, "largest_id": self.largest_id}
@@ -111,10 +111,7 @@ def describe(settings: Settings, tokenizer: PreTrainedTokenizerBase, prepared: P
     optimizer = settings.optimizer
     total = optimizer.max_steps if optimizer.max_steps > 0 else ceil(optimizer.num_train_epochs * per_epoch)
     real, computed = step_tokens(settings, rows, data_parallel_size)
-    if rows.is_packed:
-        fill = rows.row_lengths() / settings.data.cutoff_len
-    else:
-        fill = real / computed
+    fill = rows.row_lengths() / settings.data.cutoff_len if rows.is_packed else real / computed
     counts, _ = np.histogram(np.minimum(fill, 1.0), bins=FILL_BINS, range=(0, 1))
     return Statistics(
         stage=run.stage,
@@ -144,7 +141,7 @@ def describe(settings: Settings, tokenizer: PreTrainedTokenizerBase, prepared: P
 
 
 def step_tokens(settings: Settings, rows: TokenRows, data_parallel_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Real tokens, and tokens with padding, of every step of epoch 0, over all ranks: int64 [steps] each.
+    """Count real tokens, and tokens with padding, of every step of epoch 0, over all ranks: int64 [steps] each.
 
     They are those of `data.batches.Collator`: packed rows of a micro-batch are joined, others padded to the longest.
     """
@@ -168,7 +165,7 @@ def step_tokens(settings: Settings, rows: TokenRows, data_parallel_size: int) ->
 
 
 def _row_sizes(rows: TokenRows, multiple: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Of each row its tokens, and what it needs of a micro-batch's length; and documents a row, 1 where packed."""
+    """Return each row's tokens, and what it needs of a micro-batch's length; and documents a row, 1 where packed."""
     real = rows.row_lengths()
     if rows.arrangement == "pairs":
         return real, rows.document_lengths(range(len(rows))).reshape(-1, 2).max(axis=1), 2
@@ -179,7 +176,7 @@ def _row_sizes(rows: TokenRows, multiple: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _tokens_by_dataset(rows: TokenRows, datasets: Sequence[DatasetReport]) -> tuple[int, ...]:
-    """Documents say where in tokens.bin they are, and so of which data set."""
+    """Sum tokens by data set: where a document is in tokens.bin tells its data set."""
     spans = rows.spans
     ends = np.cumsum([dataset.tokens for dataset in datasets])
     which = np.searchsorted(ends, spans[:, 0], side="right")
@@ -196,17 +193,12 @@ def _vocab_size(settings: Settings) -> int | None:
 
 
 def refuse_streaming(settings: Settings) -> None:
-    """Streamed data is never prepared, and so cannot be counted.
+    """Refuse streamed data, which is never prepared and so cannot be counted.
 
     Raises:
         MegatuneError: SETTINGS.
     """
     if settings.data.streaming:
-        raise MegatuneError(
-            Finding(
-                "data stats with streaming: true",
-                why="it prepares and counts all rows, and streamed ones are read while training",
-                fix="write streaming=false, and max_samples=10000 for the first rows of each data set",
-            ),
-            ExitCode.SETTINGS,
-        )
+        why = "it prepares and counts all rows, and streamed ones are read while training"
+        fix = "write streaming=false, and max_samples=10000 for the first rows of each data set"
+        raise MegatuneError(Finding("data stats with streaming: true", why=why, fix=fix), ExitCode.SETTINGS)

@@ -38,11 +38,9 @@ def draw(statistics: Statistics, path: Path) -> None:
 
 
 def _draw_lengths(axes: Axes, statistics: Statistics) -> None:
-    """Samples by length, and the share of samples up to each length."""
+    """Draw samples by length, and the share of samples up to each length."""
     lengths = statistics.report.lengths
-    axes.set_title("length of samples before cutting")
-    axes.set_xlabel("length (tokens)")
-    axes.set_ylabel("samples")
+    axes.set(title="length of samples before cutting", xlabel="length (tokens)", ylabel="samples")
     if lengths is None:
         return
     edges, counts = np.asarray(lengths.edges, dtype=float), np.asarray(lengths.counts)
@@ -73,7 +71,7 @@ def _draw_lengths(axes: Axes, statistics: Statistics) -> None:
 
 
 def _draw_datasets(axes: Axes, statistics: Statistics) -> None:
-    """How much of an epoch each data set is."""
+    """Draw how much of an epoch each data set is."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     tokens = statistics.dataset_tokens
@@ -90,27 +88,23 @@ def _draw_datasets(axes: Axes, statistics: Statistics) -> None:
     axes.set_xlim(0, max(1, *tokens) * 1.2)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_title("tokens of an epoch by data set")
-    axes.set_xlabel("tokens an epoch")
-    axes.set_ylabel("data set")
+    axes.set(title="tokens of an epoch by data set", xlabel="tokens an epoch", ylabel="data set")
     axes.grid(axis="x", alpha=0.25)
 
 
 def _draw_fill(axes: Axes, statistics: Statistics) -> None:
-    """How much of packed rows, or of batches, is tokens."""
-    packed = statistics.arrangement == "packed"
+    """Draw how much of packed rows, or of batches, is tokens."""
     edges = np.linspace(0, 100, FILL_BINS + 1)
     axes.bar(edges[:-1], statistics.fill, np.diff(edges), align="edge", color=_GREY, edgecolor="white", linewidth=0.6)
     axes.set_xlim(0, 100)
     axes.grid(axis="y", alpha=0.25)
-    if packed:
-        axes.set_title(f"packed rows: {statistics.report.train.packing_efficiency:.1%} full")
-        axes.set_xlabel(f"tokens in the row (% of {statistics.cutoff_len:,})")
-        axes.set_ylabel("rows")
+    if statistics.arrangement == "packed":
+        title = f"packed rows: {statistics.report.train.packing_efficiency:.1%} full"
+        x, y = f"tokens in the row (% of {statistics.cutoff_len:,})", "rows"
     else:
-        axes.set_title(f"batches: {statistics.padding_share:.1%} padding")
-        axes.set_xlabel("tokens that are no padding (% of a step's batches)")
-        axes.set_ylabel("steps of an epoch")
+        title = f"batches: {statistics.padding_share:.1%} padding"
+        x, y = "tokens that are no padding (% of a step's batches)", "steps of an epoch"
+    axes.set(title=title, xlabel=x, ylabel=y)
 
 
 def _short(name: str) -> str:

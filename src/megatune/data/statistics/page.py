@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import ceil
 
 from megatune.data.lengths import LengthReport
-from megatune.data.report import DatasetReport, TokenReport
+from megatune.data.report import DatasetReport, TokenReport, table
 from megatune.data.rows import Arrangement
 from megatune.data.statistics.counts import Statistics
 
@@ -15,7 +15,7 @@ _BAR = 40  # columns of the longest bar
 
 
 def lines(statistics: Statistics) -> Iterator[str]:
-    """All of it in words, for a terminal."""
+    """Write the statistics in words, for a terminal."""
     report = statistics.report
     template = f", template {statistics.template}" if statistics.template else ""
     yield f"stage {statistics.stage}{template}, cutoff_len {statistics.cutoff_len:,}"
@@ -32,15 +32,15 @@ def lines(statistics: Statistics) -> Iterator[str]:
 
 def _datasets(datasets: Sequence[DatasetReport], tokens: Sequence[int]) -> Iterator[str]:
     head = ("data set", "rows read", "trained", "held out", "dropped", "cut", "samples an epoch", "tokens an epoch")
-    cells = [list(head)]
     untrained = [0] * (len(datasets) - len(tokens))  # those that are only evaluated on come last
-    for d, count in zip(datasets, [*tokens, *untrained], strict=True):
-        numbers = (d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples, count)
-        cells.append([d.name, *(f"{number:,}" for number in numbers)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for cell in cells:
-        numbered = [text.rjust(width) for text, width in zip(cell[1:], widths[1:], strict=True)]
-        yield "  ".join([cell[0].ljust(widths[0]), *numbered])
+    rows = [
+        (
+            d.name,
+            *(f"{n:,}" for n in (d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples, count)),
+        )
+        for d, count in zip(datasets, [*tokens, *untrained], strict=True)
+    ]
+    yield from table(head, rows)
     for dataset in datasets:
         for reason, count in dataset.dropped.most_common():
             yield f"{dataset.name}: dropped {count:,}: {reason} [{dataset.codes[reason]}]"
@@ -48,11 +48,7 @@ def _datasets(datasets: Sequence[DatasetReport], tokens: Sequence[int]) -> Itera
 
 
 def _lengths(lengths: LengthReport, fate: str) -> Iterator[str]:
-    """A line for each bin, and where cutoff_len is among them.
-
-    Args:
-        fate: what becomes of those that are longer.
-    """
+    """Write a line for each bin, and where cutoff_len is among them; `fate` is what is done with longer samples."""
     yield f"tokens of a sample before cutting: {lengths.samples:,} samples"
     width, most = len(f"{lengths.edges[-1]:,}"), max(lengths.counts)
     for (low, high), count in zip(pairwise(lengths.edges), lengths.counts, strict=True):
@@ -70,26 +66,16 @@ def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
     train, steps = statistics.report.train, statistics.steps
     yield "rows", _rows(train, statistics.arrangement)
     yield "tokens", _tokens(train.tokens, train.trained)
-    yield (
-        "padding",
-        f"{statistics.padding_share:.1%} of the {steps.computed:,} tokens that the batches of an epoch have",
-    )
-    yield (
-        "step",
-        f"{_count(steps.global_batch_size, 'row')} = {steps.micro_batch_size} a micro-batch × "
-        f"{steps.accumulation} accumulated × {steps.data_parallel_size} data-parallel, "
-        f"about {steps.tokens_per_step:,.0f} tokens",
-    )
-    why = (
-        "num_processes" if steps.world_from == "num_processes" else "the fewest that hold the model; set num_processes"
-    )
-    yield "processes", f"{steps.world_size} ({why})"
+    padding = f"{statistics.padding_share:.1%} of the {steps.computed:,} tokens that the batches of an epoch have"
+    yield "padding", padding
+    batch = f"{steps.micro_batch_size} a micro-batch × {steps.accumulation} accumulated × {steps.data_parallel_size}"
+    size = f"{_count(steps.global_batch_size, 'row')} = {batch} data-parallel"
+    yield "step", f"{size}, about {steps.tokens_per_step:,.0f} tokens"
+    fewest = "the fewest that hold the model; set num_processes"
+    yield "processes", f"{steps.world_size} ({'num_processes' if steps.world_from == 'num_processes' else fewest})"
     yield "epoch", _count(steps.per_epoch, "step")
-    yield (
-        "run",
-        f"{_count(steps.total, 'step')}, {steps.epochs:.4g} epochs, "
-        f"about {steps.tokens_per_step * steps.total:,.0f} tokens",
-    )
+    tokens = f"about {steps.tokens_per_step * steps.total:,.0f} tokens"
+    yield "run", f"{_count(steps.total, 'step')}, {steps.epochs:.4g} epochs, {tokens}"
     yield "largest id", _vocabulary(statistics)
     if (evaluation := statistics.report.evaluation) is not None:
         yield "held out", f"{_count(evaluation.rows, 'row')}, tokens {_tokens(evaluation.tokens, evaluation.trained)}"

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.data.row_error import RowError
-from megatune.data.templates.borders import PROBE
+from megatune.data.bad_rows import RowError
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.custom import is_template_file, read_template
 from megatune.data.templates.named import NamedTemplate
-from megatune.data.templates.stop import check_tokens, stop_note
 from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.data.templates.tokens import PROBE, check_tokens, stop_note
 from megatune.data.templates.turns import Template, Thinking, Turn
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -24,12 +23,12 @@ __all__ = ["Template", "Thinking", "Turn", "load_template", "stop_note", "templa
 
 
 def template_names() -> tuple[str, ...]:
-    """What `template` may be, beside the path of a YAML file."""
+    """Return what `template` may be, beside the path of a YAML file."""
     return ("default", *NAMED_TEMPLATES)
 
 
 def load_template(name: str | None, tokenizer: PreTrainedTokenizerBase, default_system: str | None = None) -> Template:
-    """A template, checked against the tokenizer it will be used with.
+    """Load a template, checked against the tokenizer it will be used with.
 
     Args:
         name: one of `template_names`, or the path of a YAML file; None is default.
@@ -52,7 +51,7 @@ def load_template(name: str | None, tokenizer: PreTrainedTokenizerBase, default_
 
 
 def template_source(name: str | None) -> str:
-    """What a value of `template` stands for, for keys of caches: the text of a file, else the name.
+    """Return what a value of `template` means, for keys of caches: the text of a file, else the name.
 
     Raises:
         OSError: the file cannot be read.
@@ -88,7 +87,7 @@ def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | No
 
 
 def _missing_tokens(template: NamedTemplate, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Special tokens of the template that are not one token of the tokenizer."""
+    """Find special tokens of the template that are not one token of the tokenizer."""
     own = {"{bos}": tokenizer.bos_token, "{eos}": tokenizer.eos_token}
     missing = []
     for token in template.special_tokens:
@@ -100,7 +99,7 @@ def _missing_tokens(template: NamedTemplate, tokenizer: PreTrainedTokenizerBase)
 
 
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Templates by name whose own tokens the tokenizer has; ones that need only a bos and an eos prove nothing."""
+    """Name the templates whose own tokens the tokenizer has; ones that need only a bos and an eos prove nothing."""
     return [
         name
         for name, template in NAMED_TEMPLATES.items()
@@ -112,10 +111,8 @@ def _refused(name: str, tokenizer: PreTrainedTokenizerBase, why: str) -> Megatun
     fitting = _fitting(tokenizer)
     if tokenizer.chat_template and name != "default":
         fitting.insert(0, "default")
-    fix = (
-        f"templates that fit it: {', '.join(fitting)}"
-        if fitting
-        else (f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}")
-    )
+    fix = f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}"
+    if fitting:
+        fix = f"templates that fit it: {', '.join(fitting)}"
     what = f"template: {name} does not fit this model's tokenizer"
     return MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)

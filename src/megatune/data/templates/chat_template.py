@@ -1,29 +1,80 @@
 """template: default - the chat template that comes with the model's tokenizer, and where its answers are.
 
-A template that marks answers with {% generation %} says it itself. In any other, answer k starts where the prompt of
-the messages before it ends, and stops where the rendering of the messages up to it ends; that both are prefixes of the
-whole rendering, and that what was said is in between, is checked for every row. A row that fails is refused.
+A template may mark answers with {% generation %}. In any other, answer k starts where the prompt of the messages before
+it ends, and stops where the rendering of the messages up to it ends; that both are prefixes of the whole rendering, and
+that what was said is in between, is checked for every row. A row that fails is refused.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatune.data.conversation import Conversation, Message
-from megatune.data.row_error import RowError
-from megatune.data.templates.chat import CALL_FORMS, CallForm, as_dicts, first_written, template_errors, variables
-from megatune.data.templates.thoughts import OPENING, split_thought, without_thought
-from megatune.data.templates.tools import tool_schema
-from megatune.data.templates.turns import Thinking, Turn
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Conversation, Message, ToolCall
+from megatune.data.templates.tokens import PROBE
+from megatune.data.templates.tools import LLAMA3_DATE, call_id, tool_schema
+from megatune.data.templates.turns import OPENING, Thinking, Turn, split_thought, without_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+# What chat templates read beside the messages. Without a date, some would state the day of the run.
+_DATE = {"date_string": LLAMA3_DATE, "strftime_now": datetime.strptime(LLAMA3_DATE, "%d %b %Y").strftime}
+
 Chat = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a chat template takes an assistant's calls; the published ones differ.
+
+    Attributes:
+        as_json: the arguments are JSON text, not an object.
+        no_content: a message that only calls has the content null, not "".
+    """
+
+    as_json: bool = False
+    no_content: bool = False
+
+
+CALL_FORMS = tuple(CallForm(as_json, no_content) for as_json in (False, True) for no_content in (False, True))
+
+
+def as_dicts(messages: Sequence[Message], system: str, form: CallForm) -> list[dict[str, Any]]:
+    """Convert messages to the form of OpenAI's API; calls and what tools return get ids by their order."""
+    chat: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    calls = answers = 0
+    for message in messages:
+        written: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            written["tool_calls"] = [_call(call, i, form) for i, call in enumerate(message.tool_calls, start=calls)]
+            calls += len(message.tool_calls)
+            if form.no_content and not message.content:
+                written["content"] = None
+        elif message.role == "tool":
+            written["tool_call_id"] = call_id(answers)
+            answers += 1
+        chat.append(written)
+    return chat
+
+
+def _call(call: ToolCall, number: int, form: CallForm) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if form.as_json else call.arguments
+    return {"type": "function", "id": call_id(number), "function": {"name": call.name, "arguments": arguments}}
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    """Return what rendering a chat template can raise: its own refusal, or a fault in it."""
+    from jinja2 import TemplateError
+
+    return (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class ChatTemplate:
@@ -37,15 +88,14 @@ class ChatTemplate:
     name = "default"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, default_system: str = "") -> None:
-        self._tokenizer = tokenizer
-        self._default_system = default_system
+        self._tokenizer, self._default_system = tokenizer, default_system
         self._special_tokens = dict(tokenizer.special_tokens_map)
         self._call_forms: dict[str, CallForm | None] = {}
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
-        """See `Template.render`.
+        """Write the turns of a conversation; see `Template.render`.
 
-        What the template writes behind the last message belongs to the last answer; where answers are marked, it is
+        What the template writes after the last message belongs to the last answer; where answers are marked, it is
         left out.
         """
         system = conversation.system or self._default_system
@@ -59,24 +109,29 @@ class ChatTemplate:
                 chat = _without_thoughts(chat)
             rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
             text, spans = rendering.marked(chat) if _is_marked(source) else rendering.found(chat)
-        except template_errors() as error:
+        except _template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
         if any(tool["function"]["name"] not in text for tool in tools or ()):
             raise RowError("no-tools-in-template", "the chat template has no place for tools")
         _check(text, spans, chat)
-        return _cut(text, spans, conversation.messages)
+        trained = [message.trained for message in conversation.messages if message.role == "assistant"]
+        ends = [0, *(stop for _, stop in spans)]
+        return [
+            Turn((text[end:start],), (text[start:stop],), is_trained)
+            for end, (start, stop), is_trained in zip(ends, spans, trained, strict=False)
+        ]
 
     def unasked(self) -> str:
-        """What a model would have to write before its answer, where the template has no generation prompt; else "".
+        """Return what a model would have to write before its answer, if there is no generation prompt; else "".
 
         Raises:
-            Whatever the template raises.
+            Exception: whatever the template raises.
         """
         source: str = self._tokenizer.get_chat_template()
         if _is_marked(source):
             return ""
         rendering = _Rendering(source, None, True, self._special_tokens)
-        chat = as_dicts((Message("user", "Hello"), Message("assistant", "Hi")), self._default_system, CALL_FORMS[0])
+        chat = as_dicts(PROBE.messages, self._default_system, CALL_FORMS[0])
         prompt = rendering.text(chat[:-1], add_generation_prompt=True)
         if prompt != rendering.text(chat[:-1]):
             return ""
@@ -84,61 +139,63 @@ class ChatTemplate:
         return before if before.strip() else ""
 
     def _call_form(self, source: str, conversation: Conversation, tools: list[dict[str, Any]] | None) -> CallForm:
-        """How this template takes calls; found once by writing one."""
+        """Return the first form in which this template writes calls, which is found once by writing one."""
         if not any(message.tool_calls for message in conversation.messages):
             return CALL_FORMS[0]
         if source not in self._call_forms:
-            rendering = _Rendering(source, tools, True, self._special_tokens)
-            self._call_forms[source] = first_written(rendering.text)
+            text = _Rendering(source, tools, True, self._special_tokens).text
+            self._call_forms[source] = next((form for form in CALL_FORMS if _is_written(form, text)), None)
         form = self._call_forms[source]
         if form is None:
             raise RowError("calls-left-out", "the chat template leaves out calls of tools")
         return form
 
 
-class _Rendering:
-    """A chat template with everything but the messages."""
+def _is_written(form: CallForm, render: Callable[[Chat], str]) -> bool:
+    """Tell whether a template writes a call in this form, with its arguments as an object."""
+    call = Message("assistant", "", (ToolCall("look_up_probe", {"probe_key": "probe value"}),))
+    messages = (Message("user", "Look."), call, Message("tool", "found"), Message("assistant", "Done."))
+    try:
+        text = render(as_dicts(messages, "", form))
+    except _template_errors():
+        return False
+    parts = ("look_up_probe", "probe_key", "probe value")
+    return all(part in text for part in parts) and '\\"probe_key\\"' not in text
 
-    def __init__(
-        self, source: str, tools: list[dict[str, Any]] | None, enable: bool | None, special_tokens: dict[str, Any]
-    ) -> None:
-        self._source = source
-        self._tools = tools
-        self._enable = enable
-        self._special_tokens = special_tokens
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """A chat template with everything but the messages; `enable` is `Thinking.enable`."""
+
+    source: str
+    tools: list[dict[str, Any]] | None
+    enable: bool | None
+    special_tokens: dict[str, Any]
+
+    def _run(self, chat: Chat, thinking: bool | None, **options: bool) -> tuple[str, list[Any]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        given = {**options, **self.special_tokens, **_DATE}
+        if thinking is not None:
+            given["enable_thinking"] = thinking
+        (text,), spans = render_jinja_template([chat], tools=self.tools, chat_template=self.source, **given)
+        return text, spans
 
     def text(self, chat: Chat, add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        (text,), _ = render_jinja_template(
-            conversations=[chat],
-            tools=self._tools,
-            chat_template=self._source,
-            add_generation_prompt=add_generation_prompt,
-            **self._special_tokens,
-            **variables(self._enable if thinking is None else thinking),
-        )
-        return text
+        """Render a chat; `thinking` overrides `enable`."""
+        thinking = self.enable if thinking is None else thinking
+        return self._run(chat, thinking, add_generation_prompt=add_generation_prompt)[0]
 
     def marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The whole rendering, and the spans of its answers, as the template marks them."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        (text,), (spans,) = render_jinja_template(
-            conversations=[chat],
-            tools=self._tools,
-            chat_template=self._source,
-            return_assistant_tokens_mask=True,
-            **self._special_tokens,
-            **variables(self._enable),
-        )
+        """Render a chat, and return the spans of its answers that the template marks, too."""
+        text, (spans,) = self._run(chat, self.enable, return_assistant_tokens_mask=True)
         answers = sum(message["role"] == "assistant" for message in chat)
         if len(spans) != answers:
             raise RowError("not-marked", "the chat template marks not every answer", f"{len(spans)} of {answers}")
         return text, spans
 
     def found(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The whole rendering, and the spans of its answers, found from their prompts."""
+        """Render a chat, and find the spans of its answers from their prompts."""
         whole = self.text(chat)
         # A template that leaves the reasoning of earlier answers out shows it until the next question, so a prompt with
         # it is no prefix of the whole. The same whole without it has prompts that are.
@@ -155,22 +212,19 @@ class _Rendering:
             if start is not None:
                 stop = len(whole) if is_last else self._stop(whole, start, chat[: index + 1])
             if start is None or stop is None or (spans and start < spans[-1][1]):
-                raise RowError(
-                    "answer-not-found",
-                    "the chat template writes an answer otherwise than it asks for it",
-                    f"answer {len(spans) + 1}",
-                )
+                reason = "the chat template writes an answer otherwise than it asks for it"
+                raise RowError("answer-not-found", reason, f"answer {len(spans) + 1}")
             spans.append((start, stop))
         return whole, spans
 
     def _start(self, whole: str, before: Chat, is_last: bool) -> int | None:
-        """Where generation starts after `before`.
+        """Find where generation starts after `before`.
 
         With thinking off or open, the longest prompt that fits is taken: one that ends with an empty thought makes
-        that thought part of the prompt. A prompt that opens a thought also fits an earlier answer that stands without
-        its reasoning, as the template shows it to the model.
+        that thought part of the prompt. A prompt that opens a thought also fits an earlier answer without its
+        reasoning, as the template shows it to the model.
         """
-        choices = (False, True) if not self._enable and "enable_thinking" in self._source else (True,)
+        choices = (False, True) if not self.enable and "enable_thinking" in self.source else (True,)
         for thinking in choices:
             prompt = self.text(before, add_generation_prompt=True, thinking=thinking)
             if whole.startswith(prompt):
@@ -181,7 +235,7 @@ class _Rendering:
         return None
 
     def _stop(self, whole: str, start: int, up_to: Chat) -> int | None:
-        """Where the answer that starts at `start` stops; a template may leave the reasoning of earlier answers out."""
+        """Find where the answer at `start` stops; a template may leave the reasoning of earlier answers out."""
         ended = self.text(up_to)
         if whole.startswith(ended):
             return len(ended)
@@ -200,7 +254,7 @@ def _is_marked(source: str) -> bool:
 
 
 def _with_plain_history(chat: Chat) -> Chat:
-    """The chat with no reasoning before the last question; the chat itself where it has none there."""
+    """Remove the reasoning before the last question; returns the chat itself where it has none there."""
     question = max((i for i, message in enumerate(chat) if message["role"] == "user"), default=0)
     if not any(m["role"] == "assistant" and "</think>" in (m["content"] or "") for m in chat[:question]):
         return chat
@@ -217,9 +271,9 @@ def _without_thoughts(chat: Chat) -> Chat:
 
 
 def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat) -> None:
-    """Refuse a rendering that lost text someone wrote, which would be trained without a word.
+    """Refuse a rendering that lost text someone wrote, which would be trained silently.
 
-    What tools answer is not looked for: templates write it as JSON, with quotes escaped. Nor is the reasoning of
+    What tools return is not looked for: templates write it as JSON, with quotes escaped. Nor is the reasoning of
     earlier answers, which many leave out.
     """
     for message in chat:
@@ -238,12 +292,3 @@ def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat) -> None:
     reasoning = thought.replace("<think>", "").replace("</think>", "").strip()
     if reasoning not in text[slice(*spans[-1])]:
         raise RowError("thought-left-out", "the chat template leaves out the reasoning of the last answer")
-
-
-def _cut(text: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message]) -> list[Turn]:
-    turns, end = [], 0
-    trained = [message.trained for message in messages if message.role == "assistant"]
-    for (start, stop), is_trained in zip(spans, trained, strict=True):
-        turns.append(Turn((text[end:start],), (text[start:stop],), is_trained))
-        end = stop
-    return turns

@@ -14,32 +14,25 @@ from megatune.data.templates.tools import TOOL_FORMATS
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _SUFFIXES = (".yaml", ".yml")
-_KEYS = (
-    "name",
-    "user",
-    "assistant",
-    "system",
-    "observation",
-    "observation_separator",
-    "prefix",
-    "default_system",
-    "tools",
-    "thinks",
-    "special_tokens",
-)
+_KEYS = ("name", "user", "assistant", "system", "observation", "observation_separator", "prefix", "default_system",
+         "tools", "thinks", "special_tokens")  # fmt: skip
 _WITH_CONTENT = ("user", "assistant", "system", "observation")
-_REQUIRED = ("user", "assistant", "system")
+_REQUIRED = {  # with an example of each
+    "user": '"<|im_start|>user\\n{content}<|im_end|>\\n<|im_start|>assistant\\n"',
+    "assistant": '"{content}<|im_end|>\\n"',
+    "system": '"<|im_start|>system\\n{content}<|im_end|>\\n"',
+}
 # {name}, or {{name}} as LLaMA-Factory writes it; in {"content": {content}} the outer braces are text.
 _PLACEHOLDER = re.compile(r"\{\{[A-Za-z_]+\}\}|\{[A-Za-z_]+\}")
 
 
 def is_template_file(name: str) -> bool:
-    """Whether a value of `template` is a path, not a name."""
+    """Tell whether a value of `template` is a path, not a name."""
     return name.endswith(_SUFFIXES)
 
 
 def read_template(path: str) -> NamedTemplate:
-    """The template in a YAML file; the path is taken from the working directory.
+    """Read the template in a YAML file; the path is taken from the working directory.
 
     Raises:
         MegatuneError: every fault of the file at once (exit code 64), or there is no such file (exit code 66).
@@ -55,7 +48,8 @@ def read_template(path: str) -> NamedTemplate:
             fields["tool_format" if entry.key == "tools" else entry.key] = value
     given = {entry.key for entry in entries}
     if entries or not findings:
-        findings += [_missing(key, path) for key in _REQUIRED if key not in given]
+        missing = {key: example for key, example in _REQUIRED.items() if key not in given}
+        findings += [Finding(f"{key} is missing", path, fix=f"for example {key}: {missing[key]}") for key in missing]
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     written = "".join(fields.get(key, "") for key in TEXTS)
@@ -65,7 +59,7 @@ def read_template(path: str) -> NamedTemplate:
 
 
 def _field(entry: Entry, findings: list[Finding]) -> Any:
-    """The value of one key, None where it is wrong and a finding says so."""
+    """Return the value of one key, None where it is wrong; what is wrong is added to `findings`."""
     key, value = entry.key, entry.value
     if key not in _KEYS:
         near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
@@ -95,7 +89,7 @@ def _field(entry: Entry, findings: list[Finding]) -> Any:
 
 
 def _faults(key: str, text: str, where: str) -> list[Finding]:
-    """What is wrong with a text to write."""
+    """Find what is wrong with a text to write."""
     if key in ("name", "default_system"):
         return []
     allowed = (*(("{content}",) if key in _WITH_CONTENT else ()), "{bos}", "{eos}")
@@ -111,12 +105,3 @@ def _faults(key: str, text: str, where: str) -> list[Finding]:
         fix = "write {eos} or a special token after {content}"
         return [Finding("assistant: nothing ends the answer", where, "the model would not learn to stop", fix)]
     return []
-
-
-def _missing(key: str, path: str) -> Finding:
-    examples = {
-        "user": '"<|im_start|>user\\n{content}<|im_end|>\\n<|im_start|>assistant\\n"',
-        "assistant": '"{content}<|im_end|>\\n"',
-        "system": '"<|im_start|>system\\n{content}<|im_end|>\\n"',
-    }
-    return Finding(f"{key} is missing", path, fix=f"for example {key}: {examples[key]}")

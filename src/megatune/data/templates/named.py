@@ -1,15 +1,14 @@
-"""Templates as data: the text that a chat format has for each role, and how a conversation is written with them."""
+"""Templates as data: the text that a chat format has for each role, and how they write a conversation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.row_error import RowError
-from megatune.data.templates.thoughts import EMPTY_THOUGHT, has_thought, normal_thought, split_thought, without_thought
 from megatune.data.templates.tools import ToolFormat
-from megatune.data.templates.turns import Thinking, Turn
+from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_thought, split_thought, without_thought
 
 # The fields that are texts to write; {bos} and {eos} in them are the tokenizer's own tokens.
 TEXTS = ("prefix", "system", "user", "assistant", "calls", "observation", "observation_separator")
@@ -17,7 +16,7 @@ TEXTS = ("prefix", "system", "user", "assistant", "calls", "observation", "obser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTemplate:
-    """A chat format as texts around {content}. {bos} and {eos} in them are the tokenizer's own tokens.
+    """A chat format as texts around {content}.
 
     Attributes:
         user: a user's message, up to where the assistant starts.
@@ -30,7 +29,7 @@ class NamedTemplate:
         tool_format: None refuses conversations with tools.
         thinks: the model reasons before it answers.
         special_tokens: what must be one token each, or the tokenizer is not for this template.
-        system_in_question: the system message stands inside the last message of the user, before its text.
+        system_in_question: the system message is written into the last message of the user, before its text.
         trims: roles whose text loses the white space around it.
     """
 
@@ -50,12 +49,12 @@ class NamedTemplate:
     trims: tuple[str, ...] = ()
 
     def bound(self, bos_token: str, eos_token: str) -> NamedTemplate:
-        """This template with a tokenizer's own tokens in the place of {bos} and {eos}."""
+        """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
         texts = {key: getattr(self, key).replace("{bos}", bos_token).replace("{eos}", eos_token) for key in TEXTS}
         return replace(self, **texts)
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
-        """See `Template.render`."""
+        """Write the turns of a conversation; see `Template.render`."""
         messages = conversation.messages
         head, question = self._head(conversation)
         last_question = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
@@ -76,7 +75,7 @@ class NamedTemplate:
         return turns
 
     def _head(self, conversation: Conversation) -> tuple[tuple[str, str], tuple[str, str]]:
-        """What starts the conversation; and of the last message of the user, what stands before it and inside it."""
+        """Return what starts the conversation, and what the last message of the user has before it and inside it."""
         system = conversation.system or self.default_system
         if "system" in self.trims:
             system = system.strip()
@@ -91,7 +90,7 @@ class NamedTemplate:
         return ((self.prefix, ""), (offer, text)) if self.system_in_question else ((self.prefix, text), (offer, ""))
 
     def _asked(self, messages: Sequence[Message], before: tuple[str, str], number: int) -> tuple[str, ...]:
-        """One user's message, or the answers of the tools that the last message called."""
+        """Write one user's message, or what the tools return that the last message called."""
         roles = {message.role for message in messages}
         offer, system = before
         if roles == {"user"} and len(messages) == 1:
@@ -104,7 +103,7 @@ class NamedTemplate:
         return (_fill(self.observation, self.observation_separator.join(answers)),)
 
     def _answer(self, message: Message, thinking: Thinking, is_history: bool, number: int) -> str:
-        """What the assistant writes, without what ends it."""
+        """Write what the assistant says and calls, without what ends it."""
         content = self._text(message)
         if self.thinks:
             drops = thinking.enable is False or (thinking.drop_history and is_history)
@@ -120,7 +119,8 @@ class NamedTemplate:
     def _turn(self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, is_last: bool) -> Turn:
         only_calls = self.calls and message.tool_calls and not self._text(message)
         # As history an answer has no empty thought, nor has a call of tools on the way to the last answer.
-        thinks = self.thinks and not has_thought(answer) and (is_last or not thinking.drop_history)
+        is_bare = "<think>" not in answer and "</think>" not in answer
+        thinks = self.thinks and is_bare and (is_last or not thinking.drop_history)
         written = _fill(self.calls if only_calls else self.assistant, answer.lstrip("\n") if thinks else answer)
         if not thinks:
             return Turn(asked, (written,), message.trained)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
-from megatune.data.row_error import RowError
 
 Tool = dict[str, Any]
 
 
 def call_id(number: int) -> str:
-    """The id of a conversation's call `number` (from 0), and of the answer to it, in formats that write ids.
+    """Return the id of a conversation's call `number` (from 0), and of the answer to it, in formats that write ids.
 
     Mistral's takes nine letters or digits. Counted, not random: a random one would be text that nobody can learn.
     """
@@ -22,8 +22,7 @@ def call_id(number: int) -> str:
 
 
 def _answer_plain(content: str, number: int) -> str:
-    """A function with a name, so that formats can be sent to worker processes."""
-    return content
+    return content  # not a lambda: formats are sent to worker processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +32,8 @@ class ToolFormat:
     Attributes:
         offer: the text that describes the tools.
         calls: the text of an assistant's calls, of which the first is the conversation's call `number`.
-        answer: what stands for {content} where a tool answers the conversation's call `number`.
-        offer_before_question: the offer stands before the last message of the user, not after the system message.
+        answer: what replaces {content} where a tool answers the conversation's call `number`.
+        offer_before_question: the offer is written before the last message of the user, not after the system message.
         joiner: between what the assistant says and its calls.
     """
 
@@ -47,14 +46,13 @@ class ToolFormat:
 
 
 def tool_schema(tool: Tool) -> Tool:
-    """The schema as OpenAI's API has it: {"type": "function", "function": {...}}.
+    """Return the schema as OpenAI's API has it: {"type": "function", "function": {...}}.
 
     Raises:
         RowError: it names no function.
     """
-    schema = (
-        tool if isinstance(tool, dict) and tool.get("type") == "function" else {"type": "function", "function": tool}
-    )
+    is_whole = isinstance(tool, dict) and tool.get("type") == "function"
+    schema = tool if is_whole else {"type": "function", "function": tool}
     function = schema.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError("bad-tools", "a tool without a name")
@@ -110,9 +108,8 @@ def _offer_plain(tools: Sequence[Tool]) -> str:
         described = "".join(map(_describe_plain, functions))
         names = ", ".join(function["name"] for function in functions)
     except (KeyError, TypeError, AttributeError) as error:
-        raise RowError(
-            "bad-tools", "a tool whose parameters are no JSON schema", f"{type(error).__name__}: {error}"
-        ) from error
+        detail = f"{type(error).__name__}: {error}"
+        raise RowError("bad-tools", "a tool whose parameters are no JSON schema", detail) from error
     return (
         f"You have access to the following tools:\n{described}Use the following format if using a tool:\n```\n"
         f"Action: tool name (one of [{names}])\n"
@@ -141,8 +138,7 @@ def _calls_plain(calls: Sequence[ToolCall], number: int) -> str:
 
 
 def _offer_mistral(tools: Sequence[Tool]) -> str:
-    functions = [tool_schema(tool)["function"] for tool in tools]
-    schemas = [{"type": "function", "function": function} for function in functions]
+    schemas = [{"type": "function", "function": tool_schema(tool)["function"]} for tool in tools]
     return f"[AVAILABLE_TOOLS] {_json(schemas)}[/AVAILABLE_TOOLS]"
 
 
@@ -155,20 +151,16 @@ def _calls_mistral(calls: Sequence[ToolCall], number: int) -> str:
 
 
 def _answer_mistral(content: str, number: int) -> str:
-    # What the tool says stands as it is, as in the published chat template: JSON where it is JSON.
+    # What the tool returns is written as it is, as in the published chat template: JSON where it is JSON.
     return f'{{"content": {content}, "call_id": "{call_id(number)}"}}'
 
 
 QWEN_TOOLS = ToolFormat(name="qwen", offer=_offer_qwen, calls=_calls_qwen)
 LLAMA3_TOOLS = ToolFormat(name="llama3", offer=_offer_llama3, calls=_calls_llama3)
 MISTRAL_TOOLS = ToolFormat(
-    name="mistral",
-    offer=_offer_mistral,
-    calls=_calls_mistral,
-    answer=_answer_mistral,
-    offer_before_question=True,
+    name="mistral", offer=_offer_mistral, calls=_calls_mistral, answer=_answer_mistral, offer_before_question=True,
     joiner="",
-)
+)  # fmt: skip
 PLAIN_TOOLS = ToolFormat(name="plain", offer=_offer_plain, calls=_calls_plain)
 
 TOOL_FORMATS = {tool_format.name: tool_format for tool_format in (QWEN_TOOLS, LLAMA3_TOOLS, MISTRAL_TOOLS, PLAIN_TOOLS)}

@@ -1,19 +1,53 @@
-"""Which form the rows of a data set have, told by the fields of one of them."""
+"""The form of a data set's rows: which columns and tags they have, and how it is detected from one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from megatune.data.formats.pairs import REJECTED_NAMES
-from megatune.data.formats.query_response import QUERY_NAMES, RESPONSE_NAMES, SYSTEM_NAMES
-from megatune.data.formats.text import TEXT_NAMES
-from megatune.data.sources import Columns, Formatting, Tags
+Formatting = Literal["alpaca", "sharegpt", "openai", "query_response", "text"]
+FORMATTINGS: tuple[Formatting, ...] = get_args(Formatting)
 
-# In order of precedence.
+# Names of columns, in order of precedence; a name that `columns` gives comes first.
 MESSAGES_NAMES = ("messages", "conversations", "conversation")
+QUERY_NAMES = ("query", "prompt", "input", "instruction", "question", "problem")
+RESPONSE_NAMES = ("response", "answer", "output", "target", "solution", "completion")
+SYSTEM_NAMES = ("system", "system_prompt")
+TEXT_NAMES = ("text", "content")
+REJECTED_NAMES = ("rejected_response", "rejected_messages")  # ms-swift's
 _MEDIA_NAMES = (("images", "image"), ("videos", "video"), ("audios", "audio"))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The column of each part of a row (the `columns` block of dataset_info.json); None turns a column off."""
+
+    prompt: str | None = "instruction"
+    query: str | None = "input"
+    response: str | None = "output"
+    history: str | None = "history"
+    messages: str | None = "conversations"
+    system: str | None = "system"
+    tools: str | None = "tools"
+    images: str | None = "images"
+    videos: str | None = "videos"
+    audios: str | None = "audios"
+    chosen: str | None = "chosen"
+    rejected: str | None = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The keys and roles of messages (the `tags` block of dataset_info.json)."""
+
+    role_tag: str = "from"
+    content_tag: str = "value"
+    user_tag: str = "human"
+    assistant_tag: str = "gpt"
+    observation_tag: str = "observation"
+    function_tag: str = "function_call"
+    system_tag: str = "system"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +55,33 @@ class Form:
     """How the rows of a data set read.
 
     Attributes:
-        formatting: one of `megatune.data.sources.FORMATTINGS`.
-        ranking: whether rows are preference pairs.
+        ranking: rows are preference pairs.
     """
 
-    formatting: Formatting
-    columns: Columns
-    tags: Tags
+    formatting: Formatting = "alpaca"
+    columns: Columns = Columns()
+    tags: Tags = Tags()
     ranking: bool = False
 
 
+OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")
+# What a formatting has where nothing else is said; the names of queries and responses are looked up in each row.
+DEFAULT_FORMS: dict[Formatting, Form] = {
+    "alpaca": Form(),
+    "sharegpt": Form("sharegpt"),
+    "openai": Form("openai", Columns(messages="messages"), OPENAI_TAGS),
+    "query_response": Form("query_response", Columns(prompt=None, query=None, response=None)),
+    "text": Form("text", Columns(prompt="text")),
+}
+
+
 def detect(fields: Mapping[str, object]) -> Form | None:
-    """The form of a row, None where no rule knows its fields.
+    """Return the form of a row, None where no rule knows its fields.
 
     A field that is null does not count, unless nothing is found without it. The first rule that fits decides:
 
-    1. messages, conversations or conversation: sharegpt or openai. Tags are told by the first message's keys (role or
-       from, content or value) and by the roles of the row (human and gpt, or user and assistant).
+    1. messages, conversations or conversation: sharegpt or openai. Tags are detected from the first message's keys
+       (role or from, content or value) and from the roles of the row (human and gpt, or user and assistant).
     2. A rejected answer, and `chosen` or `prompt` a list of messages: the same, with `prompt` as messages if it is such
        a list; else each answer is a whole conversation, and a `prompt` beside it only repeats its beginning.
     3. instruction, and not query or prompt without input and output: alpaca, its response under the first of output and
@@ -55,11 +99,11 @@ def detect(fields: Mapping[str, object]) -> Form | None:
 def _form(fields: Mapping[str, Any]) -> Form | None:
     ranking = any(name in fields for name in ("rejected", *REJECTED_NAMES))
     if (messages := _first(fields, MESSAGES_NAMES)) is not None:
-        return _chat(fields, messages, fields[messages], ranking)
+        return _chat_form(fields, messages, fields[messages], ranking)
     if ranking and _is_messages(fields.get("prompt")):
-        return _chat(fields, "prompt", fields["prompt"], ranking)
+        return _chat_form(fields, "prompt", fields["prompt"], ranking)
     if ranking and _is_messages(fields.get("chosen"), at_least=2):
-        return _chat(fields, None, fields["chosen"], ranking)
+        return _chat_form(fields, None, fields["chosen"], ranking)
     answers = (fields.get(name) for name in ("chosen", "rejected", *REJECTED_NAMES))
     listed = next((answer for answer in answers if isinstance(answer, (list, dict))), None)
     tags = Tags() if listed is None else _tags(listed, "messages")
@@ -67,7 +111,6 @@ def _form(fields: Mapping[str, Any]) -> Form | None:
         output = _first(fields, ("output", *RESPONSE_NAMES)) or "output"
         return Form("alpaca", _columns(fields, response=output), tags, ranking)
     query, response = _first(fields, QUERY_NAMES), _first(fields, RESPONSE_NAMES)
-    # Which of the names a row uses is looked up in each row.
     by_name = Form("query_response", _columns(fields, prompt=None, query=None, response=None), tags, ranking)
     if query and (response or ranking):
         return by_name
@@ -76,7 +119,7 @@ def _form(fields: Mapping[str, Any]) -> Form | None:
     return by_name if query or response else None
 
 
-def _chat(fields: Mapping[str, Any], column: str | None, messages: object, ranking: bool) -> Form:
+def _chat_form(fields: Mapping[str, Any], column: str | None, messages: object, ranking: bool) -> Form:
     tags = _tags(messages, column or "messages")
     formatting: Formatting = "openai" if (tags.role_tag, tags.user_tag) == ("role", "user") else "sharegpt"
     return Form(formatting, _columns(fields, messages=column), tags, ranking)
@@ -91,7 +134,7 @@ def _columns(fields: Mapping[str, Any], **named: str | None) -> Columns:
 
 
 def _tags(messages: object, column: str) -> Tags:
-    """Tags of the messages of a row; those that are usual for the column where the messages do not tell."""
+    """Detect the tags of a row's messages; where they do not show, take those that are usual for the column."""
     found = [messages] if isinstance(messages, dict) else messages if isinstance(messages, list) else []
     items = [item for item in found if isinstance(item, dict)]
     first = items[0] if items else {}
@@ -99,13 +142,9 @@ def _tags(messages: object, column: str) -> Tags:
     role = "role" if "role" in first else "from" if "from" in first else "role" if openai else "from"
     content = "content" if "content" in first else "value" if "value" in first else "content" if openai else "value"
     roles = [item.get(role) for item in items]
-    if any(word in roles for word in ("human", "gpt")):
-        words = ("human", "gpt", "observation")
-    elif any(word in roles for word in ("user", "assistant")) or role == "role":
-        words = ("user", "assistant", "tool")
-    else:
-        words = ("human", "gpt", "observation")
-    user, assistant, usual = words
+    is_sharegpt = any(word in roles for word in ("human", "gpt"))
+    is_openai = not is_sharegpt and (role == "role" or any(word in roles for word in ("user", "assistant")))
+    user, assistant, usual = ("user", "assistant", "tool") if is_openai else ("human", "gpt", "observation")
     observation = next((word for word in ("observation", "tool") if word in roles), usual)
     return Tags(role, content, user, assistant, observation, "function_call", "system")
 
@@ -114,5 +153,5 @@ def _is_messages(value: object, at_least: int = 1) -> bool:
     return isinstance(value, list) and len(value) >= at_least and all(isinstance(item, dict) for item in value)
 
 
-def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in fields), None)

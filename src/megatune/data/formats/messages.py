@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, Role
-from megatune.data.formats.fields import encodable, listed, optional_string, short, string
-from megatune.data.formats.tool_calls import function_call, tool_calls, tools
+from megatune.data.formats.fields import (
+    encodable,
+    function_call,
+    listed,
+    optional_string,
+    short,
+    string,
+    tool_calls,
+    tools,
+)
+from megatune.data.formats.form import Form, Tags
 from megatune.data.readers import json_type
-from megatune.data.row_error import RowError, UnsupportedRow
-from megatune.data.sources import DatasetSource, Tags
 
 Kind = Literal["system", "user", "assistant", "call", "tool"]
 
@@ -33,44 +41,45 @@ class Chat:
     messages: tuple[Message, ...]
 
 
-def conversation(row: Mapping[str, Any], source: DatasetSource) -> Conversation:
-    """The messages of a row, in turns that end with the assistant's.
+def conversation(row: Mapping[str, Any], form: Form) -> Conversation:
+    """Read the messages of a row, in turns that end with the assistant's.
 
     Raises:
         RowError: they are not messages, or do not take turns.
         UnsupportedRow: one of them has an image, a video or audio.
     """
-    columns = source.columns
+    columns = form.columns
     column = columns.messages or "messages"
-    chat = messages_of(row, column, source)
-    check_turns(chat, source.tags)
+    chat = messages_of(row, column, form)
+    check_turns(chat, form.tags)
     if chat.messages[-1].role != "assistant":
-        detail = f"message {_number(chat, -1)} is {_word(chat.messages[-1].role, source.tags)!r}"
+        detail = f"message {_number(chat, -1)} is {_word(chat.messages[-1].role, form.tags)!r}"
         raise RowError("no-answer", "the last message is not the assistant's", detail)
     # A system message among the messages overrides the system column.
     system = optional_string(row, columns.system) if chat.system is None else chat.system
     return Conversation(chat.messages, system, tools(row, columns.tools))
 
 
-def messages_of(row: Mapping[str, Any], column: str, source: DatasetSource) -> Chat:
-    """The list of messages in a column; that they take turns is `check_turns`'s to say."""
+def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Chat:
+    """Read the list of messages in a column; `check_turns` checks that they take turns."""
     if column not in row:
         raise RowError("missing-field", f"field {column!r} is missing", f"the row has {listed(row)}")
     raw = row[column]
     if not isinstance(raw, list):
         raise RowError("messages-not-a-list", f"field {column!r}: expected a list of messages, got {json_type(raw)}")
-    tags = source.tags
-    kinds = _kinds(tags, source.formatting == "openai")
+    tags = form.tags
     system: str | None = None
     messages: list[Message] = []
     for number, item in enumerate(raw, start=1):
         if not isinstance(item, dict):
             detail = f"message {number} is {json_type(item)}"
             raise RowError("message-not-an-object", f"field {column!r}: a message is not an object", detail)
-        kind = _kind(item, kinds, tags, column, number)
+        kind = _kind(item, form, column, number)
         if kind == "system":
             if number != 1:
-                raise _misplaced_system(raw, number, kinds, tags)
+                if _kind(raw[0], form, column, 1) == "system":
+                    raise RowError("two-system-messages", "two system messages", f"messages 1 and {number}")
+                raise RowError("system-not-first", "the system message is not the first", f"message {number}")
             system = _content(item, tags.content_tag, column, number)
         else:
             messages.append(_message(kind, item, tags, column, number))
@@ -80,8 +89,8 @@ def messages_of(row: Mapping[str, Any], column: str, source: DatasetSource) -> C
     return Chat(system, tuple(messages))
 
 
-def one_message(item: Mapping[str, Any], column: str, number: int, source: DatasetSource) -> Message:
-    """A message outside of a list of turns: an answer of a preference pair.
+def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
+    """Read a message outside of a list of turns: an answer of a preference pair.
 
     Args:
         number: its number in the column's list, 0 where the column has no list.
@@ -89,11 +98,11 @@ def one_message(item: Mapping[str, Any], column: str, number: int, source: Datas
     Raises:
         RowError: it is not the assistant's, or not well-formed.
     """
-    kind = _kind(item, _kinds(source.tags, source.formatting == "openai"), source.tags, column, number)
+    kind = _kind(item, form, column, number)
     if kind not in ("assistant", "call"):
-        detail = f"field {column!r} has role {item[source.tags.role_tag]!r}, expected {source.tags.assistant_tag!r}"
+        detail = f"field {column!r} has role {item[form.tags.role_tag]!r}, expected {form.tags.assistant_tag!r}"
         raise RowError("answer-not-assistant", "an answer is not the assistant's", detail)
-    return _message(kind, item, source.tags, column, number)
+    return _message(kind, item, form.tags, column, number)
 
 
 # What may follow what: several tools may answer one message with parallel calls.
@@ -106,7 +115,7 @@ _MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
 
 
 def check_turns(chat: Chat, tags: Tags) -> None:
-    """Users, or tools, and the assistant take turns, and none of them says nothing; tools may.
+    """Check that users, or tools, and the assistant take turns, and that only tools return nothing.
 
     Raises:
         RowError: they do not, in the words of the row's tags.
@@ -124,14 +133,14 @@ def check_turns(chat: Chat, tags: Tags) -> None:
 
 
 def is_empty(message: Message) -> bool:
-    """Whether there is nothing to say or to learn; a tool may well return nothing."""
+    """Tell whether a message has neither text nor calls; a tool may well return nothing."""
     content = message.content
     return (not content or content.isspace()) and message.role != "tool" and not message.tool_calls
 
 
 @lru_cache(maxsize=64)
 def _kinds(tags: Tags, openai: bool) -> dict[str, Kind]:
-    """What each role is; where two tags are the same, the one that is listed last here wins."""
+    """Map each role to its kind; where two tags are the same, the one that is listed last here wins."""
     kinds: dict[str, Kind] = {"developer": "system"} if openai else {}
     return kinds | {
         tags.function_tag: "call",
@@ -142,29 +151,21 @@ def _kinds(tags: Tags, openai: bool) -> dict[str, Kind]:
     }
 
 
-def _kind(item: Mapping[str, Any], kinds: Mapping[str, Kind], tags: Tags, column: str, number: int) -> Kind:
+def _kind(item: Mapping[str, Any], form: Form, column: str, number: int) -> Kind:
+    tags = form.tags
     role = string(item, tags.role_tag, column, number)
-    kind = kinds.get(role)
+    kind = _kinds(tags, form.formatting == "openai").get(role)
     if kind is None:
         known = (tags.system_tag, tags.user_tag, tags.assistant_tag, tags.observation_tag, tags.function_tag)
         place = f"message {number}" if number else f"field {column!r}"
-        raise RowError(
-            "unknown-role", "unknown role", f"{place} has role {short(role)}, expected one of {', '.join(known)}"
-        )
+        detail = f"{place} has role {short(role)}, expected one of {', '.join(known)}"
+        raise RowError("unknown-role", "unknown role", detail)
     return kind
 
 
-def _misplaced_system(raw: Sequence[Any], number: int, kinds: Mapping[str, Kind], tags: Tags) -> RowError:
-    if kinds.get(raw[0][tags.role_tag]) == "system":
-        return RowError("two-system-messages", "two system messages", f"messages 1 and {number}")
-    return RowError("system-not-first", "the system message is not the first", f"message {number}")
-
-
 def _message(kind: Kind, item: Mapping[str, Any], tags: Tags, column: str, number: int) -> Message:
-    if kind == "user":
-        return Message("user", _content(item, tags.content_tag, column, number))
-    if kind == "tool":
-        return Message("tool", _content(item, tags.content_tag, column, number))
+    if kind == "user" or kind == "tool":
+        return Message(kind, _content(item, tags.content_tag, column, number))
     place = f"message {number}" if number else ""
     if kind == "call":
         owner = f"{column}[].{tags.content_tag}"
@@ -181,19 +182,18 @@ def _message(kind: Kind, item: Mapping[str, Any], tags: Tags, column: str, numbe
 
 
 def _content(item: Mapping[str, Any], tag: str, column: str, number: int) -> str:
-    """A message's text; OpenAI's list of parts is joined where all of them are text."""
+    """Read a message's text; OpenAI's list of parts is joined where all of them are text."""
     content = item.get(tag)
     if not isinstance(content, list):
         return string(item, tag, column, number)
     place = f"message {number}" if number else f"field {column!r}"
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        has = f"{place} has a part of type {kind!r}"
         if kind in _MEDIA_PARTS:
-            raise UnsupportedRow(f"{place} has a part of type {kind!r}: training on it is not built")
+            raise UnsupportedRow(f"{has}: training on it is not built")
         if kind in _ANTHROPIC_PARTS:
-            detail = (
-                f"{place} has a part of type {kind!r}; OpenAI's tool_calls, role tool and reasoning_content are read"
-            )
+            detail = f"{has}; OpenAI's tool_calls, role tool and reasoning_content are read"
             raise RowError("anthropic-blocks", "Anthropic's content blocks are not read", detail)
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RowError("bad-content-part", "a part of a message is not text", f"{place} has {short(part)}")
@@ -201,7 +201,7 @@ def _content(item: Mapping[str, Any], tag: str, column: str, number: int) -> str
 
 
 def _trained(item: Mapping[str, Any], place: str) -> bool:
-    """Whether an answer is trained: `loss` (ms-swift) or, where it is not given, `weight` (OpenAI)."""
+    """Tell whether an answer is trained: `loss` (ms-swift) or, where it is not given, `weight` (OpenAI)."""
     for key in ("loss", "weight"):
         value = item.get(key)
         if value is not None:
@@ -213,7 +213,7 @@ def _trained(item: Mapping[str, Any], place: str) -> bool:
 
 
 def _number(chat: Chat, index: int) -> int:
-    """The number of a message in the row's list, from 1; the system message is counted there."""
+    """Return the number of a message in the row's list, from 1; the system message is counted there."""
     return index % len(chat.messages) + (1 if chat.system is None else 2)
 
 

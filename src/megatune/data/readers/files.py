@@ -1,4 +1,4 @@
-"""Bytes of files, compressed or not, and whether they are what the file's name says."""
+"""Kinds of data files by their names, and their bytes: compressed or not, and whether they are what the name says."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 BUFFER_BYTES = 1 << 20
 
+DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+COLUMNAR = (".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".lz4": "lz4"}
 
-_STANDARD_LIBRARY: dict[str, Callable[[Path], object]] = {
-    ".gz": gzip.GzipFile,
-    ".bz2": bz2.BZ2File,
-    ".xz": lzma.LZMAFile,
-}
+_RUNS_CODE = frozenset((".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"))
+_ARCHIVES = frozenset((".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"))
 
-_CONTENTS = {  # name and first bytes of kinds that can be told by them; strict enough that no text begins so
+_OPENERS: dict[str, Callable[[Path], object]] = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+
+_CONTENTS = {  # name and first bytes of kinds that can be detected by them; no text begins so
     ".gz": ("gzip", rb"\x1f\x8b"),
     ".bz2": ("bzip2", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
     ".xz": ("xz", rb"\xfd7zXZ\x00"),
@@ -40,19 +41,45 @@ _CONTENTS = {  # name and first bytes of kinds that can be told by them; strict 
 
 
 def compression_suffix(path: Path) -> str | None:
-    """ ".gz" for "x.jsonl.gz", None where the file is not compressed."""
+    """Return ".gz" for "x.jsonl.gz", None where the file is not compressed."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSIONS else None
 
 
-def content_suffix(path: Path) -> str:
-    """The extension, without that of a compression: ".jsonl" for "x.jsonl.gz"."""
+def _content_suffix(path: Path) -> str:
+    """Return the extension, without that of a compression: ".jsonl" for "x.jsonl.gz"."""
     return (Path(path.stem) if compression_suffix(path) else path).suffix.lower()
+
+
+def data_suffix(path: Path) -> str | None:
+    """Return the kind of a data file, ".jsonl" for "x.jsonl" and "x.jsonl.gz"; None where the name says it is none."""
+    suffix = _content_suffix(path)
+    return suffix if suffix in DATA_SUFFIXES else None
+
+
+def refused(path: Path) -> MegatuneError:
+    """Return the reason why a file that is no data file by its name is not read (exit code 66)."""
+    suffix = _content_suffix(path)
+    if suffix in _RUNS_CODE:
+        what, why = f"{suffix} files are not read", "loading one would run code that it may hold"
+        fix = "save the rows as .jsonl or .parquet"
+    elif suffix == ".py":
+        what, why = "scripts are not run", "reading data must not run code"
+        fix = "run it yourself, and have it write .jsonl or .parquet"
+    elif suffix in _ARCHIVES:
+        what, why, fix = "archives are not read", "", "unpack it first"
+    elif not suffix and compression_suffix(path):
+        what, why = "the name does not say what is compressed", ""
+        fix = f"name it by its content, as {path.stem}.jsonl{path.suffix}"
+    else:
+        what, why = "not a kind of data file that is read", ""
+        fix = f"one of {', '.join(DATA_SUFFIXES)}; but for .parquet and .arrow also with {', '.join(COMPRESSIONS)}"
+    return MegatuneError(Finding(what, str(path), why, fix), ExitCode.INPUT)
 
 
 @contextmanager
 def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
-    """The decompressed bytes of a file from `offset` on; those before are read and dropped where it is compressed.
+    """Open the decompressed bytes of a file from `offset` on; in a compressed file those before are read and dropped.
 
     Raises:
         MegatuneError: while reading too: the file cannot be read (exit code 66), is damaged or breaks off (65).
@@ -75,7 +102,7 @@ def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
 
 
 def check_content(path: Path) -> None:
-    """Compares the first bytes of a file with what its name says.
+    """Compare the first bytes of a file with what its name says.
 
     Raises:
         MegatuneError: the file cannot be read (exit code 66), is empty, or holds something else (65).
@@ -87,7 +114,7 @@ def check_content(path: Path) -> None:
         raise _cannot_read(path, error) from error
     if not head:
         raise unreadable(path, "the file is empty")
-    expected = compression_suffix(path) or content_suffix(path)
+    expected = compression_suffix(path) or _content_suffix(path)
     found = next((suffix for suffix, (_, start) in _CONTENTS.items() if re.match(start, head)), None)
     # A truncated parquet or arrow file is for their reader to name.
     known = expected in COMPRESSIONS or (expected == ".parquet" and not head.startswith(b"PAR1"))
@@ -102,8 +129,8 @@ def check_content(path: Path) -> None:
 def _stream(path: Path, compression: str | None) -> BinaryIO:
     if compression is None:
         return open(path, "rb", BUFFER_BYTES)
-    if compression in _STANDARD_LIBRARY:
-        raw = _STANDARD_LIBRARY[compression](path)
+    if compression in _OPENERS:
+        raw = _OPENERS[compression](path)
     else:
         import pyarrow
 

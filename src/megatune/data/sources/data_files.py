@@ -1,4 +1,4 @@
-"""Which files of a data set's repository are which subset and split: by its card, or by the files' names.
+"""The data files of a folder or of a hub's repository, and which subset and split each is of: by card or by name.
 
 The rules are those of the `datasets` library, which users and hubs write their repositories for. No file of the
 repository but its README.md is read, and none is run.
@@ -6,13 +6,14 @@ repository but its README.md is read, and none is run.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatune.data.readers import json_type
-from megatune.data.sources.kinds import check_kinds, is_data, is_visible
+from megatune.data.readers import DATA_SUFFIXES, data_suffix, json_type, read_rows
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 README = "README.md"
@@ -28,12 +29,50 @@ _KEYWORDS = {
 }
 _SEPARATOR = r"[-._ 0-9]"
 _SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+# Beside data, and no data: what hubs and the `datasets` library write about it.
+_ABOUT_DATA = ("readme.md", "readme.txt", "license.txt", "requirements.txt", "config.json", "dataset_info.json",
+               "dataset_infos.json", "dataset_dict.json", "state.json")  # fmt: skip
 # Options of a subset that change no row; any other one is for a reader that is not ours, and would.
 _OPTIONS = ("config_name", "data_files", "data_dir", "default", "features", "version", "description", "drop_labels")
 
 
+def local_files(
+    path: Path, where: str, *, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = ""
+) -> tuple[Path, ...]:
+    """Return the data files of a local file or folder, in order of their names.
+
+    A folder gives all its data files. Where its README.md is a data set's card, it holds none itself, or a subset,
+    split or folder in it is asked for, it is read as the repository of a data set.
+
+    Raises:
+        MegatuneError: there is none, or none that is read (exit code 66); no such subset or split (64).
+    """
+    chosen = bool(subsets or split != DEFAULT_SPLIT or folder)
+    if path.is_file():
+        if chosen:
+            what = f"{path} is a file, which has no subsets, splits or folders"
+            raise MegatuneError(Finding(what, where, fix="remove them"), ExitCode.SETTINGS)
+        if data_suffix(path) is None:
+            read_rows(path)  # refuses it, with the reason for its kind
+        return (path,)
+    if not path.exists():
+        raise MegatuneError(Finding(f"no such file or folder: {path}", where), ExitCode.INPUT)
+    readme = path / README
+    card = read_card(readme.read_text(encoding="utf-8", errors="replace"), str(path)) if readme.is_file() else None
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    if not chosen and card is None and any(map(_is_data, names)):
+        _check_kinds(names, str(path))
+        return tuple(path / name for name in names if _is_data(name))
+    inside: list[str] = []
+    for root, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside += [(Path(root) / name).relative_to(path).as_posix() for name in files]
+    data_files = DataFiles(inside, card, name=path.resolve().name, where=str(path))
+    return tuple(path / name for name in data_files.choose(subsets, split, folder))
+
+
 def read_card(text: str, where: str) -> dict[str, Any] | None:
-    """The YAML block at the head of a data set's README.md; None where it has none.
+    """Parse the YAML block at the head of a data set's README.md; None where it has none.
 
     Raises:
         MegatuneError: it is not YAML (exit code 66).
@@ -52,12 +91,12 @@ def read_card(text: str, where: str) -> dict[str, Any] | None:
     return card if isinstance(card, dict) else {}
 
 
-class Layout:
-    """The subsets and splits of a repository.
+class DataFiles:
+    """The data files of a repository, by subset and split.
 
     Args:
         paths: of all its files, relative, with "/".
-        card: what `read_card` gave.
+        card: what `read_card` returned.
         name: of the repository, without its owner; NAME.py would be its script.
         where: the repository, as messages name it.
         fix: what to do where its files cannot be chosen by these rules.
@@ -69,18 +108,16 @@ class Layout:
     def __init__(
         self, paths: Sequence[str], card: Mapping[str, Any] | None, *, name: str, where: str, fix: str = ""
     ) -> None:
-        self._paths = sorted(paths)
-        self._where = where
-        self._fix = fix
+        self._paths, self._where, self._fix = sorted(paths), where, fix
         self._configs = self._read_configs((card or {}).get("configs"))
         scripts = [path for path in self._paths if path.endswith(".py") and "/" not in path]
         own = f"{name}.py"
-        if not self._configs and scripts and (own in scripts or not any(map(is_data, self._paths))):
+        if not self._configs and scripts and (own in scripts or not any(map(_is_data, self._paths))):
             script = own if own in scripts else scripts[0]
             raise self._refused(f"its rows are made by a script, {script}", "a data set's code is never run")
 
-    def files(self, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = "") -> list[str]:
-        """The paths of the files of subsets, each subset's in order of their names.
+    def choose(self, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = "") -> list[str]:
+        """Return the paths of the files of subsets, each subset's in order of their names.
 
         Args:
             subsets: () for the default one.
@@ -94,7 +131,7 @@ class Layout:
         else:
             found = [path for name in self._chosen(subsets) for path in self._of_subset(name, split)]
         found = list(dict.fromkeys(found))
-        check_kinds([path for path in found if not is_data(path)] or found, self._where, self._fix)
+        _check_kinds([path for path in found if not _is_data(path)] or found, self._where, self._fix)
         return found
 
     def _chosen(self, subsets: Sequence[str]) -> Sequence[str]:
@@ -130,19 +167,19 @@ class Layout:
         return found
 
     def _by_split(self, folder: str, split: str, subset: str) -> list[str]:
-        """By the names of files and folders, the way `datasets` looks at a repository without a card."""
+        """Choose by the names of files and folders, as `datasets` does in a repository without a card."""
         prefix = f"{folder}/" if folder else ""
         inside = [path.removeprefix(prefix) for path in self._paths if path.startswith(prefix)]
-        data = [path for path in inside if is_data(path)]
+        data = [path for path in inside if _is_data(path)]
         if not data:
-            check_kinds(inside, f"{self._where}: {folder}" if folder else self._where, self._fix)
+            _check_kinds(inside, f"{self._where}: {folder}" if folder else self._where, self._fix)
         splits = splits_by_name(data)
         if split not in splits:
             raise self._no_split(split, list(splits), subset)
         return [prefix + path for path in splits[split]]
 
     def _patterns(self, data_files: Any, subset: str) -> dict[str, list[str]]:
-        """`data_files` of the card in each of its forms, as patterns of each split."""
+        """Return the patterns of each split, from any of the forms that the card's `data_files` may have."""
         items = data_files if isinstance(data_files, list) else [data_files]
         splits: dict[str, list[str]] = {}
         for item in items:
@@ -165,8 +202,8 @@ class Layout:
             expression = re.compile(glob_translate(pattern))
         except ValueError as error:
             raise self._refused(f"subset {subset}: {pattern} is no pattern of files") from error
-        matched = [path for path in self._paths if expression.match(path) and is_visible(path)]
-        return [path for path in matched if is_data(path)] or matched
+        matched = [path for path in self._paths if expression.match(path) and _is_visible(path)]
+        return [path for path in matched if _is_data(path)] or matched
 
     def _read_configs(self, configs: Any) -> dict[str, Mapping[str, Any]]:
         if configs is None:
@@ -192,7 +229,7 @@ class Layout:
 
 
 def splits_by_name(paths: Sequence[str]) -> dict[str, list[str]]:
-    """Files of each split: shards in data/, else by words in folders' names, else in files' names; else all train."""
+    """Group files by split: shards in data/, else by words in folders' names, else in files' names; else all train."""
     shards: dict[str, list[str]] = {}
     for path in paths:
         if match := _SHARD.fullmatch(path):
@@ -210,7 +247,7 @@ def splits_by_name(paths: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _folder(path: str) -> str:
-    """A relative folder in its plain form, "" for the root."""
+    """Normalize a relative folder, "" for the root."""
     plain = posixpath.normpath(path.strip("/") or ".")
     return "" if plain == "." else plain
 
@@ -222,3 +259,37 @@ def _says(name: str, words: Sequence[str]) -> bool:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:20])
     return f"{shown} and {len(names) - 20} more" if len(names) > 20 else shown
+
+
+def _is_data(path: str) -> bool:
+    """Tell whether a relative path, by its name, is of a data file."""
+    return _is_visible(path) and data_suffix(Path(path)) is not None
+
+
+def _check_kinds(paths: Sequence[str], where: str, fix: str = "") -> None:
+    """Refuse files of several kinds, which cannot be one data set, and none at all.
+
+    Args:
+        paths: relative paths; those that are no data are left out.
+
+    Raises:
+        MegatuneError: with exit code 66.
+    """
+    visible = [Path(path) for path in paths if _is_visible(path)]
+    kinds = sorted({kind for path in visible if (kind := data_suffix(path))})
+    if len(kinds) == 1:
+        return
+    fix = fix or f"one kind of file in a folder, of {', '.join(DATA_SUFFIXES)}"
+    if kinds:
+        what = f"data files of several kinds: {' and '.join(kinds)}"
+    else:
+        others = sorted({path.suffix.lower() for path in visible if path.suffix})
+        what = f"no data files; {', '.join(others)} files are not read" if others else "no data files"
+    raise MegatuneError(Finding(what, where, fix=fix), ExitCode.INPUT)
+
+
+def _is_visible(path: str) -> bool:
+    """Tell whether a path is neither hidden, nor of a cache, nor about the data."""
+    *folders, name = path.split("/")
+    hidden = name.startswith(".") or any(folder.startswith((".", "__")) for folder in folders)
+    return not hidden and name.lower() not in _ABOUT_DATA
