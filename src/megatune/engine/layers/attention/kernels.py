@@ -18,13 +18,12 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatune.config.attention_kernel import attention_kernels
 from megatune.engine import device
 from megatune.engine.layers.attention.plain import Plain, lower_right
 from megatune.engine.layers.attention.spans import Spans
 
 aten = torch.ops.aten
-
-PLAIN_BACKENDS = (AttnBackend.unfused, AttnBackend.local)
 
 
 class Kernel(Protocol):
@@ -213,10 +212,11 @@ _FLASH: Kernel = FlashOnGPU() if device.HAS_GPU else FlashOnCPU()
 
 
 def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
-    """The kernel for these tensors: flash, unless the backend asks for plain products or flash does not take them."""
-    if backend in PLAIN_BACKENDS or not device.flash_takes(query.dtype, max(query.shape[-1], value.shape[-1])):
-        return _PLAIN
-    return _FLASH
+    """The kernel for runs of these tensors: flash, unless the backend or the device needs plain products."""
+    channels, dtype = max(query.shape[-1], value.shape[-1]), str(query.dtype).removeprefix("torch.")
+    capability = device.compute_capability()
+    (kernel,) = attention_kernels(capability, backend.name, dtype, channels, in_runs=True)
+    return _PLAIN if kernel == "plain" else _FLASH
 
 
 class _Attention(torch.autograd.Function):
