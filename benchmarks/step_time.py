@@ -99,7 +99,7 @@ def serve_megatune(pipe: Connection, model: str, arguments: argparse.Namespace) 
     from megatune.engine import groups, optimizer
     from megatune.engine.step import forward_backward
     from megatune.launch.world import LOOPBACK, find_free_port
-    from megatune.objectives.language_model import IGNORED, token_sum
+    from megatune.objectives.language_model import IGNORED, CrossEntropy
 
     groups.join(0, 1, 0, LOOPBACK, find_free_port(), timeout=60.0)
     settings = Settings(optimizer=OptimizerSettings(learning_rate=LEARNING_RATE, weight_decay=0.0, max_grad_norm=1.0))
@@ -112,11 +112,11 @@ def serve_megatune(pipe: Connection, model: str, arguments: argparse.Namespace) 
         labels = torch.cat((input_ids[:, 1:], torch.full((arguments.rows, 1), IGNORED)), 1)
         pipe.recv()
         clock = Clock()
-        totals = forward_backward(assembly.model, [Batch(input_ids, labels, positions, lengths)], token_sum)
+        totals = forward_backward(assembly.model, [Batch(input_ids, labels, positions, lengths)], CrossEntropy())
         optimizer.step(assembly.optimizer, LEARNING_RATE)
-        loss_sum, num_tokens = totals.tolist()[:2]
+        loss = totals.loss
         clock.stop()
-        pipe.send((clock.wall, clock.cpu, loss_sum / num_tokens))
+        pipe.send((clock.wall, clock.cpu, loss))
     groups.leave()
 
 

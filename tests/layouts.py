@@ -1,4 +1,8 @@
-"""Layouts that the tests of the engine and the bridge go through."""
+"""Layouts that the tests of the engine and the bridge go through.
+
+Every layout is proved with one dense family and one with experts; every family in the layouts where its own modules and
+weights are cut in other ways: FAMILY_LAYOUTS of each kind.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,11 @@ class Layout:
     recompute: dict[str, Any] = field(default_factory=dict)
     performance: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
+
+    @property
+    def takes_experts(self) -> bool:
+        """Whether a model with experts may have it: tensor parallelism needs sequence parallelism then."""
+        return self.parallel.get("tensor_model_parallel_size", 1) == 1 or "sequence_parallel" in self.parallel
 
     @property
     def dp_size(self) -> int:
@@ -54,7 +63,6 @@ _CP2 = {"context_parallel_size": 2}
 _EP2 = {"expert_model_parallel_size": 2}
 _ETP1 = {"expert_tensor_parallel_size": 1}
 
-# Every family goes through these.
 LAYOUTS: dict[str, Layout] = {
     "1": Layout(1),
     "tp2": Layout(2, _TP2),
@@ -66,7 +74,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2 pp2 vpp2": Layout(4, _TP2 | _PP2 | _VPP2),
 }
 
-# One family goes through these.
+FAMILY_LAYOUTS = ("1", "tp2 sp", "pp2 vpp2", "tp2 pp2 dp2 sp")
 MORE_LAYOUTS: dict[str, Layout] = {
     "tp4": Layout(4, {"tensor_model_parallel_size": 4}),
     "tp4 sp": Layout(4, {"tensor_model_parallel_size": 4} | _SP),
@@ -80,7 +88,7 @@ MORE_LAYOUTS: dict[str, Layout] = {
     "pp2 vpp2, no p2p overlap": Layout(2, _PP2 | _VPP2 | {"overlap_p2p_comm": False}),
 }
 
-# Context parallelism and packed rows: every family goes through these.
+# Context parallelism and packed rows.
 SEQUENCE_LAYOUTS: dict[str, Layout] = {
     "cp2 p2p": Layout(2, _CP2 | {"cp_comm_type": "p2p"}),
     "cp2 all_gather": Layout(2, _CP2 | {"cp_comm_type": "all_gather"}),
@@ -93,7 +101,7 @@ SEQUENCE_LAYOUTS: dict[str, Layout] = {
     "cp2, packed": Layout(2, _CP2, packed=True),
 }
 
-# One family goes through these.
+FAMILY_SEQUENCE_LAYOUTS = ("cp2 tp2 sp", "cp2, packed")
 MORE_SEQUENCE_LAYOUTS: dict[str, Layout] = {
     "cp4 p2p": Layout(4, {"context_parallel_size": 4, "cp_comm_type": "p2p"}),
     "cp4 all_gather": Layout(4, {"context_parallel_size": 4, "cp_comm_type": "all_gather"}),
@@ -112,7 +120,7 @@ MORE_SEQUENCE_LAYOUTS: dict[str, Layout] = {
     "plain cross-entropy, tp2 sp": Layout(2, _TP2 | _SP, performance={"cross_entropy_loss_fusion": False}),
 }
 
-# Families with experts go through these, besides LAYOUTS that need no more than they.
+# Of families with experts.
 EXPERT_LAYOUTS: dict[str, Layout] = {
     "1": Layout(1),
     "tp2 sp": Layout(2, _TP2 | _SP),
@@ -127,7 +135,7 @@ EXPERT_LAYOUTS: dict[str, Layout] = {
     "cp2 ep2, packed": Layout(2, _CP2 | _EP2, packed=True),
 }
 
-# One family with experts goes through these.
+FAMILY_EXPERT_LAYOUTS = ("1", "ep2 etp1 tp2 sp", "ep2 pp2", "ep2, packed")
 MORE_EXPERT_LAYOUTS: dict[str, Layout] = {
     "ep2 etp2 tp2 sp": Layout(4, _EP2 | _TP2 | _SP),
     "etp1 tp2 sp": Layout(2, _ETP1 | _TP2 | _SP),

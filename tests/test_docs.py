@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,28 @@ def test_links(page: Path) -> None:
     assert not missing
     named = re.findall(r"`((?:tests|examples|benchmarks|docs|src)/[\w./-]+)`", page.read_text(encoding="utf-8"))
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+FILES = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_names_that_a_page_cites_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    cited = set(re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|md|toml))`", text)) - {"modeling_X.py"}  # of Transformers
+    assert not [name for name in cited if not any(f"/{file}".endswith(f"/{name}") for file in FILES)]
+    for name, file in re.findall(r"`(\w+)` in\s+`([\w./-]+\.py)`", text):
+        assert re.search(rf"\b{name}\b", (ROOT / file).read_text(encoding="utf-8")), f"{name} is not in {file}"
+
+
+def test_pages_that_sources_cite_are_there() -> None:
+    cited = {
+        name
+        for file in FILES
+        if file.endswith(".py") and file.startswith(("src/", "tests/"))
+        for name in re.findall(r"\b(?:docs/[\w-]+|[A-Z]{3,})\.md\b", (ROOT / file).read_text(encoding="utf-8"))
+    }
+    assert not [name for name in cited - {"README.md"} if name not in FILES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -16,7 +16,7 @@ from megatune.engine.model import build_model
 from megatune.engine.step import forward_backward
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.world import LOOPBACK, find_free_port
-from megatune.objectives.language_model import token_sum
+from megatune.objectives.language_model import CrossEntropy
 from training.case import LEARNING_RATE, Case
 from training.timeline import Timeline
 from training.weights import RandomCheckpoint
@@ -83,13 +83,12 @@ class Megatune:
         """A training step; the loss is its mean over the trained tokens."""
         # Megatron-Core first clears the gradients of the step before.
         self._timeline.mark("optimizer")
-        totals = forward_backward(self._model, batches, token_sum)
+        totals = forward_backward(self._model, batches, CrossEntropy())
         self._timeline.mark("optimizer")
         updated, _ = optimizer.step(self._optimizer, LEARNING_RATE)
         if not updated:
             raise FloatingPointError("the gradients are not finite")
-        loss, num_tokens, _ = totals.tolist()
-        return loss / num_tokens
+        return totals.loss
 
     def close(self) -> None:
         groups.leave()

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every verb (DESIGN.md, "What a run leaves behind")."""
+    """Exit codes of every verb; `megatune --help` lists them."""
 
     DONE = 0
     DIFFERENT = 1  # `verify` found a difference

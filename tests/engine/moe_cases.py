@@ -240,3 +240,14 @@ class Case:
             "performance": PerformanceSettings(**self.performance),
         }
         return self.layout.settings().model_copy(update=groups)
+
+
+def auxiliary_losses(model: Sequence[Any]) -> dict[str, float]:
+    """Means over all ranks of the auxiliary losses since they were last asked for; collective."""
+    from megatune.engine.layers.moe.router import auxiliary_metrics
+
+    found = {}
+    for name, sums in auxiliary_metrics(model).items():
+        torch.distributed.all_reduce(sums)
+        found[name] = (sums[0] / sums[1]).item()
+    return found

@@ -12,7 +12,7 @@ from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.engine import optimizer as engine_optimizer
 from megatune.engine import step
-from megatune.objectives.language_model import token_sum
+from megatune.objectives.language_model import CrossEntropy
 from megatune.verify.measure import deal
 from megatune.verify.samples import random_samples
 
@@ -29,14 +29,14 @@ def repeat_steps(model: Path, settings: Settings) -> tuple[bool, bool, bool]:
     def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
-    first = step.forward_backward(assembly.model, batches, token_sum)
+    first = step.forward_backward(assembly.model, batches, CrossEntropy())
     before = gradients()
-    evaluated = step.forward_backward(assembly.model, batches, token_sum, forward_only=True)
-    untouched = same(gradients(), before) and torch.equal(first, evaluated)
-    step.forward_backward(assembly.model, batches, token_sum)
+    evaluated = step.forward_backward(assembly.model, batches, CrossEntropy(), forward_only=True)
+    untouched = same(gradients(), before) and first.loss_sum == evaluated.loss_sum
+    step.forward_backward(assembly.model, batches, CrossEntropy())
     again = same(gradients(), before)
     assert engine_optimizer.step(assembly.optimizer, 0.0)[0]
-    step.forward_backward(assembly.model, batches, token_sum)
+    step.forward_backward(assembly.model, batches, CrossEntropy())
     return again, same(gradients(), before), untouched
 
 
@@ -69,12 +69,12 @@ def refused_step(model: Path, settings: Settings) -> tuple[bool, bool, bool]:
     assembly = assemble(model, settings)
     batches = deal(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
     before = [local.parameter.detach().clone() for local in assembly.parameters]
-    step.forward_backward(assembly.model, batches, token_sum)
+    step.forward_backward(assembly.model, batches, CrossEntropy())
     if assembly.place.rank == 0:
         assembly.parameters[0].parameter.main_grad[0] = torch.nan
     updated, _ = engine_optimizer.step(assembly.optimizer, 1e-3)
     moved = any(not torch.equal(a, b.parameter) for a, b in zip(before, assembly.parameters, strict=True))
-    step.forward_backward(assembly.model, batches, token_sum)
+    step.forward_backward(assembly.model, batches, CrossEntropy())
     return updated, moved, engine_optimizer.step(assembly.optimizer, 1e-3)[0]
 
 

@@ -192,7 +192,7 @@ def heads_of(tensors: Tensors, name: str, place: Any, suffix: str = "") -> torch
 
 def sequences_of(boundaries: tuple[int, ...], rows: int) -> Any:
     from megatune.data.batches import Batch
-    from megatune.engine.sequences import share
+    from megatune.engine.sequences import local_batch
 
     tokens = torch.zeros(rows, boundaries[-1], dtype=torch.int64)
     is_packed = len(boundaries) > 2
@@ -203,7 +203,7 @@ def sequences_of(boundaries: tuple[int, ...], rows: int) -> Any:
         lengths=tuple(stop - start for start, stop in pairwise(boundaries)) if is_packed else (boundaries[-1],) * rows,
         cu_seqlens=torch.tensor(boundaries, dtype=torch.int32) if is_packed else None,
     )
-    return share(batch).sequences
+    return local_batch(batch).sequences
 
 
 def tokens_of(boundaries: tuple[int, ...], config: Any, place: Any) -> torch.Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatune.engine.layers.moe.grouped_experts import GroupedExperts, grouped_linear, looped_linear
 from megatune.engine.layers.moe.permutation import count_by_expert, group_by_expert
@@ -155,3 +157,28 @@ def test_permuted_rows_come_back(data, n, k, pads):
     torch.testing.assert_close(
         torch.autograd.grad(back, (tokens, values), weights), torch.autograd.grad(plain, (tokens, values), weights)
     )
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operator makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.numel = max(self.numel, output.numel())
+        return output
+
+
+def test_a_sum_of_few_choices_among_many_takes_the_memory_of_its_rows():
+    """Where every rank has all tokens, most choices fall on the experts of others."""
+    n, k, channels = 16384, 8, 32
+    ids = torch.full((n, k), NUM_EXPERTS)
+    ids[:, 0] = torch.arange(n) % NUM_EXPERTS
+    permutation = group_by_expert(ids, NUM_EXPERTS, num_rows=n)
+    output = torch.randn(n, channels)
+    with LargestTensor() as largest:
+        back = permutation.unpermute(output)
+    assert largest.numel <= (n + 1) * channels  # and not n · k · channels
+    assert torch.equal(back, output[permutation.rows[:, 0]])

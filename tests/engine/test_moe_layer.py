@@ -12,12 +12,23 @@ from typing import Any
 import pytest
 import torch
 from layouts import Layout
-from moe_cases import FAMILIES, FFN, NUM_EXPERTS, Case, Expected, Rows, architecture, expect, make_rows
+from moe_cases import (
+    FAMILIES,
+    FFN,
+    NUM_EXPERTS,
+    Case,
+    Expected,
+    Rows,
+    architecture,
+    auxiliary_losses,
+    expect,
+    make_rows,
+)
 from torch import Tensor
 
 from megatune.config.groups.experts import ExpertSettings
 
-TOLERANCE = 1e-5  # relative L2, of gradients; see DESIGN.md
+TOLERANCE = 1e-5  # relative L2, of gradients; see megatune.verify.compare
 
 _SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _EP = {"expert_model_parallel_size": 2}
@@ -113,12 +124,11 @@ def measure(family: str, case: Case, rows: Rows, expected: Expected, loss_scale:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatune.engine import groups
-    from megatune.engine.layers.moe.router import take_auxiliary_losses
-    from megatune.engine.sequences import share
+    from megatune.engine.sequences import local_batch
 
     layer, parts = build_layer(family, case, expected.weights)
     place = groups.place()
-    sequences = share(rows.batches[place.dp_rank]).sequences
+    sequences = local_batch(rows.batches[place.dp_rank]).sequences
     where = (sequences, place.cp_size, place.cp_rank, place.tp_size, place.tp_rank)
     hidden = local(rows.hidden[place.dp_rank], *where).requires_grad_()
     MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), loss_scale))
@@ -139,7 +149,7 @@ def measure(family: str, case: Case, rows: Rows, expected: Expected, loss_scale:
         if getattr(parameter, "sequence_parallel", False):
             torch.distributed.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
         errors[name] = relative(grad, expected.gradients[name][parts[name]])
-    return Measured(errors, take_auxiliary_losses([layer]))
+    return Measured(errors, auxiliary_losses([layer]))
 
 
 def check(pool: Any, family: str, case: Case, rows: Rows, **arguments: Any) -> None:

@@ -6,7 +6,16 @@ import copy
 
 import pytest
 import torch
-from moe_cases import HIDDEN, NUM_EXPERTS, Case, Rows, engine_weights, make_rows, transformers_block
+from moe_cases import (
+    HIDDEN,
+    NUM_EXPERTS,
+    Case,
+    Rows,
+    auxiliary_losses,
+    engine_weights,
+    make_rows,
+    transformers_block,
+)
 from test_moe_layer import LAYOUTS, build_layer, check, local, relative, rows_for
 
 _LOSSES = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
@@ -41,11 +50,11 @@ def test_auxiliary_losses_follow_the_loss_scale_of_fp16(pool, layout):
 def evaluate(family: str, case: Case, rows: Rows, weights: dict[str, torch.Tensor]) -> list[bool]:
     """On every rank: that neither evaluation mode nor a pass without gradients changes state or attaches a loss."""
     from megatune.engine import groups
-    from megatune.engine.sequences import share
+    from megatune.engine.sequences import local_batch
 
     layer, _ = build_layer(family, case, weights)
     place = groups.place()
-    sequences = share(rows.batches[place.dp_rank]).sequences
+    sequences = local_batch(rows.batches[place.dp_rank]).sequences
     where = (sequences, place.cp_size, place.cp_rank, place.tp_size, place.tp_rank)
     hidden = local(rows.hidden[place.dp_rank], *where).requires_grad_()
     before = copy.deepcopy(dict(layer.named_buffers()))
@@ -68,10 +77,10 @@ def test_evaluation_changes_nothing(pool, family):
 
 def sinkhorn_outputs(case: Case, rows: Rows, weights: dict[str, torch.Tensor]) -> list[bool]:
     """Whether training chooses other experts than evaluation, and if their shares still sum to 1."""
-    from megatune.engine.sequences import share
+    from megatune.engine.sequences import local_batch
 
     layer, _ = build_layer("qwen3_moe", case, weights)
-    sequences, hidden = share(rows.batches[0]).sequences, rows.hidden[0].transpose(0, 1).contiguous()
+    sequences, hidden = local_batch(rows.batches[0]).sequences, rows.hidden[0].transpose(0, 1).contiguous()
     trained, evaluated = layer.router(hidden, sequences), layer.eval().router(hidden, sequences)
     sums = trained[0].sum(-1)
     return [not torch.equal(trained[1], evaluated[1]), torch.allclose(sums, torch.ones_like(sums))]
@@ -92,12 +101,12 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
     from megatune.engine import groups
     from megatune.engine.layers.moe import routing
     from megatune.engine.layers.moe.auxiliary_loss import real_tokens
-    from megatune.engine.sequences import share
+    from megatune.engine.sequences import local_batch
 
     block = transformers_block("qwen3_moe")
     layer, _ = build_layer("qwen3_moe", case, engine_weights(block.state_dict()))
     place = groups.place()
-    sequences = share(rows.batches[place.dp_rank]).sequences
+    sequences = local_batch(rows.batches[place.dp_rank]).sequences
     where = (sequences, place.cp_size, place.cp_rank, place.tp_size, place.tp_rank)
     length = lengths[place.dp_rank] // place.tp_size
     hidden = local(rows.hidden[place.dp_rank], *where).requires_grad_()
@@ -165,13 +174,13 @@ def test_ranks_may_hold_rows_of_different_lengths(pool, layout, dispatcher, expe
 
 
 def count_choices(case: Case, rows: Rows, weights: dict[str, torch.Tensor]) -> tuple[list[str], float, list[int]]:
-    from megatune.engine.sequences import share
+    from megatune.engine.sequences import local_batch
 
     layer, _ = build_layer("deepseek_v3", case, weights)
     bias = layer.router.expert_bias.clone()
     layer.to(torch.bfloat16)
     hidden = rows.hidden[0].transpose(0, 1).contiguous().bfloat16().requires_grad_()
-    layer(hidden, padding_mask=share(rows.batches[0]).sequences)
+    layer(hidden, padding_mask=local_batch(rows.batches[0]).sequences)
     dtypes = [str(layer.router.weight.dtype), str(layer.router.expert_bias.dtype)]
     return dtypes, float((layer.router.expert_bias - bias).abs().max()), layer.router.local_tokens_per_expert.tolist()
 
@@ -186,18 +195,17 @@ def test_bias_stays_in_fp32_and_choices_of_real_tokens_are_counted(pool):
 
 def packed_and_not(case: Case, weights: dict[str, torch.Tensor]) -> list[bool]:
     """Whether three documents give the same gradients in one row as in three, and the same auxiliary losses."""
-    from megatune.engine.layers.moe.router import take_auxiliary_losses
-    from megatune.engine.sequences import share
+    from megatune.engine.sequences import local_batch
 
     layer, _ = build_layer("qwen3_moe", case, weights)
     lengths, found = (5, 8, 4), []
     hidden = torch.randn(3, 8, HIDDEN, generator=torch.Generator().manual_seed(5))
     for rows in (make_rows([lengths], 24, [(8, 8, 8)]), make_rows([lengths], 8)):
         mine = hidden.reshape(-1, *rows.hidden.shape[2:]).transpose(0, 1).contiguous().requires_grad_()
-        output, _ = layer(mine, padding_mask=share(rows.batches[0]).sequences)
+        output, _ = layer(mine, padding_mask=local_batch(rows.batches[0]).sequences)
         # The auxiliary losses alone.
         output.backward(torch.zeros_like(output))
-        reported = take_auxiliary_losses([layer])
+        reported = auxiliary_losses([layer])
         found.append((mine.grad.transpose(0, 1).reshape(hidden.shape), layer.router.weight.grad.clone(), reported))
         layer.zero_grad()
     (packed, of_packed, reported_packed), (rows, of_rows, reported_rows) = found
@@ -216,7 +224,7 @@ def test_seq_aux_loss_does_not_depend_on_packing(pool):
 
 def count_passes(case: Case, rows: Rows, weights: dict[str, torch.Tensor]) -> dict[str, int]:
     """How often the parts of the layer are computed in a forward and a backward pass."""
-    from megatune.engine.sequences import share
+    from megatune.engine.sequences import local_batch
 
     layer, _ = build_layer("deepseek_v3", case, weights)
     passes = dict.fromkeys(("router", "shared_experts"), 0)
@@ -227,7 +235,7 @@ def count_passes(case: Case, rows: Rows, weights: dict[str, torch.Tensor]) -> di
     for name in passes:
         layer.get_submodule(name).register_forward_hook(lambda *_, name=name: count(name))
     hidden = rows.hidden[0].transpose(0, 1).contiguous().requires_grad_()
-    layer(hidden, padding_mask=share(rows.batches[0]).sequences)[0].sum().backward()
+    layer(hidden, padding_mask=local_batch(rows.batches[0]).sequences)[0].sum().backward()
     return passes
 
 

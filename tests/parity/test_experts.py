@@ -1,19 +1,29 @@
-"""Mixtures of experts: logits, loss and gradients against Transformers, in every layout of experts."""
+"""Mixtures of experts: logits, loss and gradients against Transformers, every family and every layout."""
 
 from __future__ import annotations
 
 import pytest
 from computing import LENGTHS, differences, failures, parameter_names
-from layouts import EXPERT_LAYOUTS, MORE_EXPERT_LAYOUTS
+from layouts import (
+    EXPERT_LAYOUTS,
+    FAMILY_EXPERT_LAYOUTS,
+    LAYOUTS,
+    MORE_EXPERT_LAYOUTS,
+    MORE_LAYOUTS,
+    MORE_SEQUENCE_LAYOUTS,
+)
 
 from megatune.verify.samples import random_samples
 
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
+CASES = [
+    # It has all that the others have: latent attention, shared experts, groups, a bias of the router.
+    *(("deepseek_v3", layout) for layout in EXPERT_LAYOUTS),
+    *((family, layout) for family in ("qwen2_moe", "qwen3_moe", "mixtral") for layout in FAMILY_EXPERT_LAYOUTS),
+]
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family_agrees_in_every_layout(pool, model_dir, reference, table, tmp_path, family, layout):
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layout):
     model = model_dir(family)
     samples = random_samples(301, LENGTHS)
     found = differences(pool, model, EXPERT_LAYOUTS[layout], samples, reference(model, samples), tmp_path)
@@ -30,3 +40,20 @@ def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout
     found = differences(pool, model, MORE_EXPERT_LAYOUTS[layout], samples, reference(model, samples), tmp_path)
     assert not failures(found)
     table.add("qwen3_moe, tied", layout, found)
+
+
+# Layouts that know nothing of experts, and were proved with a dense family.
+OTHERS = {
+    name: layout
+    for name, layout in {**LAYOUTS, **MORE_LAYOUTS, **MORE_SEQUENCE_LAYOUTS}.items()
+    if layout.takes_experts and name not in EXPERT_LAYOUTS
+}
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_layouts_of_dense_models_agree(pool, model_dir, reference, table, tmp_path, layout):
+    model = model_dir("mixtral")
+    samples = random_samples(301, LENGTHS)
+    found = differences(pool, model, OTHERS[layout], samples, reference(model, samples), tmp_path)
+    assert not failures(found)
+    table.add("mixtral, untied", layout, found)

@@ -79,6 +79,8 @@ SPARSE = {
     "all": SELECTIVE | {"recompute_modules": ["core_attn", "layernorm", "mlp", "moe_act", "shared_experts",
                                               "mla_up_proj"]},
     "full": FULL,
+    "full, block, 1 layer, moe_layer_recompute": FULL | {"recompute_method": "block", "recompute_num_layers": 1,
+                                                         "moe_layer_recompute": True},
 }  # fmt: skip
 
 
@@ -93,6 +95,30 @@ BALANCED_LAYOUTS = {
 def test_recompute_of_experts_changes_no_bit(pool, model_dir, kept, layout, recompute):
     """With a loss that balances experts: it is not to be counted twice."""
     assert_no_bit_changes(pool, model_dir, kept, "deepseek_v3", BALANCED_LAYOUTS[layout], SPARSE[recompute])
+
+
+def routings(model: Path, settings: Settings) -> list[int]:
+    """How often the router of each layer computes in a step of one micro-batch."""
+    from megatune.engine.layers.moe.router import Router
+
+    assembly = assemble(model, settings)
+    counts: dict[int, int] = {}
+
+    def count(router: torch.nn.Module, args: Any) -> None:
+        counts[router.layer_number] = counts.get(router.layer_number, 0) + 1
+
+    for module in assembly.model[0].modules():
+        if isinstance(module, Router):
+            module.register_forward_pre_hook(count)
+    measure_loss(assembly, deal(SAMPLES[:1], assembly.place, settings.parallel))
+    return [counts[layer] for layer in sorted(counts)]
+
+
+@pytest.mark.parametrize(("moe", "expected"), [(False, [2, 1, 1, 1]), (True, [2, 2, 2, 2])])
+def test_experts_of_layers_that_blocks_keep_are_recomputed_if_asked_for(pool, model_dir, moe, expected):
+    recompute = FULL | {"recompute_method": "block", "recompute_num_layers": 1, "moe_layer_recompute": moe}
+    settings = Layout(1, recompute=recompute).settings()
+    assert pool.run(1, routings, model_dir("mixtral", num_hidden_layers=4), settings) == [expected]
 
 
 _PP2, _PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}

@@ -18,7 +18,7 @@ from megatune.data.batches import Batch
 from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.model import build_model
-from megatune.objectives.language_model import token_sum
+from megatune.objectives.language_model import CrossEntropy
 from megatune.plan.case import Trainable
 
 DOCUMENTS = 4  # of a packed row
@@ -119,7 +119,7 @@ def measure_step(architecture: Architecture, settings: Settings, trainable: Trai
     adapters = _freeze(model, trainable)
     batches = [_batch(architecture, settings, index) for index in range(settings.batch.gradient_accumulation_steps)]
     with LiveBytes() as found:
-        step.forward_backward(model, batches, token_sum)
+        step.forward_backward(model, batches, CrossEntropy())
     del adapters
     return found.peak
 

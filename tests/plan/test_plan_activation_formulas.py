@@ -18,7 +18,7 @@ from megatune.architecture import Architecture
 from megatune.config.settings import BatchSettings, DataSettings
 from megatune.engine import device
 from megatune.engine.layers import cross_entropy
-from megatune.engine.layers.attention import kernels, rows
+from megatune.engine.layers.attention import core, kernels
 from megatune.engine.layers.attention.choice import in_runs
 from megatune.plan.case import Case, PlannedModel, Trainable, VisionTower
 from megatune.plan.machine import Calibration
@@ -136,7 +136,7 @@ def test_the_kernel_is_the_one_that_the_engine_chooses(monkeypatch, generation, 
     device.sdpa_kernels.cache_clear()
     layout = Layout(1, performance={"attention_backend": backend}, packed=packed)
     latent = make_case(SPARSE, layout, generation=generation)
-    padded = device.sdpa_kernels(backend)[0] == rows.SDPBackend.FLASH_ATTENTION
+    padded = device.sdpa_kernels(backend)[0] == core.SDPBackend.FLASH_ATTENTION
     device.sdpa_kernels.cache_clear()
     model = SimpleNamespace(qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
     unequal = replace(latent, model=PlannedModel(name="x", architecture=replace(SPARSE, mla=model)))

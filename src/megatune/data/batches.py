@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ class Batch:
     position_ids: torch.Tensor
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_trained(self) -> int:

@@ -9,20 +9,36 @@ Legend: b rows, s tokens of a whole row, cp context-parallel ranks; a rank holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
+
+from megatune.engine.device import send
+
+
+class Extra(Protocol):
+    """A part of a micro-batch beside its tokens: images, rewards, log-probabilities of a reference model."""
+
+    def on_rank(self, tokens: Tensor | None, device: torch.device) -> Any:
+        """Return what this rank gets of it, on the device.
+
+        Args:
+            tokens: int64 [s / cp], places in the whole row of this context-parallel rank's tokens; None where rows are
+                not cut.
+        """
+        ...
 
 
 class MicroBatch(Protocol):
     """Token rows of one micro-batch, as `data.batches.Batch` has them; `labels` are shifted: labels[:, t] is to be
-    predicted at t."""
+    predicted at t. What `extras` hold is between the data and the objective."""
 
     @property
     def input_ids(self) -> Tensor: ...
@@ -34,17 +50,19 @@ class MicroBatch(Protocol):
     def lengths(self) -> tuple[int, ...]: ...
     @property
     def cu_seqlens(self) -> Tensor | None: ...
+    @property
+    def extras(self) -> Mapping[str, Extra]: ...
 
 
 @dataclass(kw_only=True)
 class Sequences(PackedSeqParams):
-    """What every layer is told of the micro-batch, as Megatron-Core's `packed_seq_params`.
+    """What every layer needs to know of the micro-batch, as Megatron-Core's `packed_seq_params`.
 
     Attributes:
         boundaries: where documents begin in a whole row, and s at the end. Without packing (0, s), for every row.
         position_ids: int64 [s / cp], of this rank's tokens in their documents; the same for all rows.
         is_padding: bool [b, s / cp].
-        num_trained: int64 [], trained tokens of the whole micro-batch, over all context-parallel ranks.
+        normalizer: int64 [], what the whole micro-batch adds to the number that the loss is divided by.
         trained: int64 [n], where this rank's trained tokens are in its flattened rows. Found on the host: on a GPU,
             how many there are could only be known by waiting for it.
     """
@@ -52,7 +70,7 @@ class Sequences(PackedSeqParams):
     boundaries: tuple[int, ...]
     position_ids: Tensor
     is_padding: Tensor
-    num_trained: Tensor
+    normalizer: Tensor
     trained: Tensor
 
     def __post_init__(self) -> None:
@@ -64,18 +82,26 @@ class Sequences(PackedSeqParams):
         """Several documents in a row; then there is one row."""
         return len(self.boundaries) > 2
 
+    @property
+    def document_lengths(self) -> list[int]:
+        """This rank's tokens of each document of a packed row: context parallelism takes the same part of every one."""
+        cp_size = self.boundaries[-1] // self.is_padding.shape[1]
+        return [(stop - start) // cp_size for start, stop in pairwise(self.boundaries)]
+
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LocalBatch:
     """This context-parallel rank's part of a micro-batch, on the device.
 
     Attributes:
         input_ids, labels: int64 [b, s / cp].
+        extras: what `Extra.on_rank` returned.
     """
 
     input_ids: Tensor
     labels: Tensor
     sequences: Sequences
+    extras: Mapping[str, Any]
 
 
 def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tensor:
@@ -93,9 +119,13 @@ def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tenso
     return torch.cat(parts)
 
 
-def share(batch: MicroBatch) -> Share:
-    """Take this rank's tokens of the micro-batch, which is whole on every rank, to the device."""
-    device = torch.cuda.current_device()
+def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBatch:
+    """Copy this rank's part of the micro-batch, which is whole on every rank, to the device.
+
+    Args:
+        normalizer: as in Sequences; None counts trained tokens.
+    """
+    device = torch.device(torch.cuda.current_device())
     s = batch.input_ids.shape[1]
     boundaries = (0, s) if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
@@ -113,14 +143,42 @@ def share(batch: MicroBatch) -> Share:
     def to_device(rows: Tensor) -> Tensor:
         return of_this_rank(rows).to(device, non_blocking=True)
 
+    if normalizer is None:
+        normalizer = (batch.labels >= 0).sum()
     sequences = Sequences(
         boundaries=boundaries,
         position_ids=to_device(batch.position_ids[0]),
         is_padding=to_device(is_padding),
-        num_trained=(batch.labels >= 0).sum().to(device, non_blocking=True),
+        normalizer=normalizer.to(device, non_blocking=True),
         trained=(of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0].to(device, non_blocking=True),
     )
-    return Share(to_device(batch.input_ids), to_device(batch.labels), sequences)
+    tokens = None if size == 1 else mine
+    extras = {name: extra.on_rank(tokens, device) for name, extra in batch.extras.items()}
+    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras)
+
+
+def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
+    """Sum values over the tokens of each document; equal on all context-parallel ranks, which each hold a part of them.
+
+    The backward pass hands each rank's tokens the gradient that the rank computed, without summing over ranks: all of
+    them compute the same loss from the same sums (torch.distributed.nn.all_reduce would make gradients cp times too
+    large).
+
+    Args:
+        values: [b, s / cp].
+
+    Returns:
+        [D]: of each row, or of each document of the packed row, padding at its end included.
+    """
+    if sequences.is_packed:
+        lengths = send(torch.tensor(sequences.document_lengths))
+        # `unsafe` skips a check for which the host would wait for the device.
+        sums = torch.segment_reduce(values[0], "sum", lengths=lengths, unsafe=True)
+    else:
+        sums = values.sum(1)
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return sums
+    return reduce_from_tensor_model_parallel_region(sums, group=parallel_state.get_context_parallel_group())
 
 
 def whole_rows(mine: Tensor, boundaries: Sequence[int]) -> Tensor:

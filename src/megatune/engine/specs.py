@@ -18,7 +18,7 @@ from megatune.engine.layers.attention import CoreAttention
 from megatune.engine.layers.decoder_layer import DecoderLayer
 from megatune.engine.layers.feed_forward import FeedForward
 from megatune.engine.layers.mla import MLASelfAttention, ReplicatedLinear
-from megatune.engine.layers.moe.layer import MoELayer
+from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNorm
 
@@ -29,19 +29,28 @@ def block_spec(
     """The layers of this pipeline chunk."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [_layer(architecture, config, layer) for layer in range(first, first + count)]
+    layers = [_layer(_self_attention(architecture), _mlp(architecture, config, first, i)) for i in range(count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
+def _mlp(architecture: Architecture, config: TransformerConfig, first: int, index: int) -> type:
+    """The feed-forward of a chunk's layer, counted from the chunk's first."""
+    if not architecture.is_moe_layer(first + index):
+        return FeedForward
+    # Full recomputation in blocks keeps the layers beyond the first of each chunk.
+    keeps = config.recompute_method == "block" and index >= config.recompute_num_layers
+    return RecomputedMoELayer if keeps and config.moe_layer_recompute else MoELayer
+
+
+def _layer(self_attention: ModuleSpec, mlp: type) -> ModuleSpec:
     return ModuleSpec(
         module=DecoderLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_self_attention(architecture),
+            self_attention=self_attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=MoELayer if architecture.is_moe_layer(layer) else FeedForward,
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -1,9 +1,10 @@
-"""Forward and backward over the micro-batches of one step, through Megatron-Core's pipeline schedules."""
+"""Passes over micro-batches through Megatron-Core's pipeline schedules: training, evaluation, logits, log-probs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -11,97 +12,172 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatune.engine.sequences import MicroBatch, share, whole_rows
+from megatune.engine.layers.moe.router import auxiliary_metrics
+from megatune.engine.objective import Objective
+from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
 
-# Token losses fp32 [b, s] and labels int64 [b, s] -> the sum over trained tokens and their number, both scalars.
-LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+class StepTotals:
+    """Sums over all micro-batches and ranks, equal on all ranks. They are on the device until one is asked for.
+
+    Args:
+        totals: fp64 [3 + 2 · metrics]: loss, normalizer, ranks that request a stop, then sum and count of each metric.
+        names: of the metrics.
+    """
+
+    def __init__(self, totals: Tensor, names: Sequence[str]) -> None:
+        self._totals, self._names = totals, names
+
+    @cached_property
+    def _values(self) -> list[float]:
+        return self._totals.tolist()
+
+    @property
+    def loss_sum(self) -> float:
+        """Sum of the objective."""
+        return self._values[0]
+
+    @property
+    def normalizer(self) -> float:
+        """What the sum is divided by; trained tokens, of a language model."""
+        return self._values[1]
+
+    @property
+    def loss(self) -> float:
+        """The loss of the step; 0 where there is nothing to divide by."""
+        return self.loss_sum / max(self.normalizer, 1)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank asked to stop."""
+        return self._values[2] > 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the objective's metrics and of the routers' auxiliary losses; without those of which none came."""
+        pairs = zip(self._names, self._values[3::2], self._values[4::2], strict=True)
+        return {name: total / count for name, total, count in pairs if count}
 
 
 def forward_backward(
     model: Sequence[DistributedDataParallel],
     batches: Sequence[MicroBatch],
-    loss_function: LossFunction,
+    objective: Objective,
     *,
     forward_only: bool = False,
-    raised_hand: bool = False,
-) -> Tensor:
-    """Run all micro-batches and leave the gradient of the mean loss over all trained tokens of all ranks in main_grad.
+    stop_requested: bool = False,
+) -> StepTotals:
+    """Run all micro-batches and leave the gradient of the objective, divided by its global normalizer, in main_grad.
 
     Args:
         batches: this data-parallel rank's micro-batches; with pipeline parallelism all of one shape.
         forward_only: evaluate, without gradients.
-        raised_hand: something this rank wants all ranks to know, sent along with the loss.
-
-    Returns:
-        fp64 [3] on the device, equal on all ranks: the sum of the loss, the number of trained tokens, and how many
-        ranks raised their hand.
+        stop_requested: whether this rank asks all ranks to stop after the step.
     """
     if not forward_only:
         for chunk in model:
             chunk.zero_grad_buffer()
-    b, s = batches[0].input_ids.shape
-    reports = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss_function),
-        data_iterator=[iter(batches) for _ in model] if len(model) > 1 else iter(batches),
-        model=list(model) if len(model) > 1 else model[0],
-        num_microbatches=len(batches),
-        seq_length=s,
-        micro_batch_size=b,
-        forward_only=forward_only,
-    )
-    total = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
+    reports = _schedule(model, batches, partial(_train, objective), forward_only=forward_only)
+    own, routers = objective.metric_names, {} if forward_only else auxiliary_metrics(model)
+    device = torch.cuda.current_device()
+    totals = torch.zeros(3 + 2 * (len(own) + len(routers)), dtype=torch.float64, device=device)
     # Tensor-parallel ranks of the last stage all hold the loss; one of them reports it.
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
-        total[:2] = torch.stack(reports).sum(0)
-    total[2] = float(raised_hand)
-    torch.distributed.all_reduce(total)
-    return total
+        report = torch.stack(reports).sum(0)
+        totals[:2], totals[3 : 3 + 2 * len(own)] = report[:2], report[2:]
+    totals[2] = float(stop_requested)
+    for place, sums in enumerate(routers.values(), len(own)):
+        totals[3 + 2 * place : 5 + 2 * place] = sums
+    torch.distributed.all_reduce(totals)
+    return StepTotals(totals, (*own, *routers))
 
 
+@torch.no_grad()
 def logits(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Logits of each micro-batch, [b, s, padded vocabulary / tp] of this rank; empty before the last pipeline stage.
 
     Args:
         batches: of one shape; with virtual stages a multiple of the pipeline's size of them.
     """
+    return _collect(model, batches, with_labels=False)
+
+
+@torch.no_grad()
+def token_log_probs(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Log-probabilities of the labels of each micro-batch, fp32 [b, s], 0 where a token has none (label below 0).
+
+    The logits of all tokens are never in memory (with `cross_entropy_loss_fusion`). Empty before the last pipeline
+    stage; every tensor- and context-parallel rank of it gets whole rows.
+
+    Args:
+        batches: as for `logits`.
+    """
+    return [-losses for losses in _collect(model, batches, with_labels=True)]
+
+
+def _collect(
+    model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], *, with_labels: bool
+) -> list[Tensor]:
+    """What the last stage puts out, in whole rows."""
     found: list[Tensor] = []
 
     def forward_step(
         iterator: Iterator[MicroBatch], chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
-        mine = share(next(iterator))
+        mine = local_batch(next(iterator))
 
         def collect(output: Tensor, non_loss_data: bool) -> Tensor:
             assert non_loss_data
             found.append(whole_rows(output, mine.sequences.boundaries))
             return output
 
-        return chunk(input_ids=mine.input_ids, sequences=mine.sequences), collect
+        labels = mine.labels if with_labels else None
+        return chunk(input_ids=mine.input_ids, sequences=mine.sequences, labels=labels), collect
 
+    _schedule(model, batches, forward_step, forward_only=True, collect_non_loss_data=True)
+    return found
+
+
+def _schedule(
+    model: Sequence[DistributedDataParallel],
+    batches: Sequence[MicroBatch],
+    forward_step: Callable[..., Any],
+    **options: bool,
+) -> list[Tensor]:
+    """Run Megatron-Core's schedule of this layout."""
     b, s = batches[0].input_ids.shape
-    get_forward_backward_func()(
+    reports: list[Tensor] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in model] if len(model) > 1 else iter(batches),
         model=list(model) if len(model) > 1 else model[0],
         num_microbatches=len(batches),
         seq_length=s,
         micro_batch_size=b,
-        forward_only=True,
-        collect_non_loss_data=True,
+        **options,
     )
-    return found
+    return reports
 
 
-def _forward_step(
-    loss_function: LossFunction, iterator: Iterator[MicroBatch], chunk: torch.nn.Module
+def _train(
+    objective: Objective, iterator: Iterator[MicroBatch], chunk: torch.nn.Module
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-    mine = share(next(iterator))
+    batch = next(iterator)
+    mine = local_batch(batch, objective.normalizer(batch))
     output = chunk(input_ids=mine.input_ids, sequences=mine.sequences, labels=mine.labels)
-    return output, partial(_loss, loss_function, mine.labels)
+    return output, partial(_loss, objective, mine)
 
 
-def _loss(loss_function: LossFunction, labels: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    loss, num_tokens = loss_function(token_losses, labels)
-    # The schedule scales the loss in place for fp16; what is reported must be a copy.
-    report = torch.stack((loss.detach().double(), num_tokens.double()))
-    return loss, num_tokens.int(), report
+def _loss(objective: Objective, mine: LocalBatch, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, this rank's part of the normalizer, and what is reported: fp64 [2 + 2 · metrics]."""
+    found = objective(token_losses, mine)
+    # Context-parallel ranks hold the same micro-batch: the first one counts what belongs to all of it.
+    first = parallel_state.get_context_parallel_rank() == 0
+    normalizer = mine.sequences.normalizer if first else torch.zeros_like(mine.sequences.normalizer)
+    nothing = torch.zeros((), device=found.loss.device)
+    metrics = [value for name in objective.metric_names for value in found.metrics.get(name, (nothing, nothing))]
+    if first or not found.replicated:
+        # The schedule scales the loss in place for fp16; what is reported must be a copy.
+        report = torch.stack([value.detach().double() for value in (found.loss, normalizer, *metrics)])
+    else:
+        report = torch.zeros(2 + len(metrics), dtype=torch.float64, device=found.loss.device)
+    return found.loss, normalizer.int(), report

@@ -15,16 +15,16 @@ from megatune.engine.model import Chunk
 from megatune.engine.sequences import Sequences, whole_rows
 
 # A name, a module, and what to take of its output: [s / cp (/ tp), b, ...], or [s / cp (/ tp) · b, ...].
-Place = tuple[str, torch.nn.Module, Callable[[Any], Tensor]]
+TracePoint = tuple[str, torch.nn.Module, Callable[[Any], Tensor]]
 
 
 @contextmanager
-def tracing(model: Sequence[Chunk], places: Callable[[Any], Iterable[Place]]) -> Iterator[dict[str, list[Tensor]]]:
+def tracing(model: Sequence[Chunk], points: Callable[[Any], Iterable[TracePoint]]) -> Iterator[dict[str, list[Tensor]]]:
     """Collect what modules put out in the forward passes that run meanwhile; collective where the tokens of a row are
     spread over ranks.
 
     Args:
-        places: of a chunk's DecoderModel.
+        points: of a chunk's DecoderModel.
 
     Yields:
         Name -> a tensor [b, s, ...] for each micro-batch, on the CPU, in the order of the micro-batches. It is filled
@@ -35,7 +35,7 @@ def tracing(model: Sequence[Chunk], places: Callable[[Any], Iterable[Place]]) ->
         for chunk in model:
             watch = _Watch(chunk.module, found)
             hooks.callback(chunk.module.register_forward_pre_hook(watch.begin, with_kwargs=True).remove)
-            for name, module, take in places(chunk.module):
+            for name, module, take in points(chunk.module):
                 hooks.callback(module.register_forward_hook(watch.collect(name, take)).remove)
         yield found
 

@@ -31,8 +31,9 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     )
     # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
     config.apply_rope_fusion = settings.performance.apply_rope_fusion
-    # Of our norm; Megatron-Core has no such field.
+    # Megatron-Core has no fields for our norm, and for experts of layers that full recomputation in blocks keeps.
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
+    config.moe_layer_recompute = settings.recompute.moe_layer_recompute
     return config  # type: ignore[no-any-return]
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatune.engine.objective import ObjectiveOutput
+from megatune.engine.sequences import LocalBatch, MicroBatch
+
 IGNORED = -100
 
 
-def token_sum(token_losses: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the loss over trained tokens, which is divided once by the global number of them.
+class CrossEntropy:
+    """Sum of the loss over trained tokens, divided once by the global number of them.
 
-    Averages of micro-batches are not the average of the batch where they hold different numbers of trained tokens;
-    this is what Transformers computes with num_items_in_batch.
-
-    Args:
-        token_losses: fp32 [b, s].
-        labels: int64 [b, s]; IGNORED where a token is not trained.
-
-    Returns:
-        The sum, fp32 [], and the number of trained tokens, int64 [].
+    Means of micro-batches are not the mean of the batch where they hold different numbers of trained tokens; this is
+    what Transformers computes with num_items_in_batch.
     """
-    trained = labels != IGNORED
-    return (token_losses * trained).sum(), trained.sum()
+
+    metric_names = ()
+
+    def normalizer(self, batch: MicroBatch) -> Tensor:
+        return (batch.labels != IGNORED).sum()
+
+    def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        return ObjectiveOutput((token_losses * (batch.labels != IGNORED)).sum())

@@ -18,12 +18,11 @@ from megatune.data.loader import StepLoader
 from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
 from megatune.engine import device, groups, optimizer
-from megatune.engine.layers.moe.router import take_auxiliary_losses
 from megatune.engine.model import gather_parameters
-from megatune.engine.step import forward_backward
+from megatune.engine.step import StepTotals, forward_backward
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
-from megatune.objectives.language_model import token_sum
+from megatune.objectives.language_model import CrossEntropy
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
@@ -70,6 +69,7 @@ class Trainer:
     memory: MemoryLog
     follower: StreamFollower | None = None
     _saved_step: int = field(default=-1, init=False)
+    _objective: CrossEntropy = field(default_factory=CrossEntropy, init=False)
 
     def run(self) -> Outcome:
         """Train from the state to the end, or until someone asks to stop; the last step is always saved."""
@@ -115,7 +115,7 @@ class Trainer:
             self.context.beat("train", step + 1)
             started = time.monotonic()
             totals = forward_backward(
-                self.assembly.model, batches, token_sum, raised_hand=self.context.stop_requested()
+                self.assembly.model, batches, self._objective, stop_requested=self.context.stop_requested()
             )
             interval = self.settings.run.check_agreement_interval
             checks = interval is not None and (step + 1) % interval == 0
@@ -129,7 +129,7 @@ class Trainer:
             if checks:
                 check_weights(self.assembly, step + 1, grad_norm=grad_norm, learning_rate=self.schedule.at(step))
             collect_after(self.state.step, self.settings.performance)
-            stops = bool(totals[2] > 0)
+            stops = totals.stop_requested
             if self.course.evaluates_at(self.state.step):
                 self._evaluate()
             if stops or self.course.saves_at(self.state.step):
@@ -179,13 +179,12 @@ class Trainer:
         self,
         step: int,
         batches: list[Batch],
-        totals: torch.Tensor,
+        totals: StepTotals,
         updated: bool,
         grad_norm: float,
         started: float,
     ) -> None:
-        loss_sum, num_tokens, _ = totals.tolist()
-        loss = loss_sum / max(num_tokens, 1)
+        loss = totals.loss
         skipped = not updated and self.settings.precision.fp16 and math.isfinite(loss)
         if not updated and not skipped:
             raise self._not_finite(step, loss, grad_norm)
@@ -204,7 +203,7 @@ class Trainer:
                 loss=loss,
                 learning_rate=self.schedule.at(step),
                 grad_norm=grad_norm,
-                num_tokens=int(num_tokens),
+                num_tokens=int(totals.normalizer),
                 num_input_tokens=sum(lengths),
                 seconds=seconds,
                 tokens_per_second=sum(lengths) / seconds,
@@ -215,7 +214,7 @@ class Trainer:
                 longest_row=math.ceil(max(rows)),
                 document_tokens=sum(lengths) / len(lengths) if self.rows.is_packed else None,
                 skipped=skipped,
-                **self._auxiliary_losses(),
+                **totals.metrics,
             )
         )
 
@@ -225,11 +224,6 @@ class Trainer:
         if self.follower is not None:
             return self.follower.epoch_after(self.state.step)
         return self.course.epoch_of(self.state.step)
-
-    def _auxiliary_losses(self) -> dict[str, float]:
-        experts = self.settings.experts
-        in_use = experts.moe_aux_loss_coeff or experts.moe_z_loss_coeff
-        return take_auxiliary_losses(self.assembly.model) if in_use else {}
 
     def _not_finite(self, step: int, loss: float, grad_norm: float) -> MegatuneError:
         """Name the step, the rows and the gradients; nothing was updated."""
@@ -277,8 +271,8 @@ class Trainer:
         for index, batches in loader:
             self.context.beat(f"evaluate batch {index}", self.state.step)
             with torch.no_grad():
-                totals = forward_backward(self.assembly.model, batches, token_sum, forward_only=True).tolist()
-            loss_sum, num_tokens = loss_sum + totals[0], num_tokens + totals[1]
+                totals = forward_backward(self.assembly.model, batches, self._objective, forward_only=True)
+            loss_sum, num_tokens = loss_sum + totals.loss_sum, num_tokens + totals.normalizer
         loss = loss_sum / num_tokens
         if self.state.best_loss is None or loss < self.state.best_loss:
             self.state.best_loss, self.state.best_step = loss, self.state.step

@@ -21,7 +21,7 @@ from megatune.engine.groups import Place
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.engine.traces import tracing
 from megatune.launch.context import RankContext
-from megatune.objectives.language_model import token_sum
+from megatune.objectives.language_model import CrossEntropy
 from megatune.verify.numbers import write_logits, write_loss, write_trace
 from megatune.verify.places import engine_places
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, sample_rows
@@ -111,8 +111,7 @@ def measure(
 
 def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
     """Mean loss over all trained tokens of all ranks; its gradient is left in the parameters."""
-    loss_sum, num_tokens, _ = step.forward_backward(assembly.model, batches, token_sum).tolist()
-    return loss_sum / num_tokens
+    return step.forward_backward(assembly.model, batches, CrossEntropy()).loss
 
 
 def measure_logits(

@@ -1,1 +1,1 @@
-"""Native modules that stand where Megatron-Core's local layers fall short of what fine-tuning needs."""
+"""Native modules for what Megatron-Core's local layers lack."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer, whose feed-forward is told of the micro-batch's sequences, too: experts need to know
-    which tokens are padding. They travel as an argument, so that a recomputed layer sees those of its own forward
-    pass, whatever micro-batches came in between."""
+    """Megatron-Core's layer, which passes the micro-batch's sequences to the feed-forward, too: experts need to know
+    which tokens are padding. They are an argument, so that a recomputed layer sees those of its own forward pass,
+    whatever micro-batches came in between."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s / cp (/ tp), b, h] to the same; see TransformerLayer."""

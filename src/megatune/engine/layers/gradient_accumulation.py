@@ -36,9 +36,9 @@ def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -
 def announced_gradient(weight: Tensor) -> Tensor | None:
     """What a backward pass hands to autograd for a weight whose gradient it has added to `main_grad` itself.
 
-    DDP's hook wants a gradient, so that it runs on the thread that starts its communication, and throws it away unread
-    once it is told. The weight's own memory has the right shape and costs none. A weight that the embedding shares gets
-    a real gradient from there, to which nothing must be added.
+    DDP's hook wants a gradient, so that it runs on the thread that starts its communication, and discards it unread
+    where `grad_added_to_main_grad` is set. The weight's own memory has the right shape and costs none. A weight that
+    the embedding shares gets a real gradient from there, to which nothing must be added.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
@@ -55,14 +55,14 @@ class _Linear(_StockLinear):  # type: ignore[misc]
         if not ctx.gradient_accumulation_fusion:
             return _StockLinear.backward(ctx, grad_output)  # type: ignore[no-any-return]
         _, weight = ctx.saved_tensors
-        # Megatron-Core makes no tensor for a weight that cannot be told.
+        # Without this attribute Megatron-Core makes no tensor of its own.
         del weight.grad_added_to_main_grad
         grad_input, _, *others = _StockLinear.backward(ctx, grad_output)
         return grad_input, announced_gradient(weight), *others
 
 
 def install() -> None:
-    """Let this module stand where Megatron-Core's linear layers look for Apex's extension and for their product."""
+    """Patch Megatron-Core's linear layers: this module replaces Apex's extension, `_Linear` their product."""
     module: Any = layers
     module.LinearWithGradAccumulationAndAsyncCommunication = _Linear
     module.fused_weight_gradient_mlp_cuda = sys.modules[__name__]

@@ -38,7 +38,7 @@ def reference_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def install() -> None:
-    """Stand where Megatron-Core's shared experts that compute while tokens travel look for its fusion."""
+    """Patch the fusion that Megatron-Core's shared experts call when they overlap with the dispatch of tokens."""
     module: Any = shared_experts
     module.bias_swiglu_impl = _bias_swiglu
 

@@ -192,7 +192,7 @@ def _reason(memory: RankMemory, stage: StageMemory, available: int, asked: int, 
 
 # What a function of the program was about, the innermost first. Backward passes have no frames of their own.
 _DOING = (
-    ("head|output_layer|cross_entropy|token_sum", "of logits and loss"),
+    ("head|output_layer|cross_entropy|language_model", "of logits and loss"),
     ("step_with_ready_grads|optimizer_step|adam|_update_|main_shards", "of the optimizer's state"),
     ("assemble|load_|build_model|param_and_grad_buffer", "while model and optimizer were built"),
     ("backward", "in a backward pass"),

@@ -45,8 +45,8 @@ def attend_ring(
     Returns:
         [s / cp, b, n, e].
     """
-    turns = ring(boundaries, group.size())
-    arguments = (turns, scale, pick(query, value, backend), group)
+    steps = ring(boundaries, group.size())
+    arguments = (steps, scale, pick(query, value, backend), group)
     output = _RingAttention.apply(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), *arguments)
     return output.unflatten(1, query.shape[1:3])
 
@@ -56,7 +56,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, turns: Ring, scale: float, kernel: Kernel, group: Group
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, steps: Ring, scale: float, kernel: Kernel, group: Group
     ) -> Tensor:
         channels = key.shape[-1], value.shape[-1]
         output, lse = query.new_empty(0), query.new_empty(0)
@@ -64,7 +64,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(group.size()):
             arriving = _Passing(here, group, _KEYS) if step + 1 < group.size() else None
             keys, values = here.split(channels, -1)
-            of_query, of_key, spans = turns.turn(step, group.rank())
+            of_query, of_key, spans = steps.at_step(step, group.rank())
             found, of_found = kernel.forward(query[of_query], keys[of_key], values[of_key], spans, scale)
             if step == 0:
                 output, lse = found.to(of_found.dtype), of_found
@@ -75,13 +75,13 @@ class _RingAttention(torch.autograd.Function):
                 here = arriving.wait()
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.arguments = turns, scale, kernel, group
+        ctx.arguments = steps, scale, kernel, group
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        turns, scale, kernel, group = ctx.arguments
+        steps, scale, kernel, group = ctx.arguments
         channels = key.shape[-1], value.shape[-1]
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         here = torch.cat((key, value), -1)
@@ -89,7 +89,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(group.size()):
             arriving = _Passing(here, group, _KEYS) if step + 1 < group.size() else None
             keys, values = here.split(channels, -1)
-            of_query, of_key, spans = turns.turn(step, group.rank())
+            of_query, of_key, spans = steps.at_step(step, group.rank())
             grad_run, *grad_keys = kernel.backward(
                 grad_output[of_query],
                 query[of_query],
@@ -138,7 +138,7 @@ class _Passing:
         )
 
     def wait(self) -> Tensor:
-        """What came."""
+        """Return the tensor that was received."""
         for work in self._works:
             work.wait()
         return self._received

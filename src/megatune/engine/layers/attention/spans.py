@@ -85,7 +85,7 @@ class Gathered:
 
 @lru_cache(_REMEMBERED)
 def gathered(boundaries: tuple[int, ...], cp_size: int) -> Gathered:
-    """See `Gathered`."""
+    """Return the orders of rows with these documents."""
     from_row = _from_row(boundaries, cp_size)
     return Gathered(device.send(from_row.argsort()), device.send(from_row))
 
@@ -110,7 +110,7 @@ class Prefixes:
 
 @lru_cache(_REMEMBERED)
 def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> Prefixes:
-    """See `Prefixes`."""
+    """Return what the queries of one rank see."""
     to_row = _from_row(boundaries, cp_size).argsort()
     sizes, runs = [], []
     for start, stop in pairwise(boundaries):
@@ -144,8 +144,8 @@ class Ring:
     first: slice | Tensor
     second: slice | Tensor
 
-    def turn(self, step: int, cp_rank: int) -> tuple[slice | Tensor, slice | Tensor, Spans]:
-        """Which of a rank's queries and which of the keys that are with it after so many steps take part, and how."""
+    def at_step(self, step: int, cp_rank: int) -> tuple[slice | Tensor, slice | Tensor, Spans]:
+        """Return the queries of a rank and the keys that it holds at a step of the ring that take part, and how."""
         if step == 0:
             return slice(None), slice(None), self.own
         if step <= cp_rank:
@@ -155,7 +155,7 @@ class Ring:
 
 @lru_cache(_REMEMBERED)
 def ring(boundaries: tuple[int, ...], cp_size: int) -> Ring:
-    """See `Ring`; the same for every rank."""
+    """Return the ring of rows with these documents, the same for every rank."""
     whole = tuple(boundary // cp_size for boundary in boundaries)
     half = tuple(boundary // (2 * cp_size) for boundary in boundaries)
     return Ring(

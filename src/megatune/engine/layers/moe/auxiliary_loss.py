@@ -8,8 +8,6 @@ Legend: n tokens of this rank, k choices of each, E experts, D documents of the 
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -74,9 +72,7 @@ def documents_of_tokens(sequences: Sequences, sequence_parallel: bool) -> tuple[
     device = sequences.is_padding.device
     if not sequences.is_packed:
         return _of_this_rank(torch.arange(b, device=device).expand(s, b), sequence_parallel), b
-    whole = sequences.boundaries[-1]
-    # Context parallelism takes the same part of every document.
-    lengths = [(stop - start) * s // whole for start, stop in pairwise(sequences.boundaries)]
+    lengths = sequences.document_lengths
     numbers = torch.arange(len(lengths), device=device)
     of_tokens = numbers.repeat_interleave(send(torch.tensor(lengths)), output_size=s)
     return _of_this_rank(of_tokens[:, None], sequence_parallel), len(lengths)

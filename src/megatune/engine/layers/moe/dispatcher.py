@@ -1,4 +1,4 @@
-"""How tokens reach the ranks of their experts, and how the outputs come back.
+"""Dispatch tokens to the ranks of their experts, and combine the outputs.
 
 Megatron-Core's dispatchers pass masks of tokens × experts around, ask the host for counts that the device needs, and
 split by tensors that gloo refuses. These send choices, and ask the host once where ranks exchange different numbers of
@@ -29,7 +29,7 @@ from megatune.engine.layers.moe.permutation import count_by_expert, group_by_exp
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What this rank's experts are to compute.
+    """The rows that this rank's experts compute.
 
     Attributes:
         tokens: [R, h], grouped by local expert.
@@ -114,7 +114,7 @@ class AllToAllDispatcher:
             return Dispatched(rows, counts, probs, permutation.unpermute)
         exchange = _Exchange.of(counts, self.groups)
         rows, probs = exchange.send(rows), exchange.send(probs)
-        # They come rank by rank, and go on expert by expert.
+        # Rows arrive rank by rank; experts take them expert by expert.
         local = exchange.counts.shape[1]
         of_rows = torch.arange(local, device=counts.device).repeat(exchange.counts.shape[0])
         of_rows = of_rows.repeat_interleave(exchange.counts.reshape(-1), output_size=rows.shape[0])

@@ -27,8 +27,7 @@ _DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
 
 
 class MoELayer(moe_layer.MoELayer):
-    """Megatron-Core's layer of experts, whose router is told of the micro-batch's sequences, and whose tokens travel by
-    our dispatchers."""
+    """Megatron-Core's layer of experts, whose router knows the micro-batch's sequences, and with our dispatchers."""
 
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:
         groups = get_default_pg_collection()
@@ -77,3 +76,11 @@ class MoELayer(moe_layer.MoELayer):
             shared_output = shared.get_output()
         output = output.view_as(hidden_states)
         return output if shared_output is None else output + shared_output
+
+
+class RecomputedMoELayer(MoELayer):
+    """The same, computed again in the backward pass: of a layer that full recomputation in blocks keeps."""
+
+    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
+        super().__init__(config)
+        self.moe_layer_recompute = True

@@ -1,4 +1,4 @@
-"""Rows of tokens, grouped by the expert that they go to, and back.
+"""Permute tokens into rows grouped by expert, and back.
 
 Legend: n tokens, k choices of each token, h hidden size, R rows: a token has a row for each of its choices.
 """
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+_LEAST_TOKENS = 1024  # whose choices are summed at a time: fewer would be slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,20 @@ def _take(values: Tensor, index: Tensor, is_complete: bool) -> Tensor:
 
 
 def _sum(values: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
-    """Sum of values[rows[i]] for each i; 16-bit values are summed in fp32 and rounded once."""
-    taken = _take(values, rows.view(-1), is_complete)
-    return taken if rows.shape[1] == 1 else taken.view(*rows.shape, values.shape[1]).sum(1)
+    """Sum of values[rows[i]] for each i; 16-bit values are summed in fp32 and rounded once.
+
+    Where most choices were dropped, as they are when every rank has all tokens, there are many more choices than rows
+    of `values`: the sums are then computed for as many tokens at a time as take the memory of `values`.
+    """
+    k = rows.shape[1]
+    if k == 1:
+        return _take(values, rows.view(-1), is_complete)
+    if not is_complete:
+        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+    size = max(len(values) // k, _LEAST_TOKENS)
+    sums = values.new_empty(len(rows), values.shape[1])
+    for start in range(0, len(rows), size):
+        some = rows[start : start + size]
+        taken = values.index_select(0, some.reshape(-1)).view(*some.shape, values.shape[1])
+        torch.sum(taken, 1, out=sums[start : start + size])
+    return sums

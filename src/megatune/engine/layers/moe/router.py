@@ -95,9 +95,9 @@ class Router(TopKRouter):
             balance = balance_loss(affinities, own, is_real, documents, num_documents, self.tp_cp_group)
         if z_coeff:
             z = z_loss(logits, is_real, self.tp_cp_group)
-        # All gradients are divided by the trained tokens of the step: this makes the losses of its micro-batches a mean
-        # with the weights that their tokens have in the loss.
-        weight = sequences.num_trained
+        # All gradients are divided by the normalizer of the step: this makes the losses of its micro-batches a mean
+        # with the weights that they have in the loss.
+        weight = sequences.normalizer
         with torch.no_grad():
             shares = torch.stack((balance, z, torch.ones_like(balance) / self.tp_cp_group.size()))
             self.auxiliary_sums += shares.double() * weight
@@ -136,13 +136,14 @@ def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
     )
 
 
-def take_auxiliary_losses(model: Sequence[torch.nn.Module]) -> dict[str, float]:
-    """Means of the auxiliary losses in use since they were last taken; collective over all ranks.
+def auxiliary_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """Take what the routers of this rank summed up of the auxiliary losses in use since they were last asked.
 
-    They are means over expert layers, and over micro-batches weighted by their trained tokens; without coefficients.
+    Added up over all ranks, sum / count is a mean over expert layers, and over micro-batches weighted by their
+    normalizers; without coefficients.
 
     Returns:
-        "load_balancing_loss", 1 where experts are equally busy, and "z_loss".
+        "load_balancing_loss", 1 where experts are equally busy, and "z_loss": fp64 [2] each, sum and count.
     """
     config: Any = model[0].config
     if config.num_moe_experts is None:
@@ -153,7 +154,6 @@ def take_auxiliary_losses(model: Sequence[torch.nn.Module]) -> dict[str, float]:
             if isinstance(module, Router):
                 sums += module.auxiliary_sums
                 module.auxiliary_sums.zero_()
-    torch.distributed.all_reduce(sums)
-    balance, z, weight = sums.tolist()
+    balance, z, weight = sums
     in_use = {"load_balancing_loss": (balance, balance_coeff_of(config)), "z_loss": (z, config.moe_z_loss_coeff)}
-    return {name: total / max(weight, 1.0) for name, (total, coeff) in in_use.items() if coeff}
+    return {name: torch.stack((total, weight)) for name, (total, coeff) in in_use.items() if coeff}

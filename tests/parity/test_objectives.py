@@ -1,0 +1,183 @@
+"""Objectives that are no mean over tokens: sums per document, extras and metrics, in every kind of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from computing import LENGTHS
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_SEQUENCE_LAYOUTS, SEQUENCE_LAYOUTS
+
+from megatune.bridge.assemble import assemble
+from megatune.bridge.reader import SafetensorsFolder
+from megatune.bridge.save import save_gradients
+from megatune.config.settings import Settings
+from megatune.data.batches import Batch
+from megatune.engine import groups, step
+from megatune.engine.objective import ObjectiveOutput
+from megatune.engine.optimizer import main_shards
+from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
+from megatune.families.weights import Segment
+from megatune.verify.measure import deal
+from megatune.verify.reference import checkpoint_tensors
+from megatune.verify.samples import Sample, random_samples
+
+SCALE = 0.02  # of the documents' log-probabilities, so that the sigmoid is not flat
+ALL = {**LAYOUTS, **SEQUENCE_LAYOUTS, **MORE_SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS}
+
+
+@dataclass(frozen=True)
+class DocumentWeights:
+    """A weight for each document of a micro-batch: whole on every rank."""
+
+    values: torch.Tensor
+
+    def on_rank(self, tokens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        return self.values.to(device)
+
+
+@dataclass(frozen=True)
+class TokenOffsets:
+    """A number for each token [b, s]: cut as tokens are."""
+
+    values: torch.Tensor
+
+    def on_rank(self, tokens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        return (self.values if tokens is None else self.values[:, tokens]).to(device)
+
+
+def spans(batch: MicroBatch) -> list[tuple[int, slice]]:
+    """Row and place of each document."""
+    if batch.cu_seqlens is None:
+        return [(row, slice(0, batch.input_ids.shape[1])) for row in range(len(batch.input_ids))]
+    return [(0, slice(start, stop)) for start, stop in pairwise(batch.cu_seqlens.tolist())]
+
+
+class DocumentLoss:
+    """Σ over documents of weight · softplus(-SCALE · Σ over tokens of (log-probability - offset)), as preference losses
+    are: not linear in what tokens contribute."""
+
+    metric_names = ("log_prob", "never")
+
+    def normalizer(self, batch: MicroBatch) -> torch.Tensor:
+        return torch.tensor(sum(bool((batch.labels[row, span] >= 0).any()) for row, span in spans(batch)))
+
+    def __call__(self, token_losses: torch.Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        trained = batch.labels >= 0
+        sums = document_sums(-token_losses - batch.extras["offsets"] * trained, batch.sequences)
+        weights = batch.extras["weights"]
+        log_probs = document_sums(-token_losses.detach(), batch.sequences)
+        return ObjectiveOutput(
+            (weights * F.softplus(-SCALE * sums)).sum(),
+            {"log_prob": (log_probs.sum(), (weights > 0).sum())},
+            replicated=True,
+        )
+
+
+def weight(sample: Sample) -> float:
+    return 1 + sample.input_ids[0] % 3
+
+
+def with_extras(batch: Batch, samples: Sequence[Sample]) -> Batch:
+    """A weight for each document, by its sample, and an offset for each token, by its place in the document."""
+    by_tokens = {sample.input_ids: sample for sample in samples}
+    weights = []
+    for (row, span), length in zip(spans(batch), batch.lengths, strict=True):
+        tokens = tuple(batch.input_ids[row, span][:length].tolist())
+        weights.append(weight(by_tokens[tokens]) if tokens else 0.0)
+    offsets = batch.position_ids * 0.01
+    return replace(batch, extras={"weights": DocumentWeights(torch.tensor(weights)), "offsets": TokenOffsets(offsets)})
+
+
+def measure(model: Path, settings: Settings, samples: list[Sample], folder: Path) -> tuple[float, dict[str, float]]:
+    """On every rank: loss and metrics; gradients are written."""
+    assembly = assemble(model, settings)
+    batches = deal(samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing)
+    batches = [with_extras(batch, samples) for batch in batches]
+    totals = step.forward_backward(assembly.model, batches, DocumentLoss())
+    shards = main_shards(assembly.optimizer)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    groups.barrier()
+    return totals.loss, totals.metrics
+
+
+@cache
+def expected(model: Path, samples: tuple[Sample, ...]) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss, mean log-probability of a document, and gradients, of Transformers."""
+    from transformers import AutoModelForCausalLM
+
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    total = log_prob = 0.0
+    for sample in samples:
+        output = reference(input_ids=torch.tensor([sample.input_ids])).logits[0, :-1]
+        labels = torch.tensor(sample.labels[1:])
+        trained = labels >= 0
+        log_probs = output.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        offsets = torch.arange(len(labels)) * 0.01
+        loss = weight(sample) * F.softplus(-SCALE * ((log_probs - offsets) * trained).sum()) / len(samples)
+        loss.backward()
+        total, log_prob = total + loss.item(), log_prob + (log_probs * trained).sum().item() / len(samples)
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    return total, log_prob, checkpoint_tensors(reference, gradients)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *(
+            ("qwen3", layout)
+            for layout in ("1", "tp2 sp", "pp2 vpp2", "dp2", "packed", "cp2 p2p", "cp2, packed", "cp2 pp2")
+        ),
+        ("qwen3_moe", "cp2 ep2, packed"),
+    ],
+)
+def test_sums_of_documents_have_the_gradients_of_transformers(pool, model_dir, tmp_path, family, layout):
+    model, samples = model_dir(family), random_samples(301, LENGTHS)
+    loss, log_prob, gradients = expected(model, tuple(samples))
+    answers = pool.run(ALL[layout].world_size, measure, model, ALL[layout].settings(), samples, tmp_path)
+    for found, metrics in answers:
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert metrics == {"log_prob": pytest.approx(log_prob, rel=1e-6)}
+    folder = SafetensorsFolder(tmp_path, "gradient")
+    assert folder.names() == {f"grad/{name}" for name in gradients}
+    for name, gradient in gradients.items():
+        ours = folder.read(Segment(f"grad/{name}", 0, 0, len(gradient)))
+        assert (ours - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[torch.Tensor]:
+    """On every rank: log-probabilities of each document's labels; none before the last stage."""
+    assembly = assemble(model, settings)
+    whole = deal(
+        samples, replace(assembly.place, dp_rank=0, dp_size=1), settings.parallel, packed=settings.data.packing
+    )
+    found = []
+    for batch, rows in zip(whole, step.token_log_probs(assembly.model, whole), strict=False):
+        for (row, span), length in zip(spans(batch), batch.lengths, strict=True):
+            if length:
+                found.append(rows[row, span][: length - 1].clone())
+    return found
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2 vpp2", "cp2 p2p", "cp2, packed"])
+def test_log_probs_of_given_tokens_are_those_of_transformers(pool, model_dir, reference, layout):
+    model, samples = model_dir("qwen3"), random_samples(301, LENGTHS)
+    expected = []
+    numbers = reference(model, samples)
+    for sample, logits in zip(samples, map(numbers.logits, range(len(samples))), strict=True):
+        labels = torch.tensor(sample.labels[1:])
+        chosen = logits[:-1].float().log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        expected.append(chosen * (labels >= 0))
+    answers = pool.run(ALL[layout].world_size, log_probs, model, ALL[layout].settings(), samples)
+    assert any(answers)
+    for found in filter(None, answers):
+        assert len(found) == len(samples)
+        for ours in found:
+            assert min((ours - one).abs().max() if ours.shape == one.shape else 9.0 for one in expected) < 1e-5

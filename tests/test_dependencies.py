@@ -1,0 +1,78 @@
+"""Declared and imported distributions agree: what is imported is declared, and what is declared is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# Modules that go by another name than their distribution.
+NAMES = {"yaml": "pyyaml", "megatron": "megatron-core", "PIL": "pillow"}
+# What a distribution is needed by that imports nothing of it by name.
+NEEDED_BY = {
+    "tensorboard": "torch.utils.tensorboard",
+    "accelerate": "transformers",
+    "liger-kernel": "transformers.integrations.liger",
+}
+TOOLS = {"pytest-xdist", "ruff", "mypy"}  # of the Makefile
+
+
+def declared(requirements: Iterable[str]) -> set[str]:
+    return {_name(re.match(r"[\w.-]+", requirement)[0]) for requirement in requirements}  # type: ignore[index]
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[-_.]+", "-", text).lower()
+
+
+def imported(folder: str) -> tuple[set[str], set[str]]:
+    """Distributions whose modules the files of a folder import, and the modules."""
+    # Tests import from benchmarks, too.
+    own = {path.stem for one in {folder, "benchmarks"} for path in (ROOT / one).rglob("*") if path.suffix != ".md"}
+    own.add("megatune")
+    modules: set[str] = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                modules.add(node.module)
+    first = {module.partition(".")[0] for module in modules} - own - set(sys.stdlib_module_names)
+    return {_name(NAMES.get(module, module)) for module in first}, modules
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    optional = set().union(*(declared(extra) for name, extra in EXTRAS.items() if name not in ("dev", "benchmarks")))
+    assert not imported("src")[0] - declared(PROJECT["dependencies"]) - optional
+
+
+def test_what_is_declared_is_imported() -> None:
+    found, modules = imported("src")
+    needed = {name for name, module in NEEDED_BY.items() if module in modules}
+    assert not declared(PROJECT["dependencies"]) - found - needed
+    assert declared(EXTRAS["modelscope"]) <= found
+
+
+def test_tests_and_benchmarks_import_what_their_extras_declare() -> None:
+    package = declared(PROJECT["dependencies"])
+    tests, dev = imported("tests")[0], declared(EXTRAS["dev"])
+    assert not tests - package - dev - declared(EXTRAS["modelscope"])  # a test that is skipped without it
+    stubs = {name for name in dev if name.startswith("types-") and name.removeprefix("types-") in package}
+    assert not dev - tests - stubs - TOOLS
+    found, modules = imported("benchmarks")
+    extras = declared([*EXTRAS["benchmarks"], *EXTRAS["benchmarks-gpu"]])
+    assert not found - package - extras
+    assert not extras - found - {name for name, module in NEEDED_BY.items() if module in modules}
+
+
+def test_every_requirement_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {_name(line.partition("==")[0]) for line in lines if "==" in line}
+    requirements = [*PROJECT["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
+    assert not declared(requirements) - pinned
