@@ -17,9 +17,9 @@ from megatune.architecture import Architecture
 from megatune.config.settings import Settings
 from megatune.engine.groups import build
 from megatune.engine.model import build_model
-from megatune.plan.memory.attention import self_attention
-from megatune.plan.memory.feed_forward import feed_forward
-from megatune.plan.memory.shapes import shapes_of
+from megatune.plan.operators.layer import decoder_layer
+from megatune.plan.operators.operator import memory_of
+from megatune.plan.operators.shapes import shapes_of
 
 LENGTH = 128
 TP2_SP = Layout(2, TP2 | SP)
@@ -74,17 +74,13 @@ def _kept(module: torch.nn.Module, hidden: torch.Tensor, **told: Any) -> int:
 def test_kept_bytes_are_those_of_the_formula(pool, name, bf16):
     architecture, layout = CASES[name]
     one = Measured(name, replace(architecture, num_layers=1), layout, bf16=bf16, length=LENGTH)
-    shapes = shapes_of(one.case)
-    moe = architecture.moe
-    channels = moe.shared_expert_intermediate_size if moe else architecture.ffn_hidden_size
+    shapes, moe = shapes_of(one.case), architecture.moe is not None
+    branches = decoder_layer(shapes, moe)
+    # Of a sparse layer the shared experts; their gate keeps their output, and two numbers a token.
+    operators = [operator for operator in branches[1].inner if operator.module in ("mlp", "shared_experts")]
     for attention, inner in pool.run(layout.world_size, kept_bytes, one.architecture, one.settings):
-        assert attention == pytest.approx(self_attention(shapes).kept, rel=0.01)
-        if moe is None:
-            assert inner == pytest.approx(feed_forward(shapes, channels // shapes.tp).kept, rel=0.01)
-        else:
-            # The gate of the shared experts keeps their output, and two numbers a token.
-            gated = feed_forward(shapes, channels).kept + shapes.hidden
-            assert inner == pytest.approx(gated, rel=0.01)
+        assert attention == pytest.approx(memory_of(branches[0].inner).kept, rel=0.01)
+        assert inner == pytest.approx(memory_of(operators).kept, rel=0.01)
 
 
 def peak_of_few_tokens(architecture: Architecture, settings: Settings) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from megatune.plan.operators.shapes import Shapes
 
 # Kernels that the host has yet to launch when it has read how many rows go where: until then the device has no work.
 _AFTER_COUNTS = 20
+_LEAST_SUMMED = 1024  # tokens whose choices the allgather dispatcher sums at a time
 
 
 def expert_layer(shapes: Shapes) -> Iterator[Operator]:
@@ -87,7 +88,7 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     tokens_in_rows, numbers = rows * hidden * size, rows * channels
     mean_rows = shapes.part * moe.router_topk * shapes.etp * shapes.imbalance
     weight = local * channels * hidden * size if shapes.weights_trained else 0
-    sent, combined = _exchanged(shapes, moe, tokens_in_rows)
+    sent, combined = _exchanged(shapes, moe, rows)
     places = 8 * (4 * rows + 2 * shapes.part * moe.router_topk + (6 * rows if shapes.ep * shapes.etp > 1 else 0))
     # Rows are copied into the experts' order and back; between ranks once more on either side.
     copies = 2 if shapes.ep == 1 else 4
@@ -108,16 +109,18 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     yield Operator("moe", Memory(0, around, around))
 
 
-def _exchanged(shapes: Shapes, moe: MixtureOfExperts, tokens_in_rows: int) -> tuple[int, int]:
-    """Bytes of what dispatch sends and receives, and of what the combination holds."""
+def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, int]:
+    """Bytes of what dispatch sends and receives, and of what the combination of R rows holds."""
+    row = shapes.architecture.hidden_size * shapes.size
     if shapes.ep * shapes.etp == 1:
-        return 0, tokens_in_rows
+        return 0, rows * row
     if shapes.gathers_tokens:
-        # The allgather dispatcher holds the tokens of all its ranks; where it sums them it makes a row for each of
-        # their k choices, wherever that went, and the sum: (k + 1) times as much.
-        gathered = shapes.hidden * shapes.ep * shapes.etp
-        return gathered, tokens_in_rows + (1 + moe.router_topk) * gathered
-    return 2 * shapes.hidden * moe.router_topk, tokens_in_rows
+        # The allgather dispatcher holds the tokens of all its ranks. It sums into as many, for some tokens at a time:
+        # as many choices of them as there are rows (engine.layers.moe.permutation).
+        gathered = shapes.part * shapes.ep * shapes.etp
+        summed = min(gathered, max(rows // moe.router_topk, _LEAST_SUMMED)) * moe.router_topk
+        return gathered * row, (rows + gathered + summed) * row
+    return 2 * shapes.part * moe.router_topk * row, rows * row
 
 
 def _grouped(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:
