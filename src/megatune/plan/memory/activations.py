@@ -11,8 +11,8 @@ from typing import TypeVar
 from megatune.plan.case import Case
 from megatune.plan.memory.layer import layer_memory, vision_memory
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
+from megatune.plan.operators.layer import Recompute, recompute_of
 from megatune.plan.operators.operator import Memory, chain, recomputed, repeat
-from megatune.plan.operators.recompute import Recompute, recompute_of
 from megatune.plan.operators.shapes import Shapes, shapes_of
 from megatune.plan.operators.vision import images_of
 from megatune.plan.operators.vocabulary import embedding, head, inputs

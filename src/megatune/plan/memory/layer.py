@@ -26,7 +26,7 @@ def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memo
     if ("moe" if sparse else "mlp") in modules:
         inner = recomputed(inner, shapes.hidden, shapes.hidden)
     branches = (
-        _branch(shapes, attention, _attention(shapes, attention.inner, modules), modules),
+        _branch(shapes, attention, attention_memory(shapes, attention.inner, modules), modules),
         _branch(shapes, rest, inner, modules),
     )
     return chain(branches, hold=shapes.hidden)
@@ -54,7 +54,8 @@ def _branch(shapes: Shapes, branch: Branch, inner: Memory, modules: tuple[str, .
     )
 
 
-def _attention(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
+def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
+    """Fold self-attention, with what is recomputed of it."""
     if "core_attn" not in modules and "mla_up_proj" not in modules:
         return memory_of(operators)
     heads = heads_of(shapes)

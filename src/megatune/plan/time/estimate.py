@@ -11,7 +11,7 @@ from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
-from megatune.plan.operators.recompute import Recompute, recompute_of
+from megatune.plan.operators.layer import Recompute, recompute_of
 from megatune.plan.operators.shapes import Shapes, shapes_of
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.time.communication import group_of, send
