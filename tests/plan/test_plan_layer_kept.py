@@ -48,7 +48,7 @@ def kept_bytes(architecture: Architecture, settings: Settings) -> tuple[int, int
         torch.nn.init.ones_(parameter)
     model = chunk.module
     layer = model.decoder.layers[0]
-    told = {
+    arguments = {
         "attention_mask": None,
         "rotary_pos_emb": model._rotary_embedding(torch.arange(LENGTH)),
         "packed_seq_params": SimpleNamespace(boundaries=(0, LENGTH)),
@@ -56,15 +56,15 @@ def kept_bytes(architecture: Architecture, settings: Settings) -> tuple[int, int
     tp = settings.parallel.tensor_model_parallel_size
     hidden = torch.randn(LENGTH // tp, 1, architecture.hidden_size, dtype=model.config.params_dtype)
     shared = getattr(layer.mlp, "shared_experts", None)
-    return _kept(layer.self_attention, hidden, **told), _kept(shared or layer.mlp, hidden)
+    return _kept(layer.self_attention, hidden, **arguments), _kept(shared or layer.mlp, hidden)
 
 
-def _kept(module: torch.nn.Module, hidden: torch.Tensor, **told: Any) -> int:
+def _kept(module: torch.nn.Module, hidden: torch.Tensor, **arguments: Any) -> int:
     """Live bytes after the forward pass, with the input, without the output."""
-    module(hidden, **told)  # buffers that are made once are there
+    module(hidden, **arguments)  # buffers that are made once are there
     with LiveBytes() as bytes_:
         given = hidden.clone().requires_grad_()
-        output = module(given, **told)
+        output = module(given, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         del given
         return bytes_.live - output.untyped_storage().nbytes()

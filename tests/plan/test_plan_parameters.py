@@ -182,7 +182,7 @@ def by_groups(cases: dict[str, tuple[Architecture, Settings]]) -> list[dict[str,
 
 
 def of_layouts(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
-    """Every family in every layout of so many ranks; variants in turn, so that each meets many layouts."""
+    """Every family in every layout of this many ranks; variants in turn, so that each meets many layouts."""
     unlike: dict[object, tuple[str, Architecture, Layout]] = {}
     for name, one in ALL_LAYOUTS.items():
         for family, model in models().items():

@@ -21,7 +21,7 @@ class Pass(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """When a stage computes a pass, in seconds from the step's begin."""
+    """When a stage computes a pass, in seconds from the start of the step."""
 
     work: Pass
     start: float
@@ -50,7 +50,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds from the first pass's begin to the last one's end."""
+        """Seconds from the start of the first pass to the end of the last."""
         return max((slots[-1].end for slots in self.stages if slots), default=0.0)
 
     def busy(self, stage: int) -> float:
@@ -130,7 +130,7 @@ def in_flight(
 def _moments(pp: int, vpp: int, stage: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
     """What a stage holds after each forward pass that follows its warm-up, the first one first, each once."""
     warmup = num_warmup_passes(pp, vpp, stage, num_micro_batches)
-    # One period of the steady state tells all.
+    # One period of the steady state is enough.
     order = forward_order(pp, vpp, min(num_micro_batches, -(-warmup // (pp * vpp)) * pp + 2 * pp))
     held = [0] * vpp
     for virtual, _ in order[: warmup + 1]:

@@ -168,7 +168,7 @@ def _all_gather(heads: Heads) -> tuple[Memory, int]:
 
 
 def _ring(heads: Heads) -> tuple[Memory, int]:
-    """Two pairs of keys and values on their way, and on the way back their gradients in fp32, too."""
+    """Two pairs of keys and values in messages, and in the backward pass their gradients in fp32, too."""
     moving = heads.key + heads.value
     wide = moving * 4 // heads.shapes.size
     # 16-bit outputs are merged in fp32, and rounded into memory of their own.
@@ -178,7 +178,7 @@ def _ring(heads: Heads) -> tuple[Memory, int]:
 
 
 def _all_to_all(heads: Heads) -> tuple[Memory, int]:
-    """Whole rows of n / cp heads; key/value heads that cannot be shared out are copied first. The context comes back
+    """Whole rows of n / cp heads; key/value heads that ranks cannot share equally are copied first. The context returns
     in memory of its own."""
     shapes = heads.shapes
     copies = math.lcm(heads.groups, shapes.cp) // heads.groups

@@ -31,7 +31,7 @@ class Shapes:
         document: tokens of a document, in the mean weighted by tokens.
         packing: a row holds several documents.
         in_runs: attention kernels are those with variable lengths.
-        kernel: what attends, as far as memory tells kernels apart: "one" for torch's choice for whole documents;
+        kernel: the attention kernel, as far as memory differs: "one" for torch's choice for whole documents;
             "padded" where that wants queries, keys and values of as many channels; "runs" with variable lengths;
             "plain" matrix products; "math" for torch's own, which keep all scores.
         unfused: attention_backend asks for plain matrix products.
@@ -77,7 +77,7 @@ class Shapes:
     imbalance: float
 
     def __hash__(self) -> int:
-        # Quick: every case asks for it many times. What is left out tells few cases apart.
+        # Quick: every case needs it many times. What is left out differs between few cases.
         return hash((
             self.rows, self.length, self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.kernel,
             self.imbalance, self.keeps, self.architecture.num_layers, self.architecture.hidden_size,
@@ -161,7 +161,7 @@ def shapes_of(case: Case) -> Shapes:
 
 
 def _kernel(case: Case) -> Kernel:
-    """The engine's choice, as far as memory tells kernels apart."""
+    """The engine's choice of attention kernel, as far as memory differs."""
     settings, architecture = case.settings, case.model.architecture
     mla = architecture.mla
     queries = architecture.kv_channels if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim

@@ -131,7 +131,7 @@ def _tokens_first(tensor: Tensor) -> Tensor:
 
 
 def _cpu_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
-    """What tells the CPU kernel which keys a query sees: its own causal mask counts from the first one."""
+    """Arguments that mask the CPU kernel: its own causal mask counts from the first key."""
     t, u = query.shape[2], key.shape[2]
     if not causal or t == u:
         return {"is_causal": causal}
@@ -196,7 +196,7 @@ class FlashOnGPU:
 
 def equal_channels(*tensors: Tensor) -> Iterator[Tensor]:
     """The tensors with as many channels as flash kernels ask for: all the same, and on a GPU a multiple of 8, where
-    kernels read so many at once. Channels of zeros add nothing to a score, and give an output of zeros."""
+    kernels read 8 at once. Channels of zeros add nothing to a score, and give an output of zeros."""
     multiple = device.FLASH_CHANNEL_MULTIPLE
     size = max(tensor.shape[-1] for tensor in tensors)
     size += -size % multiple
