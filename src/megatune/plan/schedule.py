@@ -53,19 +53,6 @@ class Timeline:
         """Seconds from the start of the first pass to the end of the last."""
         return max((slots[-1].end for slots in self.stages if slots), default=0.0)
 
-    def busy(self, stage: int) -> float:
-        """Seconds that this stage computes."""
-        return sum(slot.end - slot.start for slot in self.stages[stage])
-
-    @property
-    def bubble_share(self) -> float:
-        """Share of all stages' time in which they wait; of stages that take equally long without virtual stages
-        (p - 1) / (m + p - 1)."""
-        if not self.makespan:
-            return 0.0
-        busy = sum(self.busy(stage) for stage in range(len(self.stages)))
-        return 1 - busy / (len(self.stages) * self.makespan)
-
 
 def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> int:
     """Forward passes of a stage before its first backward pass follows a forward one.
@@ -179,7 +166,8 @@ def makespan(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, s
 
 
 def bubble_share(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> float:
-    """Timeline.bubble_share, in a time that does not grow with the micro-batches."""
+    """Share of all stages' time in which they wait, in a time that does not grow with the micro-batches; of stages that
+    take equally long without virtual stages (p - 1) / (m + p - 1)."""
     whole = makespan(chunks, num_micro_batches, send) * len(chunks)
     busy = num_micro_batches * sum(chunk.forward + chunk.backward for stage in chunks for chunk in stage)
     return 1 - busy / whole if whole else 0.0

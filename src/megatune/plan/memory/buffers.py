@@ -8,7 +8,7 @@ number of ranks that share it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatune.plan.memory.tensors import HeldParameter
@@ -75,16 +75,6 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
     if held:
         buckets.append(Bucket(start, pad(end, multiple), tuple(held)))
     return buckets
-
-
-def shard(bucket: Bucket, shards: int, rank: int) -> Iterator[tuple[int, HeldParameter]]:
-    """Elements of each parameter that one of the ranks updates."""
-    length = (bucket.stop - bucket.start) // shards
-    first = bucket.start + rank * length
-    for begin, parameter in bucket.parameters:
-        size = min(begin + parameter.numel, first + length) - max(begin, first)
-        if size > 0:
-            yield size, parameter
 
 
 def padded_size(parts: Iterable[tuple[Sequence[HeldParameter], int]], shards: int) -> int:

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer: exact for each rank, and in closed form for the fullest of a stage.
+"""Bytes of parameters, gradients and optimizer, in closed form for the fullest rank of a stage.
 
 Dense weights and experts each lie in buffers, and have an optimizer, of their own.
 """
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from megatune.config.settings import ParallelSettings
 from megatune.plan.case import Case, PlannedModel, Trainable
-from megatune.plan.memory.buffers import bucket_size, padded_size, shard, shared_buckets
+from megatune.plan.memory.buffers import bucket_size, padded_size, shared_buckets
 from megatune.plan.memory.optimizer import OptimizerRules, optimizer_rules
 from megatune.plan.memory.tensors import (
     ChunkContent,
@@ -69,7 +69,7 @@ class StageParameters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rules:
+class Rules:
     """All that decides about state.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Rules:
     optimizer: OptimizerRules
 
     @classmethod
-    def of(cls, case: Case) -> _Rules:
+    def of(cls, case: Case) -> Rules:
         return cls(
             case.model,
             case.trainable,
@@ -129,7 +129,7 @@ class _Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Elements of a rank, of dense weights or of experts.
 
     Attributes:
@@ -160,37 +160,24 @@ def stage_states(case: Case, stages: Iterable[int]) -> list[StageState]:
     padding inside that share. With optimizer_offload_fraction below 1 the engine moves whole parameters, so that up
     to one parameter's state more is on the host than the fraction says.
     """
-    rules = _Rules.of(case)
+    rules = Rules.of(case)
     return [_state(rules, stage) for stage in stages]
-
-
-def rank_state(case: Case, rank: int) -> StageState:
-    """State of one rank, to the byte: every bucket and every shard as Megatron-Core lays them out."""
-    rules, parallel = _Rules.of(case), case.settings.parallel
-    stage = rank // (case.world_size // parallel.pipeline_model_parallel_size)
-    expert_ranks = parallel.expert_tensor_size * parallel.expert_model_parallel_size
-    # Ranks are counted along tp, cp, dp, pp; those of experts along etp, ep, expert dp, pp.
-    places = (
-        rank // parallel.tensor_model_parallel_size % rules.shards[0],
-        rank // expert_ranks % rules.shards[1],
-    )
-    return _sum(rules, stage, [_exact_part(rules, stage, is_expert, places[is_expert]) for is_expert in rules.kinds])
 
 
 def stage_parameters(case: Case, stage: int) -> StageParameters:
     """Elements that each rank of a stage holds."""
-    return _elements(_Rules.of(case), stage)
+    return _elements(Rules.of(case), stage)
 
 
 @lru_cache(maxsize=65536)
-def _state(rules: _Rules, stage: int) -> StageState:
-    return _sum(rules, stage, _closed_parts(rules, stage))
+def _state(rules: Rules, stage: int) -> StageState:
+    return sum_parts(rules, stage, _closed_parts(rules, stage))
 
 
 @lru_cache(maxsize=65536)
-def _elements(rules: _Rules, stage: int) -> StageParameters:
+def _elements(rules: Rules, stage: int) -> StageParameters:
     held, chunks = rules.held(), rules.chunks(stage)
-    dense, expert = (*_closed_parts(rules, stage), _Part())[:2]
+    dense, expert = (*_closed_parts(rules, stage), Part())[:2]
     return StageParameters(
         dense=dense.size,
         expert=expert.size,
@@ -202,7 +189,8 @@ def _elements(rules: _Rules, stage: int) -> StageParameters:
     )
 
 
-def _sum(rules: _Rules, stage: int, parts: Sequence[_Part]) -> StageState:
+def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
+    """Bytes of a rank that holds these parts."""
     size, padding = sum(part.size for part in parts), sum(part.buffers - part.trained for part in parts)
     updated, on_host = sum(part.updated for part in parts), sum(part.on_host for part in parts)
     chunks, optimizer = rules.chunks(stage), rules.optimizer
@@ -219,36 +207,13 @@ def _sum(rules: _Rules, stage: int, parts: Sequence[_Part]) -> StageState:
     )
 
 
-def _exact_part(rules: _Rules, stage: int, is_expert: bool, place: int) -> _Part:
-    """What one rank holds.
-
-    Args:
-        place: of the rank among those that share the buffers.
-    """
-    held, shards = rules.held(), rules.shards[is_expert]
-    updated: list[tuple[int, HeldParameter]] = []
-    size = trained = buffers = 0
-    for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-        parameters = _trained(chunk_parameters(held, chunk), is_expert)
-        size += sum(one.numel for one in chunk_parameters(held, chunk) if one.is_expert == is_expert)
-        trained += sum(one.numel for one in parameters)
-        if not rules.is_sharded:
-            updated += [(one.numel, one) for one in parameters]
-            continue
-        for bucket in shared_buckets(parameters, shards, rules.bucket_size(stage, virtual_stage)):
-            buffers += bucket.stop - bucket.start
-            updated += shard(bucket, shards, place)
-    count = sum(count for count, _ in updated)
-    return _Part(size, trained, buffers if rules.is_sharded else trained, count, rules.optimizer.on_host(updated))
-
-
 @lru_cache(maxsize=1024)  # asked for twice, one soon after the other
-def _closed_parts(rules: _Rules, stage: int) -> tuple[_Part, ...]:
+def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
     """What the fullest rank holds, layers counted by kind: as much of `updated` as any, as little of `on_host`."""
     return tuple(_closed_part(rules, stage, is_expert) for is_expert in rules.kinds)
 
 
-def _closed_part(rules: _Rules, stage: int, is_expert: bool) -> _Part:
+def _closed_part(rules: Rules, stage: int, is_expert: bool) -> Part:
     held, shards = rules.held(), rules.shards[is_expert]
     size = trained = buffers = 0
     for virtual_stage, chunk in enumerate(rules.chunks(stage)):
@@ -258,9 +223,9 @@ def _closed_part(rules: _Rules, stage: int, is_expert: bool) -> _Part:
         if rules.is_sharded:
             buffers += _buffer_size(held, chunk, is_expert, shards, rules.bucket_size(stage, virtual_stage))
     if not rules.is_sharded:
-        return _Part(size, trained, trained, trained, rules.optimizer.least_on_host(trained))
+        return Part(size, trained, trained, trained, rules.optimizer.least_on_host(trained))
     updated = min(trained, buffers // shards)
-    return _Part(size, trained, buffers, updated, rules.optimizer.least_on_host(updated))
+    return Part(size, trained, buffers, updated, rules.optimizer.least_on_host(updated))
 
 
 def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple[HeldParameter, ...], int]]:
@@ -276,17 +241,17 @@ def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple
 def _sizes(parameters: tuple[HeldParameter, ...], is_expert: bool) -> tuple[int, int]:
     """Elements of all, and of those that are trained."""
     size = sum(one.numel for one in parameters if one.is_expert == is_expert)
-    return size, sum(one.numel for one in _trained(parameters, is_expert))
+    return size, sum(one.numel for one in trained_of(parameters, is_expert))
 
 
 @lru_cache(maxsize=16384)
 def _buffer_size(held: HeldParameters, chunk: ChunkContent, is_expert: bool, shards: int, full: int | None) -> int:
     """Elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
-        return padded_size(((_trained(part, is_expert), count) for part, count in _repeated(held, chunk)), shards)
-    ours = _trained(chunk_parameters(held, chunk), is_expert)
+        return padded_size(((trained_of(part, is_expert), count) for part, count in _repeated(held, chunk)), shards)
+    ours = trained_of(chunk_parameters(held, chunk), is_expert)
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 
 
-def _trained(parameters: Iterable[HeldParameter], is_expert: bool) -> list[HeldParameter]:
+def trained_of(parameters: Iterable[HeldParameter], is_expert: bool) -> list[HeldParameter]:
     return [one for one in parameters if one.trained and one.is_expert == is_expert]

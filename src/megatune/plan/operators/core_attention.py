@@ -17,7 +17,7 @@ from megatune.plan.operators.shapes import Shapes
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Queries, keys and values of one rank.
+    """Queries, keys and values of one rank; `query`, `key`, `value` and `context` (the output) are their bytes.
 
     Attributes:
         queries, groups: heads of queries, and of keys and values.
@@ -32,22 +32,18 @@ class Heads:
 
     @property
     def query(self) -> int:
-        """Bytes of queries."""
         return self.shapes.tokens * self.queries * self.channels * self.shapes.size
 
     @property
     def key(self) -> int:
-        """Bytes of keys."""
         return self.shapes.tokens * self.groups * self.channels * self.shapes.size
 
     @property
     def value(self) -> int:
-        """Bytes of values."""
         return self.shapes.tokens * self.groups * self.value_channels * self.shapes.size
 
     @property
     def context(self) -> int:
-        """Bytes of the output."""
         return self.shapes.tokens * self.queries * self.value_channels * self.shapes.size
 
     @property
