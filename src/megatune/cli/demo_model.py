@@ -7,6 +7,25 @@ from pathlib import Path
 
 from megatune.errors import ExitCode
 
+# Flag, attribute of `ModelSizes`, default, help.
+_SIZES = (
+    ("layers", "num_layers", 4, "decoder layers (4)"),
+    ("hidden", "hidden_size", 64, "hidden size (64)"),
+    ("ffn", "ffn_hidden_size", None, "hidden size of the MLP (3 × hidden)"),
+    ("heads", "num_attention_heads", 4, "attention heads (4)"),
+    ("kv_heads", "num_query_groups", None, "key/value heads (2; deepseek_v3 has as many as heads)"),
+    ("head_dim", "head_dim", None, "channels of one head (hidden / heads; twice that for qwen3 and qwen3_moe)"),
+    ("experts", "num_experts", None, "experts of a layer, in families that have them (8)"),
+    ("topk", "router_topk", None, "experts that a token goes to (2)"),
+    ("moe_ffn", "moe_ffn_hidden_size", None, "hidden size of one expert (hidden; in mixtral that of --ffn)"),
+    ("vocab", "vocab_size", 2000, "tokens in the vocabulary (2000)"),
+    ("max_position_embeddings", "max_position_embeddings", 4096, "tokens the model can read (4096)"),
+)
+
+
+def _spellings(flag: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((f"--{flag}", f"--{flag.replace('_', '-')}")))
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the verb and its flags."""
@@ -22,21 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         "deepseek_r1_distill_qwen or deepseek_r1_distill_llama")  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to make")
     sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--layers", type=int, default=4, metavar="N", help="decoder layers (4)")
-    sizes.add_argument("--hidden", type=int, default=64, metavar="N", help="hidden size (64)")
-    sizes.add_argument("--ffn", type=int, metavar="N", help="hidden size of the MLP (3 × hidden)")
-    sizes.add_argument("--heads", type=int, default=4, metavar="N", help="attention heads (4)")
-    sizes.add_argument("--kv_heads", "--kv-heads", type=int, metavar="N",
-                       help="key/value heads (2; deepseek_v3 has as many as heads)")  # fmt: skip
-    sizes.add_argument("--head_dim", "--head-dim", type=int, metavar="N",
-                       help="channels of one head (hidden / heads; twice that for qwen3 and qwen3_moe)")  # fmt: skip
-    sizes.add_argument("--experts", type=int, metavar="N", help="experts of a layer, in families that have them (8)")
-    sizes.add_argument("--topk", type=int, metavar="N", help="experts that a token goes to (2)")
-    sizes.add_argument("--moe_ffn", "--moe-ffn", type=int, metavar="N",
-                       help="hidden size of one expert (hidden; in mixtral that of --ffn)")  # fmt: skip
-    sizes.add_argument("--vocab", type=int, default=2000, metavar="N", help="tokens in the vocabulary (2000)")
-    sizes.add_argument("--max_position_embeddings", "--max-position-embeddings", type=int, default=4096, metavar="N",
-                       help="tokens the model can read (4096)")  # fmt: skip
+    for flag, name, default, text in _SIZES:
+        sizes.add_argument(*_spellings(flag), dest=name, type=int, default=default, metavar="N", help=text)
     tied = parser.add_mutually_exclusive_group()
     tied.add_argument("--tied", dest="tie_word_embeddings", action="store_true", default=None,
                       help="the output layer is the word embedding (the family's habit)")  # fmt: skip
@@ -61,27 +67,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
 
+    own = ("verb", "run", "family", "output")
     folder = make_checkpoint(
-        args.family,
-        args.output,
-        num_layers=args.layers,
-        hidden_size=args.hidden,
-        ffn_hidden_size=args.ffn,
-        num_attention_heads=args.heads,
-        num_query_groups=args.kv_heads,
-        head_dim=args.head_dim,
-        vocab_size=args.vocab,
-        max_position_embeddings=args.max_position_embeddings,
-        tie_word_embeddings=args.tie_word_embeddings,
-        attention_bias=args.attention_bias,
-        mlp_bias=args.mlp_bias,
-        num_experts=args.experts,
-        router_topk=args.topk,
-        moe_ffn_hidden_size=args.moe_ffn,
-        dtype=args.dtype,
-        seed=args.seed,
-        max_shard_size=args.max_shard_size,
-        overwrite=args.overwrite,
+        args.family, args.output, **{name: value for name, value in vars(args).items() if name not in own}
     )
     summary = summarize_checkpoint(folder)
     print(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatune.demo.config import config_arguments
 from megatune.demo.family import DemoFamily, demo_family
@@ -37,50 +38,18 @@ class CheckpointSummary:
 
 
 def make_checkpoint(
-    family: str,
-    output: Path,
-    *,
-    num_layers: int = 4,
-    hidden_size: int = 64,
-    ffn_hidden_size: int | None = None,
-    num_attention_heads: int = 4,
-    num_query_groups: int | None = None,
-    head_dim: int | None = None,
-    vocab_size: int = 2000,
-    max_position_embeddings: int = 4096,
-    tie_word_embeddings: bool | None = None,
-    attention_bias: bool = False,
-    mlp_bias: bool = False,
-    num_experts: int | None = None,
-    router_topk: int | None = None,
-    moe_ffn_hidden_size: int | None = None,
-    seed: int = 0,
-    dtype: str = "float32",
-    max_shard_size: str = "5GB",
-    overwrite: bool = False,
+    family: str, output: Path, *, seed: int = 0, max_shard_size: str = "5GB", overwrite: bool = False, **sizes: Any
 ) -> Path:
-    """Writes config.json, safetensors, tokenizer and generation config as one Hugging Face folder.
+    """Write config.json, safetensors, tokenizer and generation config as one Hugging Face folder.
 
     The folder appears whole or not at all. The same arguments give the same bytes.
 
     Args:
         family: a key of `megatune.demo.family.FAMILIES`.
         output: the folder to make.
-        ffn_hidden_size: None for three times hidden_size.
-        num_query_groups: None for 2; as many as heads with latent attention.
-        head_dim: None for hidden_size / num_attention_heads; twice that for qwen3.
-        vocab_size: rows of the embedding. The tokenizer is trained to fill them; rows it leaves are never used, as
-            in published models.
-        max_position_embeddings: tokens. Families with scaled rotary embeddings are stretched to it by ROPE_STRETCH.
-        tie_word_embeddings: None for the family's habit.
-        attention_bias: biases on q, k, v and o (llama, qwen3, qwen3_moe). qwen2 has its q, k, v biases always.
-        mlp_bias: biases on gate, up and down (llama).
-        num_experts: of each sparse layer, in families with experts; None for 8.
-        router_topk: experts that a token goes to; None for 2.
-        moe_ffn_hidden_size: of one expert; None for hidden_size, in mixtral for ffn_hidden_size.
-        dtype: "float32", "bfloat16" or "float16".
         max_shard_size: splits the weights into files of this size ("100KB"), with an index.
         overwrite: replace a checkpoint that is there.
+        sizes: of `ModelSizes`.
 
     Returns:
         output.
@@ -90,30 +59,13 @@ def make_checkpoint(
             way or cannot be written.
     """
     declared = demo_family(family)
-    sizes = ModelSizes.resolve(
-        declared,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=num_attention_heads,
-        num_query_groups=num_query_groups,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tie_word_embeddings,
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        num_experts=num_experts,
-        router_topk=router_topk,
-        moe_ffn_hidden_size=moe_ffn_hidden_size,
-        dtype=dtype,
-    )
-    check_sizes(declared, sizes, max_shard_size)
+    chosen = ModelSizes(**sizes).resolved(declared)
+    check_sizes(declared, chosen, max_shard_size)
     output = Path(output)
     _check_output(output, overwrite)
 
-    tokenizer = make_tokenizer(declared, sizes.vocab_size)
-    model = _random_model(declared, sizes, tokenizer, seed)
+    tokenizer = make_tokenizer(declared, chosen.vocab_size)
+    model = _random_model(declared, chosen, tokenizer, seed)
     try:
         with _no_progress_bar():
             _write(output, model, tokenizer, declared.tokenizer_class, max_shard_size)
@@ -131,11 +83,8 @@ def summarize_checkpoint(folder: Path) -> CheckpointSummary:
     weight_files = sorted(Path(folder).glob("*.safetensors"))
     for weight_file in weight_files:
         with safe_open(weight_file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                num_elements = 1
-                for size in tensors.get_slice(name).get_shape():
-                    num_elements *= size
-                num_parameters += num_elements
+            names = tensors.keys()  # safe_open is no mapping
+            num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     vocab_size = AutoConfig.from_pretrained(folder).vocab_size
     return CheckpointSummary(num_parameters, vocab_size, sum(file.stat().st_size for file in weight_files))
 

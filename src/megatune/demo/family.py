@@ -32,7 +32,7 @@ class DemoFamily:
         digits_per_token: the longest run of digits the pre-tokenizer keeps together.
         nfc: whether text is brought to Unicode's composed form first.
         added_tokens: in the order of their ids, right above the byte-pair vocabulary.
-        adds_bos: whether encoding text puts bos_token in front.
+        bos_token: in front of every encoded text; None where the family has none.
         stop_tokens: what generation ends on, eos_token first.
         tie_word_embeddings: as in the family's best-known small models.
         llama3_rope_scaling: rotary embeddings stretched as Llama 3.1 does.
@@ -50,7 +50,6 @@ class DemoFamily:
     bos_token: str | None
     eos_token: str
     pad_token: str | None
-    adds_bos: bool
     stop_tokens: tuple[str, ...]
     tie_word_embeddings: bool
     rope_theta: float
@@ -93,61 +92,78 @@ _LLAMA3_RESERVED_AND_HEADERS = _special(
 _DEEPSEEK_BOS = "<｜begin▁of▁sentence｜>"
 _DEEPSEEK_EOS = "<｜end▁of▁sentence｜>"
 
+_QWEN2 = DemoFamily(
+    model_type="qwen2",
+    tokenizer_class="Qwen2Tokenizer",
+    chat_template="qwen2.jinja",
+    digits_per_token=1,
+    nfc=True,
+    added_tokens=_QWEN2_TOKENS,
+    bos_token=None,
+    eos_token="<|im_end|>",
+    pad_token="<|endoftext|>",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+    tie_word_embeddings=True,
+    rope_theta=1_000_000.0,
+    norm_epsilon=1e-6,
+)
+_QWEN3 = replace(
+    _QWEN2,
+    model_type="qwen3",
+    chat_template="qwen3.jinja",
+    added_tokens=(*_QWEN2_TOKENS, *_visible("<tool_response>", "</tool_response>", "<think>", "</think>")),
+    wide_heads=True,
+)
+_LLAMA = DemoFamily(
+    model_type="llama",
+    tokenizer_class="PreTrainedTokenizerFast",
+    chat_template="llama3.jinja",
+    digits_per_token=3,
+    nfc=False,
+    added_tokens=(*_special("<|begin_of_text|>", "<|end_of_text|>"), *_LLAMA3_RESERVED_AND_HEADERS),
+    bos_token="<|begin_of_text|>",
+    eos_token="<|eot_id|>",
+    pad_token=None,  # the published tokenizer names none
+    stop_tokens=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
+    tie_word_embeddings=False,
+    rope_theta=500_000.0,
+    norm_epsilon=1e-5,
+    llama3_rope_scaling=True,
+)
+_DEEPSEEK_V3 = DemoFamily(
+    model_type="deepseek_v3",
+    tokenizer_class="PreTrainedTokenizerFast",
+    chat_template="deepseek_v3.jinja",
+    digits_per_token=3,
+    nfc=False,
+    # Without the published list's 800 placeholders.
+    added_tokens=(
+        *_special(_DEEPSEEK_BOS, _DEEPSEEK_EOS, "<｜▁pad▁｜>"),
+        *_visible("<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜User｜>", "<｜Assistant｜>"),
+        *_special("<|EOT|>"),
+        *_visible(*(f"<｜tool▁{part}▁{end}｜>" for part in ("calls", "call", "outputs", "output")
+                    for end in ("begin", "end"))),
+        *_visible("<｜tool▁sep｜>"),
+    ),
+    bos_token=_DEEPSEEK_BOS,
+    eos_token=_DEEPSEEK_EOS,
+    pad_token=_DEEPSEEK_EOS,
+    stop_tokens=(_DEEPSEEK_EOS,),
+    tie_word_embeddings=False,
+    rope_theta=10_000.0,
+    norm_epsilon=1e-6,
+    has_experts=True,
+    has_latent_attention=True,
+)  # fmt: skip
+_DEEPSEEK_R1 = replace(_DEEPSEEK_V3, chat_template="deepseek_r1.jinja", has_experts=False, has_latent_attention=False)
+
 FAMILIES: dict[str, DemoFamily] = {
-    "llama": DemoFamily(
-        model_type="llama",
-        tokenizer_class="PreTrainedTokenizerFast",
-        chat_template="llama3.jinja",
-        digits_per_token=3,
-        nfc=False,
-        added_tokens=(*_special("<|begin_of_text|>", "<|end_of_text|>"), *_LLAMA3_RESERVED_AND_HEADERS),
-        bos_token="<|begin_of_text|>",
-        eos_token="<|eot_id|>",
-        pad_token=None,  # the published tokenizer names none
-        adds_bos=True,
-        stop_tokens=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
-        tie_word_embeddings=False,
-        rope_theta=500_000.0,
-        norm_epsilon=1e-5,
-        llama3_rope_scaling=True,
-    ),
-    "qwen2": DemoFamily(
+    "llama": _LLAMA,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "deepseek_r1_distill_qwen": replace(
+        _DEEPSEEK_R1,
         model_type="qwen2",
-        tokenizer_class="Qwen2Tokenizer",
-        chat_template="qwen2.jinja",
-        digits_per_token=1,
-        nfc=True,
-        added_tokens=_QWEN2_TOKENS,
-        bos_token=None,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        adds_bos=False,
-        stop_tokens=("<|im_end|>", "<|endoftext|>"),
-        tie_word_embeddings=True,
-        rope_theta=1_000_000.0,
-        norm_epsilon=1e-6,
-    ),
-    "qwen3": DemoFamily(
-        model_type="qwen3",
-        tokenizer_class="Qwen2Tokenizer",
-        chat_template="qwen3.jinja",
-        digits_per_token=1,
-        nfc=True,
-        added_tokens=(*_QWEN2_TOKENS, *_visible("<tool_response>", "</tool_response>", "<think>", "</think>")),
-        bos_token=None,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        adds_bos=False,
-        stop_tokens=("<|im_end|>", "<|endoftext|>"),
-        tie_word_embeddings=True,
-        rope_theta=1_000_000.0,
-        norm_epsilon=1e-6,
-        wide_heads=True,
-    ),
-    "deepseek_r1_distill_qwen": DemoFamily(
-        model_type="qwen2",
-        tokenizer_class="PreTrainedTokenizerFast",
-        chat_template="deepseek_r1.jinja",
         digits_per_token=1,
         nfc=True,
         added_tokens=(
@@ -158,95 +174,44 @@ FAMILIES: dict[str, DemoFamily] = {
             *_VISION_MARKS,
             *_CODE_AND_TOOL_MARKS,
         ),
-        bos_token=_DEEPSEEK_BOS,
-        eos_token=_DEEPSEEK_EOS,
-        pad_token=_DEEPSEEK_EOS,
-        adds_bos=True,
-        stop_tokens=(_DEEPSEEK_EOS,),
-        tie_word_embeddings=False,
-        rope_theta=10_000.0,
-        norm_epsilon=1e-6,
     ),
-    "deepseek_r1_distill_llama": DemoFamily(
+    "deepseek_r1_distill_llama": replace(
+        _DEEPSEEK_R1,
         model_type="llama",
-        tokenizer_class="PreTrainedTokenizerFast",
-        chat_template="deepseek_r1.jinja",
-        digits_per_token=3,
-        nfc=False,
         added_tokens=(
             *_special(_DEEPSEEK_BOS, _DEEPSEEK_EOS),
             *_LLAMA3_RESERVED_AND_HEADERS,
             *_visible("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
             *_special("<｜▁pad▁｜>"),
         ),
-        bos_token=_DEEPSEEK_BOS,
-        eos_token=_DEEPSEEK_EOS,
-        pad_token=_DEEPSEEK_EOS,
-        adds_bos=True,
-        stop_tokens=(_DEEPSEEK_EOS,),
-        tie_word_embeddings=False,
         rope_theta=500_000.0,
         norm_epsilon=1e-5,
         llama3_rope_scaling=True,
     ),
-}
-
-FAMILIES |= {
     "qwen2_moe": replace(
-        FAMILIES["qwen2"],
+        _QWEN2,
         model_type="qwen2_moe",
         chat_template="qwen2_moe.jinja",
         added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         tie_word_embeddings=False,
         has_experts=True,
     ),
-    "qwen3_moe": replace(
-        FAMILIES["qwen3"], model_type="qwen3_moe", tie_word_embeddings=False, has_experts=True
-    ),
-    "mixtral": DemoFamily(
+    "qwen3_moe": replace(_QWEN3, model_type="qwen3_moe", tie_word_embeddings=False, has_experts=True),
+    "mixtral": replace(
+        _LLAMA,
         model_type="mixtral",
-        tokenizer_class="PreTrainedTokenizerFast",
         chat_template="mixtral.jinja",
         digits_per_token=1,
-        nfc=False,
         added_tokens=_special("<s>", "</s>"),
         bos_token="<s>",
         eos_token="</s>",
-        pad_token=None,  # the published tokenizer names none
-        adds_bos=True,
         stop_tokens=("</s>",),
-        tie_word_embeddings=False,
         rope_theta=1_000_000.0,
-        norm_epsilon=1e-5,
+        llama3_rope_scaling=False,
         has_experts=True,
     ),
-    "deepseek_v3": DemoFamily(
-        model_type="deepseek_v3",
-        tokenizer_class="PreTrainedTokenizerFast",
-        chat_template="deepseek_v3.jinja",
-        digits_per_token=3,
-        nfc=False,
-        # Without the published list's 800 placeholders.
-        added_tokens=(
-            *_special(_DEEPSEEK_BOS, _DEEPSEEK_EOS, "<｜▁pad▁｜>"),
-            *_visible("<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜User｜>", "<｜Assistant｜>"),
-            *_special("<|EOT|>"),
-            *_visible(*(f"<｜tool▁{part}▁{end}｜>" for part in ("calls", "call", "outputs", "output")
-                        for end in ("begin", "end"))),
-            *_visible("<｜tool▁sep｜>"),
-        ),
-        bos_token=_DEEPSEEK_BOS,
-        eos_token=_DEEPSEEK_EOS,
-        pad_token=_DEEPSEEK_EOS,
-        adds_bos=True,
-        stop_tokens=(_DEEPSEEK_EOS,),
-        tie_word_embeddings=False,
-        rope_theta=10_000.0,
-        norm_epsilon=1e-6,
-        has_experts=True,
-        has_latent_attention=True,
-    ),
-}  # fmt: skip
+    "deepseek_v3": _DEEPSEEK_V3,
+}
 
 
 def demo_family(name: str) -> DemoFamily:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatune.demo.family import DemoFamily
 from megatune.demo.tokenizer import smallest_vocab_size
@@ -16,93 +17,77 @@ ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # families where biases of att
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Every choice of a demo model, defaults filled in; see `make_checkpoint` for what each means.
+    """The numbers of a demo model; `resolved` fills in those that are None.
 
-    Numbers of experts are None where a family has none, and nobody asked for any.
+    Attributes:
+        ffn_hidden_size: None for three times hidden_size.
+        num_query_groups: None for 2; as many as heads with latent attention.
+        head_dim: None for hidden_size / num_attention_heads; twice that for qwen3.
+        vocab_size: rows of the embedding. The tokenizer is trained to fill them; rows it leaves are never used, as in
+            published models.
+        max_position_embeddings: tokens. Families with scaled rotary embeddings are stretched to it.
+        tie_word_embeddings: None for the family's habit.
+        attention_bias: biases on q, k, v and o (llama, qwen3, qwen3_moe). qwen2 has its q, k, v biases always.
+        mlp_bias: biases on gate, up and down (llama).
+        num_experts: of each sparse layer; None for 8 in families with experts, and for none in the others.
+        router_topk: experts that a token goes to; None for 2.
+        moe_ffn_hidden_size: of one expert; None for hidden_size, in mixtral for ffn_hidden_size.
+        dtype: "float32", "bfloat16" or "float16".
     """
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    num_experts: int | None
-    router_topk: int | None
-    moe_ffn_hidden_size: int | None
-    dtype: str
+    num_layers: int = 4
+    hidden_size: int = 64
+    ffn_hidden_size: int | None = None
+    num_attention_heads: int = 4
+    num_query_groups: int | None = None
+    head_dim: int | None = None
+    vocab_size: int = 2000
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    num_experts: int | None = None
+    router_topk: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    dtype: str = "float32"
 
-    @classmethod
-    def resolve(
-        cls,
-        family: DemoFamily,
-        *,
-        hidden_size: int,
-        num_attention_heads: int,
-        num_query_groups: int | None,
-        ffn_hidden_size: int | None,
-        head_dim: int | None,
-        tie_word_embeddings: bool | None,
-        num_experts: int | None,
-        router_topk: int | None,
-        moe_ffn_hidden_size: int | None,
-        **given: int | bool | str,
-    ) -> ModelSizes:
-        """Fills in what the family or the other numbers decide."""
-        if ffn_hidden_size is None:
-            ffn_hidden_size = 3 * hidden_size
-        if head_dim is None:
-            head_dim = hidden_size // max(1, num_attention_heads) * (2 if family.wide_heads else 1)
-        if tie_word_embeddings is None:
-            tie_word_embeddings = family.tie_word_embeddings
-        if num_query_groups is None:
-            num_query_groups = num_attention_heads if family.has_latent_attention else 2
-        if family.has_experts:
-            num_experts = 8 if num_experts is None else num_experts
-            router_topk = 2 if router_topk is None else router_topk
-            if moe_ffn_hidden_size is None:
-                # Mixtral has no other feed-forward.
-                moe_ffn_hidden_size = ffn_hidden_size if family.model_type == "mixtral" else hidden_size
-        return cls(
-            hidden_size=hidden_size,
-            num_attention_heads=num_attention_heads,
-            num_query_groups=num_query_groups,
-            ffn_hidden_size=ffn_hidden_size,
-            head_dim=head_dim,
-            tie_word_embeddings=tie_word_embeddings,
-            num_experts=num_experts,
-            router_topk=router_topk,
-            moe_ffn_hidden_size=moe_ffn_hidden_size,
-            **given,  # type: ignore[arg-type]
+    def resolved(self, family: DemoFamily) -> ModelSizes:
+        """Fill in what the family or the other numbers decide."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        ffn = _first(self.ffn_hidden_size, 3 * hidden)
+        filled = replace(
+            self,
+            ffn_hidden_size=ffn,
+            num_query_groups=_first(self.num_query_groups, heads if family.has_latent_attention else 2),
+            head_dim=_first(self.head_dim, hidden // max(1, heads) * (2 if family.wide_heads else 1)),
+            tie_word_embeddings=_first(self.tie_word_embeddings, family.tie_word_embeddings),
+        )
+        if not family.has_experts:
+            return filled
+        return replace(
+            filled,
+            num_experts=_first(self.num_experts, 8),
+            router_topk=_first(self.router_topk, 2),
+            # Mixtral has no other feed-forward.
+            moe_ffn_hidden_size=_first(self.moe_ffn_hidden_size, ffn if family.model_type == "mixtral" else hidden),
         )
 
 
+def _first(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
 def check_sizes(family: DemoFamily, sizes: ModelSizes, max_shard_size: str) -> None:
-    """Refuses numbers that make no model.
+    """Refuse resolved sizes that make no model.
 
     Raises:
         MegatuneError: (SETTINGS) with one finding for every problem.
     """
-    findings = [
-        *_below_minimum(family, sizes),
-        *_not_divisible(family, sizes),
-        *_expert_problems(family, sizes),
-        *_not_in_family(family, sizes),
-    ]
+    checks = (_below_minimum, _not_divisible, _expert_problems, _not_in_family)
+    findings = [finding for check in checks for finding in check(family, sizes)]
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
-        findings.append(
-            Finding(
-                what=f"'{max_shard_size}' is no size",
-                where="--max_shard_size",
-                why="a size is a whole number with KB, MB, GB or TB",
-                fix="--max_shard_size 5GB",
-            )
-        )
+        why = "a size is a whole number with KB, MB, GB or TB"
+        findings.append(Finding(f"'{max_shard_size}' is no size", "--max_shard_size", why, "--max_shard_size 5GB"))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
 
@@ -111,94 +96,69 @@ def _expert_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]
     flags = {"--experts": sizes.num_experts, "--topk": sizes.router_topk, "--moe_ffn": sizes.moe_ffn_hidden_size}
     for flag, value in flags.items():
         if value is not None and not family.has_experts:
-            yield Finding(
-                what=f"{family.model_type} has no experts",
-                where=flag,
-                fix="leave it out, or use --family qwen3_moe",
-            )
+            yield Finding(f"{family.model_type} has no experts", flag, fix="leave it out, or use --family qwen3_moe")
         elif value is not None and value < 1:
-            yield Finding(what=f"{value} is too small", where=flag, fix=f"{flag} 1")
-    if family.has_experts and (sizes.router_topk or 1) > (sizes.num_experts or 1) > 0:
-        yield Finding(
-            what=f"a token cannot go to {sizes.router_topk} of {sizes.num_experts} experts",
-            where="--topk",
-            fix=f"--topk {sizes.num_experts}",
-        )
+            yield Finding(f"{value} is too small", flag, fix=f"{flag} 1")
+    topk, experts = sizes.router_topk, sizes.num_experts
+    if family.has_experts and (topk or 1) > (experts or 1) > 0:
+        yield Finding(f"a token cannot go to {topk} of {experts} experts", "--topk", fix=f"--topk {experts}")
 
 
 def _below_minimum(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
-    smallest_vocabulary = smallest_vocab_size(family)
-    minima = {
+    minima: dict[str, tuple[Any, int, str]] = {
         "--layers": (sizes.num_layers, 1, ""),
         "--hidden": (sizes.hidden_size, 1, ""),
         "--ffn": (sizes.ffn_hidden_size, 1, ""),
         "--heads": (sizes.num_attention_heads, 1, ""),
         "--kv_heads": (sizes.num_query_groups, 1, ""),
         "--head_dim": (sizes.head_dim, 2, "rotary embeddings turn pairs of channels"),
-        "--vocab": (sizes.vocab_size, smallest_vocabulary, "every byte and every added token of the family has an id"),
+        "--vocab": (
+            sizes.vocab_size,
+            smallest_vocab_size(family),
+            "every byte and every added token of the family has an id",
+        ),
         "--max_position_embeddings": (sizes.max_position_embeddings, 8, ""),
     }
     for flag, (value, minimum, why) in minima.items():
         if value < minimum:
-            yield Finding(what=f"{value} is too small", where=flag, why=why, fix=f"{flag} {minimum}")
+            yield Finding(f"{value} is too small", flag, why, f"{flag} {minimum}")
 
 
 def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
-    heads, groups, hidden = sizes.num_attention_heads, sizes.num_query_groups, sizes.hidden_size
+    heads, hidden = sizes.num_attention_heads, sizes.hidden_size
+    groups, head_dim = sizes.num_query_groups or 0, sizes.head_dim or 0
     if heads < 1 or groups < 1 or hidden < 1:
         return
     if family.has_latent_attention and groups != heads:
-        yield Finding(
-            what=f"{groups} key/value heads are not {heads}",
-            where="--kv_heads",
-            why=f"in {family.model_type} every head has its own key and value",
-            fix="leave it out",
-        )
+        why = f"in {family.model_type} every head has its own key and value"
+        yield Finding(f"{groups} key/value heads are not {heads}", "--kv_heads", why, "leave it out")
     elif heads % groups:
         nearest = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - groups))
-        yield Finding(
-            what=f"{groups} key/value heads do not divide {heads} heads",
-            where="--kv_heads",
-            why="every key/value head serves the same number of query heads",
-            fix=f"--kv_heads {nearest}",
+        what, why = (
+            f"{groups} key/value heads do not divide {heads} heads",
+            "every key/value head serves the same number",
         )
+        yield Finding(what, "--kv_heads", f"{why} of query heads", f"--kv_heads {nearest}")
     # Transformers refuses it for llama whatever head_dim is, and readers of qwen2 derive head_dim from it.
     if hidden % heads and not family.wide_heads:
         nearest = max(1, round(hidden / heads)) * heads
-        yield Finding(
-            what=f"hidden size {hidden} is not a multiple of {heads} heads",
-            where="--hidden",
-            fix=f"--hidden {nearest}",
-        )
-    if sizes.head_dim > 2 and sizes.head_dim % 2:
-        yield Finding(
-            what=f"head dimension {sizes.head_dim} is odd",
-            where="--head_dim",
-            why="rotary embeddings turn pairs of channels",
-            fix=f"--head_dim {sizes.head_dim + 1}",
-        )
+        yield Finding(f"hidden size {hidden} is not a multiple of {heads} heads", "--hidden", fix=f"--hidden {nearest}")
+    if head_dim > 2 and head_dim % 2:
+        why = "rotary embeddings turn pairs of channels"
+        yield Finding(f"head dimension {head_dim} is odd", "--head_dim", why, f"--head_dim {head_dim + 1}")
 
 
 def _not_in_family(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
     if sizes.dtype not in DTYPES:
         nearest = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(sizes.dtype, "float32")
-        yield Finding(
-            what=f"unknown dtype '{sizes.dtype}'",
-            where="--dtype",
-            why=f"the dtypes are {', '.join(DTYPES)}",
-            fix=f"--dtype {nearest}",
-        )
+        why = f"the dtypes are {', '.join(DTYPES)}"
+        yield Finding(f"unknown dtype '{sizes.dtype}'", "--dtype", why, f"--dtype {nearest}")
     if sizes.attention_bias and family.model_type not in ATTENTION_BIAS:
-        yield Finding(
-            what=f"attention_bias is not an option of {family.model_type}",
-            where="--attention_bias",
-            why=f"only {', '.join(ATTENTION_BIAS)} have it",
-            fix="leave it out",
+        what, why = (
+            f"attention_bias is not an option of {family.model_type}",
+            f"only {', '.join(ATTENTION_BIAS)} have it",
         )
+        yield Finding(what, "--attention_bias", why, "leave it out")
     if sizes.mlp_bias and family.model_type != "llama":
-        yield Finding(
-            what=f"mlp_bias is not an option of {family.model_type}",
-            where="--mlp_bias",
-            why="only llama has it",
-            fix="leave it out, or use --family llama",
-        )
+        what, fix = f"mlp_bias is not an option of {family.model_type}", "leave it out, or use --family llama"
+        yield Finding(what, "--mlp_bias", "only llama has it", fix)

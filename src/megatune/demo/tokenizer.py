@@ -107,14 +107,13 @@ def _pre_tokenizer(digits_per_token: int) -> PreTokenizer:
 
 
 def _post_processor(family: DemoFamily, tokenizer: Tokenizer) -> PostProcessor:
-    """Puts bos_token in front of encoded text, in families that do so."""
+    """Put bos_token in front of encoded text, in families that have one."""
     from tokenizers import processors
 
     byte_level = processors.ByteLevel(trim_offsets=False)
-    if not family.adds_bos:
-        return byte_level
     bos = family.bos_token
-    assert bos is not None, "a family that adds bos declares one"
+    if bos is None:
+        return byte_level
     template = processors.TemplateProcessing(
         single=f"{bos} $A",
         pair=f"{bos} $A {bos} $B:1",
