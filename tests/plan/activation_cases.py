@@ -66,7 +66,7 @@ ALL = Trainable()
 
 @dataclass(frozen=True)
 class Measured:
-    """One line of the table: rows of `length` tokens, so many micro-batches of so many."""
+    """One line of the table: rows of `length` tokens, in `micro_batches` of `rows`."""
 
     model: str
     architecture: Architecture
@@ -106,7 +106,7 @@ EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
 EP8: dict[str, Any] = {"expert_model_parallel_size": 8}
 ETP1: dict[str, Any] = {"expert_tensor_parallel_size": 1}
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
-# Random routers send every rank of experts as many tokens as the next one only if they are told to.
+# Random routers send equally many tokens to all ranks of experts only where they are balanced.
 EVEN: dict[str, Any] = {"moe_router_load_balancing_type": "sinkhorn"}
 
 
@@ -190,7 +190,7 @@ def _experts() -> dict[str, Measured]:
     found = _both("experts", "experts", SPARSE, Layout(1))
     found |= _both("ep2", "experts", SPARSE, Layout(2, EP2, EVEN))
     for name, layout in {
-        # With ep 2 as many tokens are gathered as travel otherwise.
+        # With ep 2 as many tokens are gathered as are dispatched otherwise.
         "ep8 allgather": Layout(8, EP8, EVEN | {"moe_token_dispatcher_type": "allgather"}),
         "one by one": Layout(1, experts={"moe_grouped_gemm": False}),
         "fused": _kernels(bias_activation_fusion=True),
@@ -203,6 +203,9 @@ def _experts() -> dict[str, Measured]:
         "moe_act": _selective("moe_act"),
         "layernorm": _selective("layernorm"),
         "full": Layout(1, recompute=FULL),
+        "full, block, 1 layer, moe": Layout(
+            1, recompute=FULL | {"recompute_method": "block", "recompute_num_layers": 1, "moe_layer_recompute": True}
+        ),
     }.items():
         found[f"{name}, fp32"] = Measured("experts", SPARSE, layout)
     found["pp2, bf16"] = Measured("experts", SPARSE, Layout(2, PP2), bf16=True, micro_batches=3)

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from activation_cases import DENSE, EP2, FULL, PP4, SHARED, SP, SPARSE, VPP2, architecture, machine
+from activation_cases import DENSE, EP2, FULL, LATENT, PP4, SHARED, SP, SPARSE, VPP2, architecture, machine
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Layout
-from megatron.core.transformer.enums import AttnBackend
 
 from megatune.architecture import Architecture
 from megatune.config.settings import BatchSettings, DataSettings
-from megatune.engine import device
-from megatune.engine.layers import cross_entropy
-from megatune.engine.layers.attention import core, kernels
-from megatune.engine.layers.attention.choice import in_runs
 from megatune.plan.case import Case, PlannedModel, Trainable, VisionTower
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.activations import activation_bytes
-from megatune.plan.memory.experts import expert_rows
-from megatune.plan.memory.layer import decoder_layer
-from megatune.plan.memory.loss import CHUNK_BYTES_ON_CPU
-from megatune.plan.memory.operators import Operator, chain, recomputed, repeat
-from megatune.plan.memory.shapes import shapes_of
+from megatune.plan.memory.layer import layer_memory
 from megatune.plan.memory.workspace import COMMUNICATOR, CONTEXT, num_communicators, workspace_bytes
+from megatune.plan.operators.experts import expert_rows
+from megatune.plan.operators.operator import Memory, chain, recomputed, repeat
+from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.routing import expert_imbalance
 from megatune.plan.schedule import in_flight
-from megatune.plan.time.work import work_of
 
 LENGTH = 1024
 MHA = architecture(num_query_groups=8)
@@ -64,15 +55,15 @@ def make_case(
 
 
 def test_a_chain_is_fullest_where_what_was_kept_and_what_is_added_are_most():
-    one, other = Operator(10, 5, 40), Operator(20, 1, 8)
-    assert chain((one, other)) == Operator(30, 1, 20)
-    assert chain((one, other), hold=3) == Operator(30, 1, 23)
-    assert recomputed(one, 4, output=2) == Operator(4, 5, 10 - 4 + 40 + 2)
+    one, other = Memory(10, 5, 40), Memory(20, 1, 8)
+    assert chain((one, other)) == Memory(30, 1, 20)
+    assert chain((one, other), hold=3) == Memory(30, 1, 23)
+    assert recomputed(one, 4, output=2) == Memory(4, 5, 10 - 4 + 40 + 2)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 99)] * 3), min_size=1, max_size=4), st.integers(1, 5))
 def test_chains_of_chains_are_chains(numbers, times):
-    operators = [Operator(*one) for one in numbers]
+    operators = [Memory(*one) for one in numbers]
     whole = chain(operators)
     assert chain((chain(operators[:1]), chain(operators[1:]))) == whole if len(operators) > 1 else True
     assert chain([repeat(whole, times)]) == chain(operators * times)
@@ -97,7 +88,7 @@ def test_a_layer_keeps_what_the_published_formula_says(parallel, cut, whole):
     tp = layout.settings().parallel.tensor_model_parallel_size
     sbh, inner = LENGTH * MHA.hidden_size, 2 * 3 * LENGTH * MHA.ffn_hidden_size
     statistics = 2 * 4 * shapes.part + 4 * LENGTH * MHA.num_attention_heads // tp
-    assert decoder_layer(shapes, sparse=False).kept == sbh * cut // tp + sbh * whole + inner // tp + statistics
+    assert layer_memory(shapes, False, ()).kept == sbh * cut // tp + sbh * whole + inner // tp + statistics
 
 
 def test_full_recomputation_keeps_the_inputs_of_groups():
@@ -115,11 +106,27 @@ def test_full_recomputation_keeps_the_inputs_of_groups():
     assert stage(2, recompute_num_layers=2) > stage(2)  # of a group of two, both layers are made again
 
 
+def test_layers_that_block_keeps_recompute_their_experts_where_asked_for():
+    def added(stage: int, **recompute: Any) -> int:
+        layout = Layout(2, {"pipeline_model_parallel_size": 2}, recompute=recompute)
+        one, two = (activation_bytes(make_case(SPARSE, layout, micro_batches=m), stage).activations for m in (1, 2))
+        return two - one
+
+    shapes = shapes_of(make_case(SPARSE))
+    kept, without = (layer_memory(shapes, True, modules).kept for modules in ((), ("moe",)))
+    block = FULL | {"recompute_method": "block", "recompute_num_layers": 1}
+    # Of two layers of the first stage, which holds both micro-batches, the second one keeps its activations.
+    assert added(0, **block) - added(0, **block, moe_layer_recompute=True) == kept - without > 0
+    # Where no layer is kept there is nothing left to recompute.
+    for whole in (FULL, FULL | {"recompute_method": "block"}):
+        assert added(0, **whole) == added(0, **whole, moe_layer_recompute=True)
+
+
 @pytest.mark.parametrize("vpp", [{}, VPP2])
 def test_stages_hold_what_the_schedule_has_in_flight(vpp):
     layout, virtual = Layout(4, PP4 | vpp), 2 if vpp else 1
     model = replace(DENSE, num_layers=16)
-    one = decoder_layer(shapes_of(make_case(model, layout)), sparse=False).kept * 4 // virtual
+    one = layer_memory(shapes_of(make_case(model, layout)), False, ()).kept * 4 // virtual
     for stage in (1, 2):
         more, fewer = (activation_bytes(make_case(model, layout, micro_batches=m), stage) for m in (16, 4))
         held = [sum(in_flight(4, virtual, stage, m)) for m in (16, 4)]
@@ -127,38 +134,27 @@ def test_stages_hold_what_the_schedule_has_in_flight(vpp):
         assert more.activations - fewer.activations == (held[0] - held[1]) * (one + tables)
 
 
-@pytest.mark.parametrize(("generation", "capability"), [("ampere", (8, 0)), ("hopper", (9, 0)), ("blackwell", (10, 0))])
-@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_kernel_is_the_one_that_the_engine_chooses(monkeypatch, generation, capability, backend, packed):
-    monkeypatch.setattr(device, "HAS_GPU", True)
-    monkeypatch.setattr(device, "compute_capability", lambda: capability)
-    device.sdpa_kernels.cache_clear()
-    layout = Layout(1, performance={"attention_backend": backend}, packed=packed)
-    latent = make_case(SPARSE, layout, generation=generation)
-    padded = device.sdpa_kernels(backend)[0] == core.SDPBackend.FLASH_ATTENTION
-    device.sdpa_kernels.cache_clear()
-    model = SimpleNamespace(qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
-    unequal = replace(latent, model=PlannedModel(name="x", architecture=replace(SPARSE, mla=model)))
-    assert shapes_of(latent).kernel == ("runs" if in_runs(latent.settings) else "one")
-    assert shapes_of(unequal).kernel == ("runs" if packed else "padded" if padded else "one")
+@pytest.mark.parametrize(
+    ("generation", "performance", "kernel", "latent"),
+    [
+        ("cpu", {}, "one", "padded"),
+        ("ampere", {}, "one", "padded"),
+        ("hopper", {}, "one", "one"),
+        ("hopper", {"attention_backend": "flash"}, "one", "padded"),
+        ("blackwell", {"attention_backend": "fused"}, "one", "one"),
+        ("volta", {}, "math", "padded"),
+        ("ampere", {"attention_backend": "unfused"}, "plain", "plain"),
+    ],
+)
+def test_memory_is_that_of_the_kernel_which_the_engine_chooses(generation, performance, kernel, latent):
+    layout = Layout(1, performance=performance)
+    assert shapes_of(make_case(DENSE, layout, generation=generation)).kernel == kernel
+    assert shapes_of(make_case(LATENT, layout, generation=generation)).kernel == latent
+    packed = "plain" if kernel in ("math", "plain") else "runs"
+    assert shapes_of(make_case(LATENT, replace(layout, packed=True), generation=generation)).kernel == packed
 
 
-def test_plain_attention_is_predicted_where_flash_takes_no_such_numbers(monkeypatch):
-    packed, volta = Layout(1, packed=True), "volta"
-    assert shapes_of(make_case(DENSE, packed, generation=volta)).kernel == "plain"
-    assert shapes_of(make_case(DENSE, packed, bf16=False)).kernel == "plain"
-    assert shapes_of(make_case(DENSE, Layout(1, performance={"attention_backend": "unfused"}))).kernel == "plain"
-    assert shapes_of(make_case(DENSE, Layout(1), generation=volta)).kernel == "math"
-    assert shapes_of(make_case(MHA, Layout(1), generation=volta)).kernel == "one"
-    monkeypatch.setattr(device, "HAS_GPU", True)
-    monkeypatch.setattr(device, "compute_capability", lambda: (7, 0))
-    query = torch.empty(1, 1, 1, 32, dtype=torch.float16)
-    assert kernels.pick(query, query, AttnBackend.auto) is kernels._PLAIN
-
-
-def test_chunks_of_the_loss_are_as_large_as_the_engines():
-    assert CHUNK_BYTES_ON_CPU == cross_entropy.CHUNK_BYTES
+def test_the_fused_loss_holds_a_chunk_of_logits():
     model = replace(DENSE, vocab_size=128 * 1024)
     fused = activation_bytes(make_case(model, length=16384), 0).logits_and_loss
     whole = activation_bytes(
@@ -205,12 +201,12 @@ def test_the_fullest_expert_rank_is_one_assumption_of_memory_and_of_time(ep, exp
     model = replace(SPARSE, moe=replace(SPARSE.moe, num_experts=128))
     case = make_case(model, Layout(ep, {"expert_model_parallel_size": ep}, experts))
     assert expert_imbalance(case.settings, model.moe) == pytest.approx(factor, abs=1e-3)
-    assert work_of(case).imbalance == expert_imbalance(case.settings, model.moe)
+    assert shapes_of(case).imbalance == expert_imbalance(case.settings, model.moe)
 
 
 def test_adapters_keep_the_inputs_of_their_layers_only():
     def kept(trainable: Trainable, model: Architecture = DENSE) -> int:
-        return decoder_layer(shapes_of(make_case(model, trainable=trainable)), sparse=model.moe is not None).kept
+        return layer_memory(shapes_of(make_case(model, trainable=trainable)), model.moe is not None, ()).kept
 
     frozen = kept(Trainable(freeze_language_model=True))
     hidden, inner = 2 * LENGTH * DENSE.hidden_size, 2 * LENGTH * DENSE.ffn_hidden_size

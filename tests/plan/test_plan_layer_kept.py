@@ -17,9 +17,10 @@ from megatune.architecture import Architecture
 from megatune.config.settings import Settings
 from megatune.engine.groups import build
 from megatune.engine.model import build_model
-from megatune.plan.memory.attention import self_attention
-from megatune.plan.memory.feed_forward import feed_forward
-from megatune.plan.memory.shapes import shapes_of
+from megatune.plan.memory.layer import attention_memory
+from megatune.plan.operators.layer import decoder_layer
+from megatune.plan.operators.operator import memory_of
+from megatune.plan.operators.shapes import shapes_of
 
 LENGTH = 128
 TP2_SP = Layout(2, TP2 | SP)
@@ -47,7 +48,7 @@ def kept_bytes(architecture: Architecture, settings: Settings) -> tuple[int, int
         torch.nn.init.ones_(parameter)
     model = chunk.module
     layer = model.decoder.layers[0]
-    told = {
+    arguments = {
         "attention_mask": None,
         "rotary_pos_emb": model._rotary_embedding(torch.arange(LENGTH)),
         "packed_seq_params": SimpleNamespace(boundaries=(0, LENGTH)),
@@ -55,15 +56,15 @@ def kept_bytes(architecture: Architecture, settings: Settings) -> tuple[int, int
     tp = settings.parallel.tensor_model_parallel_size
     hidden = torch.randn(LENGTH // tp, 1, architecture.hidden_size, dtype=model.config.params_dtype)
     shared = getattr(layer.mlp, "shared_experts", None)
-    return _kept(layer.self_attention, hidden, **told), _kept(shared or layer.mlp, hidden)
+    return _kept(layer.self_attention, hidden, **arguments), _kept(shared or layer.mlp, hidden)
 
 
-def _kept(module: torch.nn.Module, hidden: torch.Tensor, **told: Any) -> int:
+def _kept(module: torch.nn.Module, hidden: torch.Tensor, **arguments: Any) -> int:
     """Live bytes after the forward pass, with the input, without the output."""
-    module(hidden, **told)  # buffers that are made once are there
+    module(hidden, **arguments)  # buffers that are made once are there
     with LiveBytes() as bytes_:
         given = hidden.clone().requires_grad_()
-        output = module(given, **told)
+        output = module(given, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         del given
         return bytes_.live - output.untyped_storage().nbytes()
@@ -74,17 +75,14 @@ def _kept(module: torch.nn.Module, hidden: torch.Tensor, **told: Any) -> int:
 def test_kept_bytes_are_those_of_the_formula(pool, name, bf16):
     architecture, layout = CASES[name]
     one = Measured(name, replace(architecture, num_layers=1), layout, bf16=bf16, length=LENGTH)
-    shapes = shapes_of(one.case)
-    moe = architecture.moe
-    channels = moe.shared_expert_intermediate_size if moe else architecture.ffn_hidden_size
+    shapes, moe = shapes_of(one.case), architecture.moe is not None
+    branches = decoder_layer(shapes, moe)
+    predicted = attention_memory(shapes, branches[0].inner, one.settings.recompute.selective_modules).kept
+    # Of a sparse layer the shared experts; their gate keeps their output, and two numbers a token.
+    operators = [operator for operator in branches[1].inner if operator.module in ("mlp", "shared_experts")]
     for attention, inner in pool.run(layout.world_size, kept_bytes, one.architecture, one.settings):
-        assert attention == pytest.approx(self_attention(shapes).kept, rel=0.01)
-        if moe is None:
-            assert inner == pytest.approx(feed_forward(shapes, channels // shapes.tp).kept, rel=0.01)
-        else:
-            # The gate of the shared experts keeps their output, and two numbers a token.
-            gated = feed_forward(shapes, channels).kept + shapes.hidden
-            assert inner == pytest.approx(gated, rel=0.01)
+        assert attention == pytest.approx(predicted, rel=0.01)
+        assert inner == pytest.approx(memory_of(operators).kept, rel=0.01)
 
 
 def peak_of_few_tokens(architecture: Architecture, settings: Settings) -> tuple[int, int]:

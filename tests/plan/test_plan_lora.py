@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_state import rank_state
 from layouts import Layout
 from model_sizes import FAMILY_SIZES, SIZES
 
@@ -16,7 +17,7 @@ from megatune.plan.case import Case, PlannedModel, Trainable, VisionTower
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
 from megatune.plan.memory.adapters import num_trained_parameters
-from megatune.plan.memory.parameters import rank_state, stage_parameters, state_bytes
+from megatune.plan.memory.parameters import stage_parameters, state_bytes
 
 _LINK = Link(name="link", bandwidth=1e9, latency=1e-6)
 _DEVICE = Device(name="device", generation="cpu", memory=1, flops={}, bandwidth=1e9, link="link")

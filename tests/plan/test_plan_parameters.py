@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_state import rank_state
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -35,7 +36,7 @@ from megatune.plan.case import Case, PlannedModel, Trainable
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
 from megatune.plan.memory.adapters import num_trained_parameters
-from megatune.plan.memory.parameters import rank_state, stage_parameters, state_bytes
+from megatune.plan.memory.parameters import stage_parameters, state_bytes
 
 _LINK = Link(name="link", bandwidth=1e9, latency=1e-6)
 _DEVICE = Device(name="device", generation="cpu", memory=1, flops={}, bandwidth=1e9, link="link")
@@ -182,7 +183,7 @@ def by_groups(cases: dict[str, tuple[Architecture, Settings]]) -> list[dict[str,
 
 
 def of_layouts(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
-    """Every family in every layout of so many ranks; variants in turn, so that each meets many layouts."""
+    """Every family in every layout of this many ranks; variants in turn, so that each meets many layouts."""
     unlike: dict[object, tuple[str, Architecture, Layout]] = {}
     for name, one in ALL_LAYOUTS.items():
         for family, model in models().items():

@@ -14,15 +14,16 @@ from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.flops import num_matmul_parameters
 from megatune.plan.machine import Calibration, Link
 from megatune.plan.memory.parameters import StageParameters, stage_parameters
+from megatune.plan.operators.operator import Product
+from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.time import TIME_PARTS, ChunkTime, StepTime, step_time
 from megatune.plan.time.communication import Group, all_gather, all_reduce, all_to_all, group_of, send
-from megatune.plan.time.compute import layer_seconds
-from megatune.plan.time.efficiency import matmul_seconds, rates_of
+from megatune.plan.time.compute import Seconds, layer_seconds
+from megatune.plan.time.efficiency import kernel_seconds, rates_of
+from megatune.plan.time.estimate import module_seconds
 from megatune.plan.time.exchange import groups_of, layer_exchange
 from megatune.plan.time.optimizer import Reduction, data_groups, exposed_seconds, optimizer_seconds, reduction
 from megatune.plan.time.pipeline import bubble_seconds, exchange_seconds
-from megatune.plan.time.recompute import module_seconds
-from megatune.plan.time.work import work_of
 
 # GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
 GFLOP = {
@@ -68,9 +69,12 @@ def _tp(size: int, **more: Any) -> dict[str, Any]:
     return {"tensor_model_parallel_size": size, "sequence_parallel": True, **more}
 
 
+def _seconds(case: Case, sparse: bool = False) -> Seconds:
+    return layer_seconds(shapes_of(case), rates_of(case.machine, "bfloat16"), sparse)
+
+
 def _exchange(case: Case, sparse: bool = False) -> Any:
-    work = work_of(case)
-    return layer_exchange(case, work, groups_of(case), layer_seconds(work, sparse), sparse)
+    return layer_exchange(shapes_of(case), groups_of(case), _seconds(case, sparse), sparse)
 
 
 LINK = Link(name="link", bandwidth=100e9, latency=1e-6)
@@ -209,7 +213,7 @@ def test_a_ring_merges_what_its_turns_find():
         _without_latency(_case(cutoff_len=32768, packing=True, document_length=32768, **more))
         for more in ({}, {"context_parallel_size": 2, "per_device_train_batch_size": 2})
     )
-    alone, ring = (layer_seconds(work_of(case), False) for case in (whole, shared))
+    alone, ring = (_seconds(case) for case in (whole, shared))
     forward = 32768 * 4096 * (26 * 0.75 + 12) / (2039e9 * 0.8)
     assert ring.attention - alone.attention == pytest.approx(forward)
     assert ring.forward - alone.forward == pytest.approx(forward)
@@ -219,7 +223,7 @@ def test_a_ring_merges_what_its_turns_find():
 def test_ranks_that_exchange_heads_attend_with_the_faster_kernel():
     kinds = ("p2p", "all_gather", "a2a")
     cases = [_case(gpu="h100-80g", context_parallel_size=2, cp_comm_type=kind) for kind in kinds]
-    assert [work_of(case).packed for case in cases] == [True, True, False]
+    assert [shapes_of(case).in_runs for case in cases] == [True, True, False]
 
 
 def test_heads_that_ranks_outnumber_are_sent_in_copies():
@@ -348,9 +352,24 @@ def test_recomputing_costs_time_and_never_more_than_a_forward_pass(model, recomp
     assert again.compute == plain.compute
 
 
+def test_layers_that_block_keeps_recompute_their_experts_where_asked_for():
+    model, full = "Qwen3-30B-A3B", {"recompute_granularity": "full", "expert_model_parallel_size": 8}
+    first = full | {"recompute_method": "block", "recompute_num_layers": 12}
+    layers, plain, experts = (
+        step_time(_case(model, **first | more)).recompute
+        for more in ({"recompute_num_layers": 48}, {}, {"moe_layer_recompute": True})
+    )
+    module = step_time(_case(model, expert_model_parallel_size=8, moe_layer_recompute=True)).recompute
+    # Of 48 layers 12 are recomputed as a whole, of the others the experts.
+    assert plain == pytest.approx(layers / 4)
+    assert experts == pytest.approx(layers / 4 + 3 / 4 * module)
+    whole = _case(model, **full, moe_layer_recompute=True)
+    assert step_time(whole).recompute == step_time(_case(model, **full)).recompute
+
+
 def test_a_recomputed_feed_forward_exchanges_again():
     case = _without_latency(_case(tensor_model_parallel_size=4))
-    exchange, seconds = _exchange(case), layer_seconds(work_of(case), False)
+    exchange, seconds = _exchange(case), _seconds(case)
     _, again = module_seconds(("mlp",), seconds, exchange, sparse=False)
     assert _bytes(again, case) == pytest.approx(2 * 3 / 4 * 4096 * 4096 * 2)  # one all-reduce
     assert module_seconds(("mlp",), seconds, exchange, sparse=True)[1] == 0
@@ -366,7 +385,8 @@ def test_small_products_reach_a_smaller_share_of_the_peak():
     rates = rates_of(find_machine("h100-80g"), "bfloat16")
 
     def share(rows: int, columns: int, depth: int) -> float:
-        return 2 * rows * columns * depth / rates.peak / matmul_seconds(rates, rows, columns, depth, 2)
+        product = Product(rows, columns, depth, 2)
+        return product.flops / rates.peak / kernel_seconds(rates, [product])
 
     shares = [share(size, 4096, 4096) for size in (128, 512, 2048, 8192, 32768)]
     assert shares == sorted(shares)
@@ -440,7 +460,7 @@ def test_the_optimizer_passes_over_gradients_and_state(settings, of_trained, of_
     held = StageParameters(
         dense=9000, expert=0, embedding=0, output=0, trained_dense=5000, trained_expert=3000, updated=1000
     )
-    seconds = optimizer_seconds(case, work_of(case), held)
+    seconds = optimizer_seconds(case, rates_of(case.machine, case.settings.precision.params_dtype), held)
     assert seconds * 0.8 * case.machine.device.bandwidth == pytest.approx(8000 * of_trained + 1000 * of_updated)
 
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import psutil
 import torch
 import torch.utils._device
-from torch.nn.attention import SDPBackend
 
 # Ask the driver's monitor instead of the driver: a process that has initialized CUDA cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -68,29 +67,6 @@ FLASH_CHANNEL_MULTIPLE = 8 if HAS_GPU else 1
 def compute_capability() -> tuple[int, int]:
     """Of the GPU: (9, 0) is Hopper. (0, 0) where there is none."""
     return torch.cuda.get_device_capability() if HAS_GPU else (0, 0)
-
-
-def flash_takes(dtype: torch.dtype, channels: int) -> bool:
-    """Whether torch's flash attention computes with these numbers and so many channels a head."""
-    if not HAS_GPU:
-        return dtype.is_floating_point
-    return dtype in (torch.float16, torch.bfloat16) and channels <= 256 and compute_capability() >= (8, 0)
-
-
-@functools.cache
-def sdpa_kernels(backend: str) -> list[SDPBackend]:
-    """Kernels that scaled_dot_product_attention may use for an attention_backend, the best first."""
-    if not HAS_GPU:
-        return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    if backend == "flash":
-        return [SDPBackend.FLASH_ATTENTION]
-    if backend == "fused":
-        return [SDPBackend.CUDNN_ATTENTION]
-    fast = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    # cuDNN has kernels made for the tensor cores of Hopper and later; before, torch's flash attention is faster.
-    if compute_capability() >= (9, 0):
-        fast.reverse()
-    return [*fast, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 # What `memory_bytes` and `peak_memory_bytes` count: tensors of the allocator, or all that the process holds.

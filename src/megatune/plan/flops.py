@@ -1,13 +1,16 @@
-"""How much a model computes."""
+"""How much a model computes: its parameters, and the operations of a training step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import prod
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
 from megatune.families.weights import Weight, hf_shape, hf_shapes, layers_of
+from megatune.plan.case import Case
+from megatune.plan.operators.vision import Images, images_of
 
 # Forward pass once, backward pass twice (towards the inputs, towards the weights).
 _PASSES = 3
@@ -56,3 +59,32 @@ def train_flops(architecture: Architecture, lengths: Iterable[int]) -> float:
     channels = architecture.query_size + architecture.attention_size
     attention = architecture.num_layers * channels * sum(length * length for length in lengths)
     return float(_PASSES * (matmuls + attention))
+
+
+def model_flops(case: Case) -> float:
+    """Model floating-point operations of a step, in FLOP: as `train_flops`, without the weights' gradients of frozen
+    matrices, a third of their products; with those of images."""
+    rows, length = case.global_batch_size, case.sequence_length
+    document = round(min(case.document_length or length, length))
+    matmuls, whole = _document_flops(case.model.architecture, document)
+    frozen = case.trainable.kind == "lora" or case.trainable.freeze_language_model
+    images = images_of(case)
+    of_images = _vision_flops(images) * case.num_micro_batches * case.dp_size if images else 0.0
+    return rows * length / document * (whole - (matmuls / 3 if frozen else 0.0)) + of_images
+
+
+@lru_cache(maxsize=4096)
+def _document_flops(architecture: Architecture, length: int) -> tuple[float, float]:
+    """Of a document: FLOP of all matrices, and with attention."""
+    return 2.0 * _PASSES * num_matmul_parameters(architecture) * length, train_flops(architecture, [length])
+
+
+def _vision_flops(images: Images) -> float:
+    """Of a micro-batch's images: three times the forward pass of what is trained, once that of what is frozen."""
+    tower, merged = images.tower, images.merged
+    attention = 4 * tower.num_layers * tower.hidden_size * images.tokens_of_image * merged
+    of_tower = images.tokens * merged * (2 * tower.num_parameters + attention)
+    of_projectors = images.tokens * 2 * tower.num_projector_parameters
+    return (_PASSES if images.tower_trained else 1) * of_tower + (
+        _PASSES if images.projector_trained else 1
+    ) * of_projectors

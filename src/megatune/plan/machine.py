@@ -29,7 +29,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What devices talk over.
+    """What connects devices.
 
     Attributes:
         bandwidth: bytes/s that one device sends while it receives as many; of a network, each device's share of it.

@@ -21,7 +21,7 @@ class Pass(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """When a stage computes a pass, in seconds from the step's begin."""
+    """When a stage computes a pass, in seconds from the start of the step."""
 
     work: Pass
     start: float
@@ -50,21 +50,8 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds from the first pass's begin to the last one's end."""
+        """Seconds from the start of the first pass to the end of the last."""
         return max((slots[-1].end for slots in self.stages if slots), default=0.0)
-
-    def busy(self, stage: int) -> float:
-        """Seconds that this stage computes."""
-        return sum(slot.end - slot.start for slot in self.stages[stage])
-
-    @property
-    def bubble_share(self) -> float:
-        """Share of all stages' time in which they wait; of stages that take equally long without virtual stages
-        (p - 1) / (m + p - 1)."""
-        if not self.makespan:
-            return 0.0
-        busy = sum(self.busy(stage) for stage in range(len(self.stages)))
-        return 1 - busy / (len(self.stages) * self.makespan)
 
 
 def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> int:
@@ -130,7 +117,7 @@ def in_flight(
 def _moments(pp: int, vpp: int, stage: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
     """What a stage holds after each forward pass that follows its warm-up, the first one first, each once."""
     warmup = num_warmup_passes(pp, vpp, stage, num_micro_batches)
-    # One period of the steady state tells all.
+    # One period of the steady state is enough.
     order = forward_order(pp, vpp, min(num_micro_batches, -(-warmup // (pp * vpp)) * pp + 2 * pp))
     held = [0] * vpp
     for virtual, _ in order[: warmup + 1]:
@@ -179,7 +166,8 @@ def makespan(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, s
 
 
 def bubble_share(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> float:
-    """Timeline.bubble_share, in a time that does not grow with the micro-batches."""
+    """Share of all stages' time in which they wait, in a time that does not grow with the micro-batches; of stages that
+    take equally long without virtual stages (p - 1) / (m + p - 1)."""
     whole = makespan(chunks, num_micro_batches, send) * len(chunks)
     busy = num_micro_batches * sum(chunk.forward + chunk.backward for stage in chunks for chunk in stage)
     return 1 - busy / whole if whole else 0.0

@@ -24,12 +24,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatune.config.attention_kernel import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
 from megatune.engine import device
 from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
 
-# Of one chunk's logits, were they fp32. On a GPU few and large products are faster: each passes over the gradient of
-# the whole weight.
-CHUNK_BYTES = 2**30 if device.HAS_GPU else 2**28
+CHUNK_BYTES = LOSS_CHUNK_BYTES if device.HAS_GPU else LOSS_CHUNK_BYTES_ON_CPU
 
 
 class OutputLayer(ColumnParallelLinear):

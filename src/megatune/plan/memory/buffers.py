@@ -1,21 +1,21 @@
-"""Megatron-Core's buffers of parameters and gradients: which elements lie where, and who updates them.
+"""Megatron-Core's buffers of parameters and gradients: which elements lie where, and which rank updates them.
 
 The formulas are those of megatron.core.distributed.param_and_grad_buffer: parameters lie in reverse order; under the
 distributed optimizer each begins at a multiple of 64 elements, and each bucket ends at a multiple of 128 and of the
-number of ranks that share it out.
+number of ranks that share it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatune.plan.memory.tensors import HeldParameter
 
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
-# Buckets have at least so many elements, and so many for each data-parallel rank.
+# A bucket has at least this many elements, and this many for each data-parallel rank.
 _SMALLEST_BUCKET = 40_000_000
 _BUCKET_OF_A_RANK = 1_000_000
 
@@ -52,7 +52,7 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
 
     Args:
         parameters: trained ones, in the engine's order.
-        shards: ranks that share the buffer out.
+        shards: ranks that share the buffer.
         size: of a full bucket; None for one bucket.
     """
     multiple = math.lcm(shards, _BUCKET_ALIGNMENT)
@@ -62,7 +62,7 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
     for parameter in reversed(parameters):
         begin = pad(end, _PARAMETER_ALIGNMENT)
         if parameter.is_shared_embedding and held:
-            # Both stages share it out in the same way, so it has a bucket of its own.
+            # Both stages shard it in the same way, so it has a bucket of its own.
             buckets.append(Bucket(start, pad(begin, multiple), tuple(held)))
             start = begin = buckets[-1].stop
             held = []
@@ -77,22 +77,12 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
     return buckets
 
 
-def shard(bucket: Bucket, shards: int, rank: int) -> Iterator[tuple[int, HeldParameter]]:
-    """Elements of each parameter that one of the ranks updates."""
-    length = (bucket.stop - bucket.start) // shards
-    first = bucket.start + rank * length
-    for begin, parameter in bucket.parameters:
-        size = min(begin + parameter.numel, first + length) - max(begin, first)
-        if size > 0:
-            yield size, parameter
-
-
 def padded_size(parts: Iterable[tuple[Sequence[HeldParameter], int]], shards: int) -> int:
     """Elements of a buffer of one bucket, padding included.
 
     Args:
         parts: trained parameters in the engine's order, and how often they come.
-        shards: ranks that share the buffer out.
+        shards: ranks that share the buffer.
     """
     multiple = math.lcm(shards, _BUCKET_ALIGNMENT)
     # A shared embedding has a bucket of its own, and parts what is before it from what comes after it.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from megatune.plan.case import Case
-from megatune.plan.memory.activations import ActivationBytes, StageActivations, stage_activations
+from megatune.plan.memory.activations import ActivationBytes, stage_activations
 from megatune.plan.memory.parameters import StageState, stage_states
 from megatune.plan.memory.workspace import Workspace, workspace_bytes
 
@@ -52,8 +52,23 @@ MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name n
 
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Memory of each pipeline stage, the first stage first."""
-    parts = _parts(case, range(case.settings.parallel.pipeline_model_parallel_size))
-    return tuple(_memory(stage, state, kept.parts, work) for stage, (state, kept, work) in enumerate(parts))
+    stages = range(case.settings.parallel.pipeline_model_parallel_size)
+    return tuple(
+        StageMemory(
+            stage=stage,
+            num_layers=state.num_layers,
+            weights=state.weights,
+            gradients=state.gradients,
+            master_weights=state.master_weights,
+            optimizer_state=state.optimizer_state,
+            activations=(parts := kept.parts).activations,
+            logits_and_loss=parts.logits_and_loss,
+            expert_imbalance=parts.expert_imbalance,
+            communication=work.communication,
+            framework=work.framework,
+        )
+        for stage, (state, kept, work) in enumerate(_parts(case, stages))
+    )
 
 
 def fullest_bytes(case: Case, stages: Sequence[int]) -> int:
@@ -68,19 +83,3 @@ def fullest_bytes(case: Case, stages: Sequence[int]) -> int:
 def _parts(case: Case, stages: Iterable[int]) -> Iterator[tuple[StageState, ActivationBytes, Workspace]]:
     workspaces = (workspace_bytes(case, stage) for stage in stages)
     return zip(stage_states(case, stages), stage_activations(case, stages), workspaces, strict=True)
-
-
-def _memory(stage: int, state: StageState, kept: StageActivations, work: Workspace) -> StageMemory:
-    return StageMemory(
-        stage=stage,
-        num_layers=state.num_layers,
-        weights=state.weights,
-        gradients=state.gradients,
-        master_weights=state.master_weights,
-        optimizer_state=state.optimizer_state,
-        activations=kept.activations,
-        logits_and_loss=kept.logits_and_loss,
-        expert_imbalance=kept.expert_imbalance,
-        communication=work.communication,
-        framework=work.framework,
-    )

@@ -1,38 +1,102 @@
-"""One decoder layer, and a run of them with what is recomputed."""
+"""Bytes of one decoder layer, with what is recomputed inside of it, and of a vision tower."""
 
 from __future__ import annotations
 
-from megatune.plan.memory.attention import self_attention
-from megatune.plan.memory.experts import expert_layer
-from megatune.plan.memory.feed_forward import feed_forward
-from megatune.plan.memory.linear import norm
-from megatune.plan.memory.operators import Operator, chain, recomputed
-from megatune.plan.memory.shapes import Shapes
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+
+from megatune.plan.operators.attention import heads_of
+from megatune.plan.operators.experts import saves_input_twice
+from megatune.plan.operators.layer import Branch, decoder_layer
+from megatune.plan.operators.operator import Memory, Operator, chain, memory_of, recomputed, repeat
+from megatune.plan.operators.shapes import Shapes
+from megatune.plan.operators.vision import Images, projectors, vision_layer
 
 
-def decoder_layer(shapes: Shapes, sparse: bool) -> Operator:
-    """Norm, attention, norm, feed-forward or experts, each around a residual connection."""
-    if sparse:
-        inner = expert_layer(shapes)
-        if "moe" in shapes.modules:
-            inner = recomputed(inner, shapes.hidden, shapes.hidden)
-    else:
-        inner = feed_forward(shapes, shapes.architecture.ffn_hidden_size // shapes.tp)
-        if "mlp" in shapes.modules:
-            inner = recomputed(inner, shapes.hidden, shapes.hidden)
-    return chain((_branch(shapes, self_attention(shapes)), _branch(shapes, inner)), hold=shapes.hidden)
+@lru_cache(4096)
+def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memory:
+    """Fold norm, attention, norm, feed-forward or experts, each branch around a residual connection.
+
+    Args:
+        modules: recompute_modules.
+    """
+    attention, rest = decoder_layer(shapes, sparse)
+    inner = _experts(shapes, rest.inner, modules) if sparse else memory_of(rest.inner)
+    if ("moe" if sparse else "mlp") in modules:
+        inner = recomputed(inner, shapes.hidden, shapes.hidden)
+    branches = (
+        _branch(shapes, attention, attention_memory(shapes, attention.inner, modules), modules),
+        _branch(shapes, rest, inner, modules),
+    )
+    return chain(branches, hold=shapes.hidden)
 
 
-def _branch(shapes: Shapes, inner: Operator) -> Operator:
-    """A norm and what follows it."""
-    before = norm(shapes, shapes.part, shapes.architecture.hidden_size, shapes.hidden)
-    if "layernorm" not in shapes.modules:
+def vision_memory(shapes: Shapes, images: Images) -> Memory:
+    """Fold the tower and its projectors."""
+    layer = memory_of(vision_layer(shapes, images))
+    if not images.tower_trained:
+        layer = Memory(0, layer.kept, 0)
+    return chain((repeat(layer, images.tower.num_layers), projectors(shapes, images).memory))
+
+
+def _branch(shapes: Shapes, branch: Branch, inner: Memory, modules: tuple[str, ...]) -> Memory:
+    before = branch.norm.memory
+    if "layernorm" not in modules:
         return chain((before, inner))
-    # The norm's output, which `inner` saves first, is made again before anything of it is needed, in memory of its
+    # The norm's output, which `inner` saves first, is computed again before anything of it is needed, in memory of its
     # own and copied to where it was.
     extra = before.kept - shapes.hidden + 2 * shapes.hidden
-    return Operator(
+    return Memory(
         shapes.hidden + inner.kept - min(inner.kept, shapes.hidden),
         inner.forward + shapes.hidden,
         max(inner.backward, before.backward - shapes.hidden) + extra,
     )
+
+
+def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
+    """Fold self-attention, with what is recomputed of it."""
+    if "core_attn" not in modules and "mla_up_proj" not in modules:
+        return memory_of(operators)
+    heads = heads_of(shapes)
+    made = heads.query + heads.key + heads.value
+    *before, (_, (*core, context)), (_, (projection,)) = (
+        (module, [operator.memory for operator in same])
+        for module, same in groupby(operators, lambda operator: operator.module in ("core_attn", "context"))
+    )
+    if "core_attn" in modules:
+        # The context is computed again, too, and freed before the projection's is.
+        core, context = [recomputed(chain(core), made, heads.context)], Memory(heads.context)
+    attended = chain((*core, context))
+    if "mla_up_proj" in modules and shapes.architecture.mla is not None:
+        # Queries, keys and values are discarded and made again, and copied to where they were. Values that a kernel
+        # padded are other tensors, which it keeps.
+        discarded = made - (heads.value if shapes.kernel == "padded" else 0)
+        kept, forward, backward = attended
+        attended = Memory(kept - discarded, forward + discarded, backward + discarded + made)
+    return chain((*(memory for _, memories in before for memory in memories), attended, projection))
+
+
+def _experts(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
+    if "shared_experts" not in modules and "moe_act" not in modules:
+        return memory_of(operators)
+    memories = [operator.memory for operator in operators]
+    names = [operator.module for operator in operators]
+    if "moe_act" in modules:
+        # Gate and up, the output of the product before, are kept. The rest is computed again, and the result copied to
+        # where it was.
+        place = names.index("moe_act")
+        gate_up, activation, second = memories[place - 1].forward, memories[place], memories[place + 1]
+        extra = activation.kept - gate_up + 2 * second.kept
+        memories[place : place + 2] = (
+            Memory(gate_up, activation.forward + activation.kept - gate_up, activation.backward + extra),
+            Memory(0, second.forward + second.kept, second.backward + extra),
+        )
+    if "shared_experts" in modules and (count := names.count("shared_experts")):
+        shared = recomputed(chain(memories[:count]), shapes.hidden, shapes.hidden)
+        router = memories[count]
+        if "linear_fc1" not in shapes.keeps and not saves_input_twice(shapes):
+            # The router saves the input that recomputation does.
+            router = router._replace(kept=router.kept - shapes.hidden)
+        memories[: count + 1] = shared, router
+    return chain(memories)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatune.config.settings import Settings
-from megatune.plan.memory.tensors import HeldParameter
 
 _BYTES = {"fp32": 4, "bf16": 2}
 # Tensors of one fp32 or int32 each: the loss scale with its limits and factors, and what overflow is noted in.
@@ -34,24 +32,6 @@ class OptimizerRules:
         if self.dtype == "bfloat16":
             return 4 * num_parts * _SCALARS_BF16
         return 4 * num_parts * (_SCALARS_FP32_SHARED if is_sharded else _SCALARS_FP32)
-
-    def on_host(self, updated: Sequence[tuple[int, HeldParameter]]) -> int:
-        """Elements with their state on the host, as the engine's Adam.init_state chooses them: whole shards in the
-        order of its groups, matrices before vectors, until the fraction is reached.
-
-        Args:
-            updated: elements of each parameter that this rank updates, in the order of the buffers.
-        """
-        if not self.host_fraction:
-            return 0
-        left = self.host_fraction * sum(size for size, _ in updated)
-        on_host = 0
-        for size, _ in sorted(updated, key=lambda one: one[1].is_vector):
-            if left <= 0:
-                break
-            left -= size
-            on_host += size
-        return on_host
 
     def least_on_host(self, updated: int) -> int:
         """The fewest elements with their state on the host, whatever the parameters' sizes."""

@@ -1,15 +1,26 @@
-"""Bytes of parameters, gradients and optimizer: exact for each rank, and in closed form for the fullest of a stage."""
+"""Bytes of parameters, gradients and optimizer, in closed form for the fullest rank of a stage.
+
+Dense weights and experts each lie in buffers, and have an optimizer, of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatune.config.settings import ParallelSettings
 from megatune.plan.case import Case, PlannedModel, Trainable
-from megatune.plan.memory.parts import Part, StateRules, closed_part, exact_part, state_rules
-from megatune.plan.memory.tensors import ChunkContent, HeldParameters, held_parameters, stage_chunks
+from megatune.plan.memory.buffers import bucket_size, padded_size, shared_buckets
+from megatune.plan.memory.optimizer import OptimizerRules, optimizer_rules
+from megatune.plan.memory.tensors import (
+    ChunkContent,
+    HeldParameter,
+    HeldParameters,
+    chunk_parameters,
+    held_parameters,
+    stage_chunks,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,85 @@ class StageParameters:
     updated: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """All that decides about state.
+
+    Attributes:
+        shards: ranks that share the optimizer of dense weights, and of experts.
+        parameter_bytes, gradient_bytes: of one element.
+    """
+
+    model: PlannedModel
+    trainable: Trainable
+    parallel: ParallelSettings
+    dp_size: int
+    shards: tuple[int, int]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer: OptimizerRules
+
+    @classmethod
+    def of(cls, case: Case) -> Rules:
+        return cls(
+            case.model,
+            case.trainable,
+            case.settings.parallel,
+            case.dp_size,
+            (case.shard_size, case.expert_shard_size),
+            case.itemsize,
+            case.gradient_itemsize,
+            optimizer_rules(case.settings),
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """As the engine's shards_optimizer: on one rank the distributed optimizer only copies."""
+        parallel = self.parallel
+        return parallel.use_distributed_optimizer and (max(self.shards) > 1 or parallel.overlap_param_gather)
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether parameters are experts': dense weights, and experts where the model has any."""
+        return (False, True) if self.model.architecture.moe is not None else (False,)
+
+    def held(self) -> HeldParameters:
+        parallel = self.parallel
+        return held_parameters(
+            self.model,
+            self.trainable,
+            parallel.tensor_model_parallel_size,
+            parallel.expert_tensor_size,
+            parallel.expert_model_parallel_size,
+            parallel.pipeline_model_parallel_size > 1,
+        )
+
+    def chunks(self, stage: int) -> tuple[ChunkContent, ...]:
+        return stage_chunks(self.parallel, self.model.architecture)[stage]
+
+    def bucket_size(self, stage: int, virtual_stage: int) -> int | None:
+        return bucket_size(self.parallel.overlap_grad_reduce, stage, virtual_stage, self.dp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements of a rank, of dense weights or of experts.
+
+    Attributes:
+        size: of all parameters.
+        trained: of those that are trained.
+        buffers: of the buffers that those lie in.
+        updated: of those, what this rank updates.
+        on_host: of `updated`, what has its state on the host.
+    """
+
+    size: int = 0
+    trained: int = 0
+    buffers: int = 0
+    updated: int = 0
+    on_host: int = 0
+
+
 def state_bytes(case: Case, stage: int) -> StageState:
     """As `stage_states`, of one stage."""
     return stage_states(case, (stage,))[0]
@@ -70,40 +160,24 @@ def stage_states(case: Case, stages: Iterable[int]) -> list[StageState]:
     padding inside that share. With optimizer_offload_fraction below 1 the engine moves whole parameters, so that up
     to one parameter's state more is on the host than the fraction says.
     """
-    rules = state_rules(case)
-    return [_state(case.model, case.trainable, rules, stage) for stage in stages]
-
-
-def rank_state(case: Case, rank: int) -> StageState:
-    """State of one rank, to the byte: every bucket and every shard as Megatron-Core lays them out."""
-    rules, parallel = state_rules(case), case.settings.parallel
-    stage = rank // (case.world_size // parallel.pipeline_model_parallel_size)
-    expert_ranks = parallel.expert_tensor_size * parallel.expert_model_parallel_size
-    # Ranks are counted along tp, cp, dp, pp; those of experts along etp, ep, expert dp, pp.
-    places = (
-        rank // parallel.tensor_model_parallel_size % rules.shards[0],
-        rank // expert_ranks % rules.shards[1],
-    )
-    held, chunks = _held(case.model, case.trainable, parallel), _chunks(case.model, parallel, stage)
-    parts = [exact_part(held, chunks, rules, stage, is_expert, places[is_expert]) for is_expert in _parts(case.model)]
-    return _sum(held, chunks, rules, parts)
+    rules = Rules.of(case)
+    return [_state(rules, stage) for stage in stages]
 
 
 def stage_parameters(case: Case, stage: int) -> StageParameters:
     """Elements that each rank of a stage holds."""
-    return _elements(case.model, case.trainable, state_rules(case), stage)
+    return _elements(Rules.of(case), stage)
 
 
 @lru_cache(maxsize=65536)
-def _state(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> StageState:
-    held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
-    return _sum(held, chunks, rules, _closed(model, trainable, rules, stage))
+def _state(rules: Rules, stage: int) -> StageState:
+    return sum_parts(rules, stage, _closed_parts(rules, stage))
 
 
 @lru_cache(maxsize=65536)
-def _elements(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> StageParameters:
-    held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
-    dense, expert = (*_closed(model, trainable, rules, stage), Part(0, 0, 0, 0, 0))[:2]
+def _elements(rules: Rules, stage: int) -> StageParameters:
+    held, chunks = rules.held(), rules.chunks(stage)
+    dense, expert = (*_closed_parts(rules, stage), Part())[:2]
     return StageParameters(
         dense=dense.size,
         expert=expert.size,
@@ -115,44 +189,69 @@ def _elements(model: PlannedModel, trainable: Trainable, rules: StateRules, stag
     )
 
 
-@lru_cache(maxsize=1024)  # asked for twice, one soon after the other
-def _closed(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> tuple[Part, ...]:
-    held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
-    return tuple(closed_part(held, chunks, rules, stage, is_expert) for is_expert in _parts(model))
-
-
-def _sum(held: HeldParameters, chunks: Sequence[ChunkContent], rules: StateRules, parts: Sequence[Part]) -> StageState:
+def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
+    """Bytes of a rank that holds these parts."""
     size, padding = sum(part.size for part in parts), sum(part.buffers - part.trained for part in parts)
     updated, on_host = sum(part.updated for part in parts), sum(part.on_host for part in parts)
-    sparse = sum(sum(chunk.layers) for chunk in chunks)
-    optimizer = rules.optimizer
+    chunks, optimizer = rules.chunks(stage), rules.optimizer
+    buffers = sum(sum(chunk.layers) for chunk in chunks) * rules.held().sparse_buffer_bytes
+    scalars = optimizer.scalar_bytes(len(parts), rules.is_sharded)
     return StageState(
         num_layers=sum(len(chunk.layers) for chunk in chunks),
-        weights=(size + padding) * rules.parameter_bytes + sparse * held.sparse_buffer_bytes,
+        weights=(size + padding) * rules.parameter_bytes + buffers,
         gradients=sum(part.buffers for part in parts) * rules.gradient_bytes,
         master_weights=updated * 4 if rules.parameter_bytes < 4 else 0,
-        optimizer_state=(updated - on_host) * optimizer.element_bytes
-        + optimizer.scalar_bytes(len(parts), rules.is_sharded),
+        optimizer_state=(updated - on_host) * optimizer.element_bytes + scalars,
         buffer_padding=padding * (rules.parameter_bytes + rules.gradient_bytes),
         host_state=on_host * optimizer.element_bytes,
     )
 
 
-def _held(model: PlannedModel, trainable: Trainable, parallel: ParallelSettings) -> HeldParameters:
-    return held_parameters(
-        model,
-        trainable,
-        parallel.tensor_model_parallel_size,
-        parallel.expert_tensor_size,
-        parallel.expert_model_parallel_size,
-        parallel.pipeline_model_parallel_size > 1,
-    )
+@lru_cache(maxsize=1024)  # asked for twice, one soon after the other
+def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
+    """What the fullest rank holds, layers counted by kind: as much of `updated` as any, as little of `on_host`."""
+    return tuple(_closed_part(rules, stage, is_expert) for is_expert in rules.kinds)
 
 
-def _chunks(model: PlannedModel, parallel: ParallelSettings, stage: int) -> tuple[ChunkContent, ...]:
-    return stage_chunks(parallel, model.architecture)[stage]
+def _closed_part(rules: Rules, stage: int, is_expert: bool) -> Part:
+    held, shards = rules.held(), rules.shards[is_expert]
+    size = trained = buffers = 0
+    for virtual_stage, chunk in enumerate(rules.chunks(stage)):
+        for parameters, count in _repeated(held, chunk):
+            of_all, of_trained = _sizes(parameters, is_expert)
+            size, trained = size + count * of_all, trained + count * of_trained
+        if rules.is_sharded:
+            buffers += _buffer_size(held, chunk, is_expert, shards, rules.bucket_size(stage, virtual_stage))
+    if not rules.is_sharded:
+        return Part(size, trained, trained, trained, rules.optimizer.least_on_host(trained))
+    updated = min(trained, buffers // shards)
+    return Part(size, trained, buffers, updated, rules.optimizer.least_on_host(updated))
 
 
-def _parts(model: PlannedModel) -> tuple[bool, ...]:
-    """Dense weights, and experts where the model has any: each have an optimizer."""
-    return (False, True) if model.architecture.moe is not None else (False,)
+def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple[HeldParameter, ...], int]]:
+    """What a chunk holds, and how often."""
+    num_sparse = sum(chunk.layers)
+    yield held.first, int(chunk.embedding)
+    yield held.dense, len(chunk.layers) - num_sparse
+    yield held.sparse, num_sparse
+    yield held.last, int(chunk.loss)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(parameters: tuple[HeldParameter, ...], is_expert: bool) -> tuple[int, int]:
+    """Elements of all, and of those that are trained."""
+    size = sum(one.numel for one in parameters if one.is_expert == is_expert)
+    return size, sum(one.numel for one in trained_of(parameters, is_expert))
+
+
+@lru_cache(maxsize=16384)
+def _buffer_size(held: HeldParameters, chunk: ChunkContent, is_expert: bool, shards: int, full: int | None) -> int:
+    """Elements of a chunk's buffer under the distributed optimizer, padding included."""
+    if full is None:
+        return padded_size(((trained_of(part, is_expert), count) for part, count in _repeated(held, chunk)), shards)
+    ours = trained_of(chunk_parameters(held, chunk), is_expert)
+    return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
+
+
+def trained_of(parameters: Iterable[HeldParameter], is_expert: bool) -> list[HeldParameter]:
+    return [one for one in parameters if one.trained and one.is_expert == is_expert]

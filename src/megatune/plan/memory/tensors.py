@@ -52,7 +52,7 @@ class HeldParameter:
 
     Attributes:
         numel: elements of this rank.
-        is_expert: shared out over the ranks that hold the same experts, not over those with the same dense weights.
+        is_expert: its optimizer is sharded over the ranks that hold the same experts, not the same dense weights.
         is_vector: it has one dimension, and so no weight decay.
         trained: it has a gradient and optimizer state.
         is_shared_embedding: it is a copy of the word embedding on the first or the last pipeline stage.

@@ -36,32 +36,27 @@ def num_communicators(case: Case) -> int:
     """Groups of more than one rank that a rank exchanges tensors in.
 
     Every rank is in those of tensor, context and pipeline parallelism, of the replicas of its weights and of its
-    experts, of expert parallelism and of what shares out an expert layer, of one model's ranks (which add up the
+    experts, of expert parallelism and of the ranks that share an expert layer, of one model's ranks (which add up the
     gradient's norm), and of all ranks.
     """
     parallel = case.settings.parallel
-    tp, cp, pp = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    )
-    sizes = [tp, cp, pp, case.shard_size, tp * pp, case.world_size]
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = [tp, parallel.context_parallel_size, pp, case.shard_size, tp * pp, case.world_size]
     if case.model.architecture.moe is not None:
         ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
         sizes += [ep, etp, ep * etp, case.expert_shard_size]
     if case.model.architecture.tie_word_embeddings:
         sizes.append(2 if pp > 1 else 1)
-    return sum(size > 1 for size in sizes)
+    return len([size for size in sizes if size > 1])
 
 
 def _tensors(case: Case, stage: int) -> int:
     """What linear layers gather the sequence into (Megatron-Core's global memory buffer), and hidden states and their
-    gradients between pipeline stages: one that was sent; with virtual stages and overlap_p2p_comm, those on their way
-    both ways, too. How many these are was seen on two and on four stages, not derived from the schedule."""
-    parallel, hidden = case.settings.parallel, case.model.architecture.hidden_size
-    size = case.itemsize
+    gradients between pipeline stages: one that was sent; with virtual stages and overlap_p2p_comm, those sent in
+    both directions, too. Their number was seen on two and on four stages, not derived from the schedule."""
+    parallel, row = case.settings.parallel, case.model.architecture.hidden_size * case.itemsize
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    whole = case.micro_batch_size * case.sequence_length // parallel.context_parallel_size * hidden * size
+    whole = case.micro_batch_size * case.sequence_length // parallel.context_parallel_size * row
     spread = parallel.sequence_parallel and tp > 1
     gathered = whole if spread else 0
     if pp == 1 or case.num_micro_batches == 1:
@@ -69,5 +64,5 @@ def _tensors(case: Case, stage: int) -> int:
     message = whole // tp if spread else whole
     if parallel.virtual_stages is None:
         return gathered + (message if stage else 0)
-    on_their_way = 3 if parallel.overlap_p2p_comm and stage else 1 if parallel.overlap_p2p_comm else 0
-    return gathered + (1 + on_their_way) * message
+    in_transfer = 3 if parallel.overlap_p2p_comm and stage else 1 if parallel.overlap_p2p_comm else 0
+    return gathered + (1 + in_transfer) * message

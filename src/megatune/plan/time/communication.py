@@ -24,7 +24,7 @@ _PCIE, _PCIE_SHARE = ("pcie3", "pcie4", "pcie5"), 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks that talk to each other.
+    """Ranks that communicate.
 
     Attributes:
         size: how many.
@@ -60,7 +60,7 @@ class Group:
 
 
 def group_of(case: Case, size: int, stride: int) -> Group:
-    """The group of so many ranks, one every `stride`."""
+    """The group of `size` ranks, one every `stride`."""
     machine = case.machine
     efficiency = EFFICIENCIES[machine.device.generation].link
     return _group(size, stride, machine.gpus_per_node, machine.link, machine.network, efficiency)

@@ -1,17 +1,19 @@
 """What share of a data sheet's rates a device reaches, by generation, and the seconds of single operations.
 
-A kernel deals its output to the device's multiprocessors in tiles. Small products fill the last round of tiles badly
-and short sums hardly hide their prologue; both follow from the shape, by one law for all devices (`matmul_seconds`).
-What is left is one figure a generation and kind of work.
+A kernel distributes its output over the device's multiprocessors in tiles. Small products fill the last round of tiles
+badly and short sums hardly hide their prologue; both follow from the shape, by one law for all devices
+(`_product_seconds`). What is left is one figure a generation and kind of work.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.machine import Machine
+from megatune.plan.operators.operator import Attention, Kernel, Moved, Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,7 @@ class Efficiency:
     """Shares of the data sheet's rates, all of large shapes.
 
     Attributes:
-        units: multiprocessors, to which tiles are dealt.
+        units: multiprocessors, over which tiles are distributed.
         tile: rows and columns of a tile of a product.
         depth: of a sum at which a kernel spends as long on filling its pipeline and writing out as on the sum.
         matmul: of peak FLOP/s, by dense products. The one figure that is fitted, see benchmarks/planner_accuracy.py.
@@ -94,6 +96,9 @@ class Rates:
     bandwidth: float
     efficiency: Efficiency
 
+    def __hash__(self) -> int:
+        return hash((self.peak, self.bandwidth))  # quick, as of Shapes
+
 
 def rates_of(machine: Machine, dtype: str) -> Rates:
     """Of the machine's device.
@@ -116,42 +121,53 @@ def _refusal(what: str, why: str) -> MegatuneError:
     return MegatuneError([Finding(what, "plan", why, "choose another device or dtype")], ExitCode.INPUT)
 
 
-def matmul_seconds(rates: Rates, rows: float, columns: float, depth: float, itemsize: int) -> float:
-    """One product of [rows, depth] and [depth, columns].
-
-    The roofline of tiles and of bytes: ⌈rows / a⌉ · ⌈columns / b⌉ tiles of a · b, dealt in rounds of `units`; the last
-    round is half full in the mean.
-    """
-    a, b = rates.efficiency.tile
-    data = itemsize * (rows * (columns + depth) + columns * depth)
-    tiles = math.ceil(rows / a) * math.ceil(columns / b)
-    return max(_tile_seconds(rates, tiles, depth), memory_seconds(rates, data))
-
-
-def grouped_seconds(rates: Rates, rows: float, columns: float, depth: float, itemsize: int, groups: int) -> float:
-    """The same with `rows` dealt to so many matrices (experts), each with a last tile that is half full in the mean."""
-    a, b = rates.efficiency.tile
-    data = itemsize * (rows * (columns + depth) + groups * columns * depth)
-    tiles = (rows / a + groups / 2) * math.ceil(columns / b)
-    return max(_tile_seconds(rates, tiles, depth) / rates.efficiency.grouped, memory_seconds(rates, data))
-
-
-def grouped_weight_seconds(
-    rates: Rates, rows: float, columns: float, depth: float, itemsize: int, groups: int
-) -> float:
-    """The gradients of those matrices: for each a product of [columns, rows / groups] and [rows / groups, depth]."""
-    a, b = rates.efficiency.tile
-    data = itemsize * (rows * (columns + depth) + groups * columns * depth)
-    tiles = groups * math.ceil(columns / a) * math.ceil(depth / b)
-    return max(_tile_seconds(rates, tiles, rows / groups) / rates.efficiency.grouped, memory_seconds(rates, data))
-
-
-def _tile_seconds(rates: Rates, tiles: float, depth: float) -> float:
-    efficiency = rates.efficiency
-    a, b = efficiency.tile
-    return 2 * (tiles + efficiency.units / 2) * a * b * (depth + efficiency.depth) / (rates.peak * efficiency.matmul)
+def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = False) -> float:
+    """Sum the seconds of these kernels, each by roofline."""
+    seconds = 0.0
+    for kernel in kernels:
+        if isinstance(kernel, Product):
+            seconds += _product_seconds(rates, kernel)
+        elif isinstance(kernel, Moved):
+            seconds += memory_seconds(rates, kernel.moved)
+        elif isinstance(kernel, Attention):
+            seconds += _attention_seconds(rates, kernel, backward)
+        else:
+            seconds += kernel.launches * rates.efficiency.launch
+    return seconds
 
 
 def memory_seconds(rates: Rates, data: float) -> float:
     """An operator that reads and writes `data` bytes together and computes little."""
     return data / (rates.bandwidth * rates.efficiency.memory)
+
+
+def _product_seconds(rates: Rates, product: Product) -> float:
+    """The roofline of tiles and of bytes.
+
+    ⌈rows / a⌉ · ⌈columns / b⌉ tiles of a · b run in rounds of `units`; the last round is half full in the mean. So is
+    the last tile of each of the experts that share the rows.
+    """
+    rows, columns, depth, _, matrices, grouped = product
+    efficiency = rates.efficiency
+    a, b = efficiency.tile
+    rounds = math.ceil(rows / a) if grouped != "rows" else rows / a + 0.5
+    tiles = rounds * math.ceil(columns / b)
+    kernels, share = (1, efficiency.matmul * efficiency.grouped) if grouped else (matrices, efficiency.matmul)
+    tiles *= matrices / kernels
+    padded = 2 * (tiles + efficiency.units / 2) * a * b * (depth + efficiency.depth)
+    return max(kernels * padded / (rates.peak * share), memory_seconds(rates, product.moved))
+
+
+def _attention_seconds(rates: Rates, attention: Attention, backward: bool) -> float:
+    tokens, document, heads, channels, kernel = attention
+    efficiency, flops = rates.efficiency, attention.flops
+    if kernel == "plain":
+        return (2 if backward else 1) * flops / (rates.peak * efficiency.matmul)
+    if kernel != "unmasked":
+        # Blocks of the diagonal are computed whole, and blocks of queries are distributed to the multiprocessors in
+        # rounds.
+        block = efficiency.tile[0]
+        rounds = tokens / block * heads / efficiency.units
+        flops = tokens * (document + block) * channels * (1 + 0.5 / max(rounds, 0.5))
+    shares = efficiency.attention if kernel == "rows" else efficiency.packed_attention
+    return (2.5 if backward else 1) * flops / (rates.peak * shares[backward])

@@ -7,10 +7,16 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from megatune.plan.case import Case
+from megatune.plan.flops import model_flops
+from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
+from megatune.plan.operators.layer import Recompute, recompute_of
+from megatune.plan.operators.shapes import Shapes, shapes_of
+from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.time.communication import group_of, send
-from megatune.plan.time.compute import Seconds, embedding_seconds, layer_seconds, loss_seconds
+from megatune.plan.time.compute import Seconds, embedding_seconds, layer_seconds, loss_seconds, vision_seconds
+from megatune.plan.time.efficiency import Rates, rates_of
 from megatune.plan.time.exchange import (
     Exchange,
     Groups,
@@ -19,13 +25,9 @@ from megatune.plan.time.exchange import (
     layer_exchange,
     loss_exchange,
 )
-from megatune.plan.time.model_flops import model_flops
 from megatune.plan.time.optimizer import exposed_seconds, optimizer_seconds, reduction
 from megatune.plan.time.pipeline import ChunkTime, bubble_seconds, exchange_seconds, slowest_stage
-from megatune.plan.time.recompute import module_seconds, recomputed_layers
 from megatune.plan.time.uncertainty import uncertainty
-from megatune.plan.time.vision import vision_seconds
-from megatune.plan.time.work import Work, work_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +135,9 @@ def step_time(case: Case) -> StepTime:
     Raises:
         MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
     """
-    work, groups = work_of(case), groups_of(case)
-    contents = stage_chunks(case.settings.parallel, case.model.architecture)
-    chunks = {content: _chunk(case, work, groups, content) for content in set(itertools.chain(*contents))}
+    settings, rank = case.settings, _Rank.of(case)
+    contents = stage_chunks(settings.parallel, case.model.architecture)
+    chunks = {content: rank.chunk(content) for content in set(itertools.chain(*contents))}
     seconds = {content: chunk.time for content, chunk in chunks.items()}
     times = tuple(tuple(seconds[content] for content in stage) for stage in contents)
     slowest = slowest_stage(times)
@@ -145,7 +147,6 @@ def step_time(case: Case) -> StepTime:
     count, calibration = case.num_micro_batches, case.machine.calibration
     forward = sum(chunk.forward for chunk in times[slowest])
     backward = sum(chunk.backward for chunk in times[slowest])
-    settings = case.settings
     # Of the stages that may hold most parameters.
     ends = [stage_parameters(case, stage) for stage in sorted({0, len(times) // 2, len(times) - 1})]
     return StepTime(
@@ -154,10 +155,10 @@ def step_time(case: Case) -> StepTime:
         tensor_parallel=count * total.tensor,
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
-        pipeline=bubble_seconds(times) + _hops(case, work, len(times[0]), count * (forward + backward)),
+        pipeline=bubble_seconds(times) + _hops(case, rank.shapes, len(times[0]), count * (forward + backward)),
         data_parallel=calibration.communication
         * max(exposed_seconds(case, reduction(case, elements), forward, backward) for elements in ends),
-        optimizer=calibration.compute * max(optimizer_seconds(case, work, elements) for elements in ends),
+        optimizer=calibration.compute * max(optimizer_seconds(case, rank.rates, elements) for elements in ends),
         overhead=_OVERHEAD,
         tokens=case.global_batch_size * case.sequence_length,
         model_flops=model_flops(case),
@@ -175,66 +176,90 @@ def micro_batch_seconds(case: Case) -> float:
     """
     architecture = case.model.architecture
     layers = tuple(map(architecture.is_moe_layer, range(architecture.num_layers)))
-    whole = ChunkContent(embedding=True, layers=layers, loss=True)
-    return _chunk(case, work_of(case), groups_of(case), whole).time.total
+    return _Rank.of(case).chunk(ChunkContent(embedding=True, layers=layers, loss=True)).time.total
 
 
-def _chunk(case: Case, work: Work, groups: Groups, content: ChunkContent) -> _Parts:
-    """All layers of a chunk, with the word embedding and the output layer where it has them."""
-    parts = _Parts()
-    layers, num_sparse = len(content.layers), sum(content.layers)
-    # Layers of both kinds are recomputed in proportion: which of them come first matters to few settings.
-    again = recomputed_layers(case.settings, layers) / layers if layers else 0.0
-    for count, sparse in ((layers - num_sparse, False), (num_sparse, True)):
-        if count:
-            parts = parts.plus(_layer(case, work, groups, sparse, again), count)
-    sequence_parallel = case.settings.parallel.sequence_parallel
-    if content.embedding:
-        exchanged = embedding_exchange(work, groups.tensor, sequence_parallel)
-        parts = parts.plus(_unrepeated(case, embedding_seconds(work), exchanged))
-        if images := vision_seconds(case, work):
-            parts = parts.plus(_unrepeated(case, images, (0.0, 0.0)))
-    if content.loss:
-        parts = parts.plus(_unrepeated(case, loss_seconds(work), loss_exchange(work, groups.tensor)))
-    return parts
+class _Rank(NamedTuple):
+    """One rank of a case, and what its layers are timed by."""
+
+    shapes: Shapes
+    rates: Rates
+    groups: Groups
+    recompute: Recompute
+    images: Images | None
+    calibration: Calibration
+
+    @classmethod
+    def of(cls, case: Case) -> _Rank:
+        rates = rates_of(case.machine, case.settings.precision.params_dtype)
+        recompute = recompute_of(case.settings)
+        return cls(shapes_of(case), rates, groups_of(case), recompute, images_of(case), case.machine.calibration)
+
+    def chunk(self, content: ChunkContent) -> _Parts:
+        """All layers of a chunk, with the word embedding and the output layer where it has them."""
+        shapes, rates, tensor = self.shapes, self.rates, self.groups.tensor
+        parts = _Parts()
+        layers, num_sparse = len(content.layers), sum(content.layers)
+        # Layers of both kinds are recomputed in proportion: which of them come first matters to few settings.
+        again = min(self.recompute.num_layers, layers) / layers if layers else 0.0
+        for count, sparse in ((layers - num_sparse, False), (num_sparse, True)):
+            if count:
+                parts = parts.plus(self._layer(sparse, again), count)
+        if content.embedding:
+            parts = parts.plus(self._once(embedding_seconds(shapes, rates), embedding_exchange(shapes, tensor)))
+            if self.images:
+                parts = parts.plus(self._once(vision_seconds(shapes, rates, self.images), (0.0, 0.0)))
+        if content.loss:
+            parts = parts.plus(self._once(loss_seconds(shapes, rates), loss_exchange(shapes, tensor)))
+        return parts
+
+    def _once(self, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:
+        """What is not recomputed."""
+        compute, communication = self.calibration.compute, self.calibration.communication
+        return _Parts(
+            forward=compute * computed.forward,
+            backward=compute * computed.backward,
+            tensor=communication * sum(exchanged),
+            exchange_forward=communication * exchanged[0],
+        )
+
+    def _layer(self, sparse: bool, again: float) -> _Parts:
+        """One layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
+        seconds = layer_seconds(self.shapes, self.rates, sparse)
+        exchange = layer_exchange(self.shapes, self.groups, seconds, sparse)
+        computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, sparse)
+        compute, communication = self.calibration.compute, self.calibration.communication
+        return _Parts(
+            forward=compute * seconds.forward,
+            backward=compute * seconds.backward,
+            recompute=compute * (again * seconds.forward + (1 - again) * computing)
+            + communication * (1 - again) * exchanging,
+            tensor=communication * (sum(exchange.tensor) + again * exchange.tensor[0]),
+            context=communication * (sum(exchange.context) + again * exchange.context[0]),
+            expert=communication * (sum(exchange.expert) + again * exchange.expert[0]),
+            exchange_forward=communication * exchange.forward,
+        )
 
 
-def _unrepeated(case: Case, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:
-    """What is not recomputed."""
-    calibration = case.machine.calibration
-    return _Parts(
-        forward=calibration.compute * computed.forward,
-        backward=calibration.compute * computed.backward,
-        tensor=calibration.communication * sum(exchanged),
-        exchange_forward=calibration.communication * exchanged[0],
-    )
+def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchange, sparse: bool) -> tuple[float, float]:
+    """Computing and exchanging again, of one layer with these modules recomputed."""
+    computing = exchanging = 0.0
+    for module in modules:
+        computing += seconds.recompute.get(module, 0.0)
+        if module == "moe" and sparse:
+            computing += sum(
+                seconds.recompute.get(part, 0.0) for part in ("shared_experts", "moe_act") if part not in modules
+            )
+            exchanging += exchange.expert[0]
+        if module == "mlp" and not sparse:
+            exchanging += exchange.tensor[0] / 2
+    return computing, exchanging
 
 
-def _layer(case: Case, work: Work, groups: Groups, sparse: bool, again: float) -> _Parts:
-    """One layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
-    seconds = layer_seconds(work, sparse)
-    exchange = layer_exchange(case, work, groups, seconds, sparse)
-    modules = case.settings.recompute.selective_modules
-    computing, exchanging = module_seconds(modules, seconds, exchange, sparse)
-    whole = exchange if again else Exchange()
-    calibration = case.machine.calibration
-    compute, communication = calibration.compute, calibration.communication
-    return _Parts(
-        forward=compute * seconds.forward,
-        backward=compute * seconds.backward,
-        recompute=compute * (again * seconds.forward + computing) + communication * exchanging,
-        tensor=communication * (sum(exchange.tensor) + again * whole.tensor[0]),
-        context=communication * (sum(exchange.context) + again * whole.context[0]),
-        expert=communication * (sum(exchange.expert) + again * whole.expert[0]),
-        exchange_forward=communication * exchange.forward,
-    )
-
-
-def _hops(case: Case, work: Work, virtual: int, busy: float) -> float:
+def _hops(case: Case, shapes: Shapes, virtual: int, busy: float) -> float:
     """Exchanges between stages that nothing hides."""
     parallel = case.settings.parallel
     stages = parallel.pipeline_model_parallel_size
     group = group_of(case, stages, case.world_size // stages)
-    hop = send(group, work.outer_tokens * work.architecture.hidden_size * work.itemsize)
-    hop *= case.machine.calibration.communication
+    hop = case.machine.calibration.communication * send(group, shapes.hidden)
     return exchange_seconds(stages, virtual, case.num_micro_batches, parallel.overlap_p2p_comm, hop, busy)

@@ -9,8 +9,7 @@ from megatune.plan.memory.buffers import full_bucket
 from megatune.plan.memory.optimizer import optimizer_rules
 from megatune.plan.memory.parameters import StageParameters
 from megatune.plan.time.communication import Group, all_gather, all_reduce, group_of
-from megatune.plan.time.efficiency import memory_seconds
-from megatune.plan.time.work import Work
+from megatune.plan.time.efficiency import Rates, memory_seconds
 
 # Of a pass that an exchange runs beside, what hides it: both share memory bandwidth and multiprocessors.
 HIDING = 0.8
@@ -77,20 +76,17 @@ def exposed_seconds(case: Case, exchange: Reduction, forward: float, backward: f
     return reduce + gather
 
 
-def optimizer_seconds(case: Case, work: Work, elements: StageParameters) -> float:
+def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> float:
     """Scaling and clipping of gradients, the update, and zeroing: passes over memory.
 
     Of each trained element gradients are zeroed, scaled by the number of tokens (read and written); of those that this
     rank updates the norm reads them, clipping reads and writes them, Adam reads them, reads and writes the master
     weight and both averages, and writes the weight.
     """
-    settings = case.settings
-    gradient, trained = case.gradient_itemsize, elements.trained_dense + elements.trained_expert
-    rules = optimizer_rules(settings)
+    gradient, size, rules = case.gradient_itemsize, case.itemsize, optimizer_rules(case.settings)
+    trained = elements.trained_dense + elements.trained_expert
     touched = 3 * gradient * trained
-    update = (
-        4 * gradient + 2 * rules.element_bytes + (8 + work.itemsize if work.itemsize < 4 else 8)
-    ) * elements.updated
-    on_host = elements.updated * (4 + work.itemsize + 2 * rules.element_bytes + 8) / _HOST_BANDWIDTH
+    update = (4 * gradient + 2 * rules.element_bytes + (8 + size if size < 4 else 8)) * elements.updated
+    on_host = elements.updated * (4 + size + 2 * rules.element_bytes + 8) / _HOST_BANDWIDTH
     share = rules.host_fraction
-    return memory_seconds(work.rates, touched + (1 - share) * update) + share * on_host
+    return memory_seconds(rates, touched + (1 - share) * update) + share * on_host

@@ -26,15 +26,20 @@ class ChunkTime(NamedTuple):
         return self.forward + self.backward
 
 
+def _totals(chunks: Sequence[Sequence[ChunkTime]]) -> list[float]:
+    """Seconds of a micro-batch by stage."""
+    return [sum([forward + backward for forward, backward in stage]) for stage in chunks]
+
+
 def slowest_stage(chunks: Sequence[Sequence[ChunkTime]]) -> int:
     """The stage that the others wait for."""
-    totals = [sum(chunk.total for chunk in stage) for stage in chunks]
+    totals = _totals(chunks)
     return totals.index(max(totals))
 
 
 def bubble_seconds(chunks: Sequence[Sequence[ChunkTime]]) -> float:
     """How long the slowest stage waits in a step."""
-    totals = [sum(chunk.total for chunk in stage) for stage in chunks]
+    totals = _totals(chunks)
     return (sum(totals) - max(totals)) / len(chunks[0])
 
 

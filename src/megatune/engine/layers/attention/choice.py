@@ -1,12 +1,12 @@
-"""Which attention computes a run: said in the banner, and refused before the first step where it cannot be had."""
+"""Which attention kernel a run uses: named in the banner, and refused before the first step where torch lacks it."""
 
 from __future__ import annotations
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
-from torch.nn.attention import SDPBackend
 
 from megatune.architecture import Architecture
+from megatune.config.attention_kernel import PLAIN_BACKENDS, attends_in_runs, attention_kernels
 from megatune.config.settings import Settings
 from megatune.engine import device
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -27,33 +27,29 @@ def describe(settings: Settings, architecture: Architecture) -> str:
 
 
 def _kernel(settings: Settings, architecture: Architecture) -> str:
-    backend, precision = settings.performance.attention_backend, settings.precision.params_dtype
+    backend, dtype = settings.performance.attention_backend, settings.precision.params_dtype
     asked = "" if backend == "auto" else f", as {_KEY} asks"
-    if backend in ("unfused", "local"):
+    if backend in PLAIN_BACKENDS:
         return f"plain matrix products{asked}"
     if not device.HAS_GPU:
         return "torch's flash kernel for CPUs" + (", document by document" if settings.packing else "")
-    if not in_runs(settings):
-        names = {SDPBackend.CUDNN_ATTENTION: "cuDNN", SDPBackend.FLASH_ATTENTION: "flash"}
-        kernels = ", then ".join(names[kernel] for kernel in device.sdpa_kernels(backend) if kernel in names)
-        major, minor = device.compute_capability()
-        return f"torch SDPA, {kernels}{asked or f', the faster first on compute capability {major}.{minor}'}"
-    channels = max(_channels(architecture))
-    if device.flash_takes(getattr(torch, precision), channels):
-        return f"flash with variable lengths, for {'packed rows' if settings.packing else 'context parallelism'}"
-    return f"plain matrix products: the flash kernel takes no {precision} with {channels} channels on {device.name()}"
-
-
-def in_runs(settings: Settings) -> bool:
-    """Whether queries attend to runs of keys, which cuDNN's kernels in torch do not do: documents of a packed row, or
-    parts of a document that other ranks hold."""
-    parallel = settings.parallel
-    across = parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a"
-    return across or settings.packing
+    capability, channels = device.compute_capability(), max(_channels(architecture))
+    kernels = attention_kernels(capability, backend, dtype, channels, in_runs=attends_in_runs(settings))
+    match kernels[0]:
+        case "plain":
+            return (
+                f"plain matrix products: the flash kernel takes no {dtype} with {channels} channels on {device.name()}"
+            )
+        case "varlen":
+            return f"flash with variable lengths, for {'packed rows' if settings.packing else 'context parallelism'}"
+    names = {"cudnn": "cuDNN", "flash": "flash"}
+    order = ", then ".join(names[kernel] for kernel in kernels if kernel in names)
+    major, minor = capability
+    return f"torch SDPA, {order}{asked or f', the faster first on compute capability {major}.{minor}'}"
 
 
 def require(settings: Settings, architecture: Architecture) -> None:
-    """See that this device has the kernel that the settings ask for.
+    """Check that this device has the kernel that the settings ask for.
 
     Raises:
         MegatuneError: SETTINGS, where it has not.

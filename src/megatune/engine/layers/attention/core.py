@@ -20,11 +20,19 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatune.config.attention_kernel import PLAIN_BACKENDS, attention_kernels
 from megatune.engine import device
 from megatune.engine.layers.attention.context_ring import attend_ring
-from megatune.engine.layers.attention.kernels import PLAIN_BACKENDS, attend, equal_channels
+from megatune.engine.layers.attention.kernels import attend, equal_channels
 from megatune.engine.layers.attention.spans import documents, gathered, prefixes
 from megatune.engine.sequences import Sequences
+
+_SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 def attend_rows(
@@ -41,7 +49,7 @@ def attend_rows(
         [s, b, n, e].
     """
     spans = documents(boundaries)
-    if spans.is_one_square and backend not in PLAIN_BACKENDS:
+    if spans.is_one_square and backend.name not in PLAIN_BACKENDS:
         return _one_document(query, key, value, scale, backend)
     output = attend(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), spans, scale, backend)
     return output.unflatten(1, query.shape[1:3])
@@ -49,18 +57,25 @@ def attend_rows(
 
 def _one_document(query: Tensor, key: Tensor, value: Tensor, scale: float, backend: AttnBackend) -> Tensor:
     """torch's own choice of kernels is best where a row is one document: it has cuDNN's, too."""
-    channels = value.shape[-1]
-    kernels = device.sdpa_kernels(backend.name)
-    if kernels[0] == SDPBackend.FLASH_ATTENTION:
+    channels, grouped = value.shape[-1], key.shape[2] != query.shape[2]
+    kernels = attention_kernels(
+        device.compute_capability(),
+        backend.name,
+        str(query.dtype).removeprefix("torch."),
+        max(query.shape[-1], channels),
+        in_runs=False,
+        grouped=grouped,
+    )
+    if kernels[0] == "flash":
         query, key, value = equal_channels(query, key, value)
-    with sdpa_kernel(kernels, set_priority=True):
+    with sdpa_kernel([_SDPA[kernel] for kernel in kernels], set_priority=True):
         output = scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
             is_causal=True,
             scale=scale,
-            enable_gqa=key.shape[2] != query.shape[2],
+            enable_gqa=grouped,
         )
     return output.permute(2, 0, 1, 3)[..., :channels]
 

@@ -18,13 +18,12 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatune.config.attention_kernel import attention_kernels
 from megatune.engine import device
 from megatune.engine.layers.attention.plain import Plain, lower_right
 from megatune.engine.layers.attention.spans import Spans
 
 aten = torch.ops.aten
-
-PLAIN_BACKENDS = (AttnBackend.unfused, AttnBackend.local)
 
 
 class Kernel(Protocol):
@@ -132,7 +131,7 @@ def _tokens_first(tensor: Tensor) -> Tensor:
 
 
 def _cpu_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
-    """What tells the CPU kernel which keys a query sees: its own causal mask counts from the first one."""
+    """Arguments that mask the CPU kernel: its own causal mask counts from the first key."""
     t, u = query.shape[2], key.shape[2]
     if not causal or t == u:
         return {"is_causal": causal}
@@ -197,7 +196,7 @@ class FlashOnGPU:
 
 def equal_channels(*tensors: Tensor) -> Iterator[Tensor]:
     """The tensors with as many channels as flash kernels ask for: all the same, and on a GPU a multiple of 8, where
-    kernels read so many at once. Channels of zeros add nothing to a score, and give an output of zeros."""
+    kernels read 8 at once. Channels of zeros add nothing to a score, and give an output of zeros."""
     multiple = device.FLASH_CHANNEL_MULTIPLE
     size = max(tensor.shape[-1] for tensor in tensors)
     size += -size % multiple
@@ -213,10 +212,11 @@ _FLASH: Kernel = FlashOnGPU() if device.HAS_GPU else FlashOnCPU()
 
 
 def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
-    """The kernel for these tensors: flash, unless the backend asks for plain products or flash does not take them."""
-    if backend in PLAIN_BACKENDS or not device.flash_takes(query.dtype, max(query.shape[-1], value.shape[-1])):
-        return _PLAIN
-    return _FLASH
+    """The kernel for runs of these tensors: flash, unless the backend or the device needs plain products."""
+    channels, dtype = max(query.shape[-1], value.shape[-1]), str(query.dtype).removeprefix("torch.")
+    capability = device.compute_capability()
+    (kernel,) = attention_kernels(capability, backend.name, dtype, channels, in_runs=True)
+    return _PLAIN if kernel == "plain" else _FLASH
 
 
 class _Attention(torch.autograd.Function):

@@ -1,0 +1,68 @@
+"""Which kernels the engine computes attention with, chosen without torch: the planner counts what they keep.
+
+The limits are those of torch.nn.functional.scaled_dot_product_attention and of torch's flash attention with variable
+lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatune.config.settings import Settings
+
+AttentionKernel = Literal["plain", "varlen", "flash", "cudnn", "efficient", "math"]
+Capability = tuple[int, int]
+
+CPU: Capability = (0, 0)
+PLAIN_BACKENDS = ("unfused", "local")
+# torch's flash attention on GPUs, for varlen, too.
+_FLASH_DTYPES, _FLASH_CHANNELS, _FLASH_SINCE = ("float16", "bfloat16"), 256, (8, 0)
+# cuDNN has kernels made for the tensor cores of Hopper and later; before, torch's flash attention is faster.
+_CUDNN_FIRST_SINCE = (9, 0)
+
+# Bytes of the logits that the fused loss has in memory at once, were they fp32. On a GPU few and large products are
+# faster: each passes over the gradient of the whole output weight.
+LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU = 2**30, 2**28
+
+
+def attention_kernels(
+    capability: Capability, backend: str, dtype: str, channels: int, *, in_runs: bool, grouped: bool = False
+) -> tuple[AttentionKernel, ...]:
+    """Choose the kernels that may compute attention, the best first.
+
+    Args:
+        capability: compute capability of the GPU, (9, 0) for Hopper; `CPU` for a CPU.
+        backend: the setting attention_backend.
+        dtype: torch's name for the dtype of queries.
+        channels: the most that a head of queries, keys or values has.
+        in_runs: see `attends_in_runs`.
+        grouped: several query heads share a key/value head.
+
+    Returns:
+        One of the engine's own kernels: "plain" matrix products with all scores in memory, or "varlen", flash attention
+        with variable lengths. Or kernels of scaled_dot_product_attention, which takes the first that it can use.
+    """
+    on_cpu = capability == CPU
+    has_flash = on_cpu or (dtype in _FLASH_DTYPES and channels <= _FLASH_CHANNELS and capability >= _FLASH_SINCE)
+    if backend in PLAIN_BACKENDS or (in_runs and not has_flash):
+        return ("plain",)
+    if in_runs:
+        return ("varlen",)
+    if on_cpu:
+        return "flash", "math"
+    if grouped and not has_flash:
+        return ("math",)  # the others take no groups of queries
+    if backend == "flash":
+        return ("flash",)
+    if backend == "fused":
+        return ("cudnn",)
+    first: tuple[AttentionKernel, ...] = ("cudnn", "flash") if capability >= _CUDNN_FIRST_SINCE else ("flash", "cudnn")
+    return *first, "efficient", "math"
+
+
+def attends_in_runs(settings: Settings) -> bool:
+    """Whether queries attend to runs of keys, which cuDNN's kernels in torch do not do: documents of a packed row, or
+    parts of a document that other context-parallel ranks hold."""
+    parallel = settings.parallel
+    across = parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a"
+    return across or settings.packing

@@ -1,0 +1,92 @@
+"""The ends of the decoder: inputs, word embedding, output layer and the loss over the vocabulary.
+
+Legend: T tokens, P = T / tp with sequence parallelism; h hidden size, v rows of the vocabulary on a rank.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megatune.config.attention_kernel import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
+from megatune.families.weights import padded_vocab_size
+from megatune.plan.operators.linear import elementwise, layer_norm, linear_memory, linear_work
+from megatune.plan.operators.operator import Memory, Moved, Operator
+from megatune.plan.operators.shapes import Shapes
+
+
+def inputs(shapes: Shapes) -> Memory:
+    """Cosine and sine of the positions, in the model's dtype; tokens, labels, positions and places of trained tokens
+    where they are copied: to a GPU, or to a context-parallel rank."""
+    tables = 2 * shapes.length * shapes.architecture.kv_channels * shapes.size
+    return Memory(tables + (0 if shapes.on_cpu and shapes.cp == 1 else 33 * shapes.tokens))
+
+
+@lru_cache(maxsize=4096)
+def embedding(shapes: Shapes) -> Operator:
+    """Look-up; backward the scattered sum into a gradient as large as the weight, which is added to its buffer."""
+    row, trained = shapes.architecture.hidden_size * shapes.size, shapes.weights_trained
+    table = shapes.architecture.vocab_size * shapes.architecture.hidden_size / shapes.tp
+    weight = _vocabulary_rows(shapes)[1] * row if trained else 0
+    memory = Memory(8 * shapes.tokens if shapes.tp > 1 else 0, shapes.whole_hidden, shapes.whole_hidden + weight)
+    read = 2 * shapes.tokens * row
+    written = read + table * (2 * shapes.size + 2 * shapes.gradient_size) if trained else 0.0
+    return Operator("embedding", memory, (Moved(read),), (Moved(written),), 4)
+
+
+@lru_cache(maxsize=4096)
+def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
+    """The last norm, the output layer and the loss, if every token is trained.
+
+    Fused, they are computed in chunks of tokens, and the backward pass makes the logits again: the third product of
+    four. Passes over logits: fp32 sums of exponentials forward, probabilities and their rounding backward.
+    """
+    size, hidden = shapes.size, shapes.architecture.hidden_size
+    columns = shapes.architecture.vocab_size / shapes.tp
+    forward, backward, launches, weight = linear_work(shapes, shapes.tokens, columns, hidden)
+    if shapes.loss_fusion:
+        memories, passes, backward = (Memory(0), _in_chunks(shapes)), (6.0, 8.0), backward + forward
+    else:
+        memories, passes = _whole(shapes), (2 + 20 / size, 2 + 16 / size)
+    output = Operator("output", memories[0], forward, backward, launches, weight)
+    loss = Operator("loss", memories[1], *elementwise(shapes, shapes.tokens * columns, *passes, 20))
+    return layer_norm(shapes), output, loss
+
+
+def _vocabulary_rows(shapes: Shapes) -> tuple[int, int]:
+    """Rows of the fullest rank's vocabulary that are real, and with padding."""
+    padded = padded_vocab_size(shapes.architecture.vocab_size, shapes.tp) // shapes.tp
+    return min(padded, shapes.architecture.vocab_size), padded
+
+
+def _in_chunks(shapes: Shapes) -> Memory:
+    """Kept are the hidden states and five numbers a token. Each pass holds the logits of a chunk of tokens, which is at
+    most LOSS_CHUNK_BYTES in fp32; on a CPU operator by operator, with an fp32 copy of 16-bit logits."""
+    rows, _ = _vocabulary_rows(shapes)
+    tokens, size = shapes.tokens, shapes.size
+    count = -(-tokens * rows * 4 // (LOSS_CHUNK_BYTES_ON_CPU if shapes.on_cpu else LOSS_CHUNK_BYTES))
+    some = -(-tokens // count)
+    chunk, taken = some * rows, some * shapes.architecture.hidden_size * size
+    forward = chunk * (size + (shapes.wide if shapes.on_cpu else 0))
+    softmax = chunk * (2 * size + shapes.wide if shapes.on_cpu and shapes.wide else size if shapes.on_cpu else 2 * size)
+    adding = chunk * size
+    if shapes.on_cpu and shapes.wide and shapes.gradient_size == 4:
+        adding += 4 * (chunk + some * shapes.architecture.hidden_size)
+    backward = shapes.whole_hidden + taken + max(softmax, adding, chunk * size + taken)
+    if shapes.sequence_parallel:
+        backward = max(backward, shapes.whole_hidden + shapes.hidden)
+    return Memory(shapes.hidden + 36 * tokens, forward, backward)
+
+
+def _whole(shapes: Shapes) -> tuple[Memory, Memory]:
+    """Logits of all tokens, and their softmax in fp32, which is kept."""
+    _, padded = _vocabulary_rows(shapes)
+    tokens = shapes.tokens
+    logits = tokens * padded * shapes.size
+    is_padded = shapes.architecture.vocab_size % (padded * shapes.tp) != 0
+    product = linear_memory(
+        shapes, "output_layer", shapes.architecture.hidden_size, padded, gathers=shapes.sequence_parallel,
+        keeps=shapes.weights_trained,
+    )  # fmt: skip
+    # fp32 logits become the softmax in place; 16-bit ones are still there, and a copy where padding was masked.
+    held = (logits if shapes.wide else 0) + (logits if is_padded else 0)
+    return product, Memory(4 * tokens * padded, held + 32 * tokens, held)

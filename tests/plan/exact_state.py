@@ -1,0 +1,77 @@
+"""What one rank holds of parameters, gradients and optimizer, bucket by bucket: the closed form is held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatune.plan.case import Case
+from megatune.plan.memory.buffers import Bucket, shared_buckets
+from megatune.plan.memory.parameters import Part, Rules, StageState, sum_parts, trained_of
+from megatune.plan.memory.tensors import HeldParameter, chunk_parameters
+
+
+def rank_state(case: Case, rank: int) -> StageState:
+    """State of one rank, to the byte: every bucket and every shard as Megatron-Core lays them out."""
+    rules, parallel = Rules.of(case), case.settings.parallel
+    stage = rank // (case.world_size // parallel.pipeline_model_parallel_size)
+    expert_ranks = parallel.expert_tensor_size * parallel.expert_model_parallel_size
+    # Ranks are counted along tp, cp, dp, pp; those of experts along etp, ep, expert dp, pp.
+    places = (
+        rank // parallel.tensor_model_parallel_size % rules.shards[0],
+        rank // expert_ranks % rules.shards[1],
+    )
+    return sum_parts(
+        rules, stage, [_exact_part(rules, stage, is_expert, places[is_expert]) for is_expert in rules.kinds]
+    )
+
+
+def _exact_part(rules: Rules, stage: int, is_expert: bool, place: int) -> Part:
+    """What one rank holds.
+
+    Args:
+        place: of the rank among those that share the buffers.
+    """
+    held, shards = rules.held(), rules.shards[is_expert]
+    updated: list[tuple[int, HeldParameter]] = []
+    size = trained = buffers = 0
+    for virtual_stage, chunk in enumerate(rules.chunks(stage)):
+        parameters = trained_of(chunk_parameters(held, chunk), is_expert)
+        size += sum(one.numel for one in chunk_parameters(held, chunk) if one.is_expert == is_expert)
+        trained += sum(one.numel for one in parameters)
+        if not rules.is_sharded:
+            updated += [(one.numel, one) for one in parameters]
+            continue
+        for bucket in shared_buckets(parameters, shards, rules.bucket_size(stage, virtual_stage)):
+            buffers += bucket.stop - bucket.start
+            updated += shard(bucket, shards, place)
+    count = sum(count for count, _ in updated)
+    return Part(
+        size, trained, buffers if rules.is_sharded else trained, count, on_host(rules.optimizer.host_fraction, updated)
+    )
+
+
+def shard(bucket: Bucket, shards: int, rank: int) -> Iterator[tuple[int, HeldParameter]]:
+    """Elements of each parameter that one of the ranks updates."""
+    length = (bucket.stop - bucket.start) // shards
+    first = bucket.start + rank * length
+    for begin, parameter in bucket.parameters:
+        size = min(begin + parameter.numel, first + length) - max(begin, first)
+        if size > 0:
+            yield size, parameter
+
+
+def on_host(fraction: float, updated: Sequence[tuple[int, HeldParameter]]) -> int:
+    """Elements with their state on the host, as the engine's Adam.init_state chooses them: whole shards in the
+    order of its groups, matrices before vectors, until the fraction is reached.
+
+    Args:
+        updated: elements of each parameter that this rank updates, in the order of the buffers.
+    """
+    left = fraction * sum(size for size, _ in updated)
+    on_host = 0
+    for size, _ in sorted(updated, key=lambda one: one[1].is_vector):
+        if left <= 0:
+            break
+        left -= size
+        on_host += size
+    return on_host
