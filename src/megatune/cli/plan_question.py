@@ -278,7 +278,7 @@ class _Reader:
 
     def _images(self, asked: Asked, model: PlannedModel, settings: Settings) -> int:
         tokens: int | None = self.options.image_tokens
-        if model.vision is None:
+        if model.architecture.vision is None:
             if tokens:
                 self.notes.append(f"{model.name} reads no images: --image_tokens says nothing")
             return 0

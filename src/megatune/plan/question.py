@@ -136,8 +136,8 @@ def read_settings(source: str | None, words: Arguments, lora: bool | None = None
 
 def image_tokens(model: PlannedModel, pixels: int) -> int:
     """Tokens that an image of so many pixels becomes: one for each square of merged patches."""
-    assert model.vision is not None
-    return pixels // (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
+    assert model.architecture.vision is not None
+    return pixels // (model.architecture.vision.patch_size * model.architecture.vision.spatial_merge_size) ** 2
 
 
 def _trainable(entries: Mapping[str, Entry], lora: bool | None, findings: list[Finding]) -> Trainable:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import load_architecture, read_architecture, read_config
+from megatune.families import read_architecture, read_config
 from megatune.plan.case import PlannedModel
-from megatune.plan.catalogue.vision import is_vision_language, read_vision_language
 
 # Members of a family that were trained further have the same numbers.
 _FURTHER = re.compile(r"-(instruct|thinking|chat|base|hf)(?=-|$)")
@@ -55,10 +54,7 @@ def find_model(name_or_path: str | Path) -> PlannedModel:
     name = str(name_or_path)
     path = Path(name).expanduser()
     if path.is_dir():
-        config = read_config(path)
-        if is_vision_language(config):
-            return read_vision_language(name, config, str(path / "config.json"))
-        return PlannedModel(name=name, architecture=load_architecture(path))
+        return _read(name, read_config(path), str(path / "config.json"))
     if path.is_file():
         return _read(name, _read_file(path), str(path))
     repository = _by_name().get(_plain(name))
@@ -68,9 +64,7 @@ def find_model(name_or_path: str | Path) -> PlannedModel:
 
 
 def _read(name: str, config: dict[str, Any], where: str) -> PlannedModel:
-    if is_vision_language(config):
-        return read_vision_language(name, config, where)
-    return PlannedModel(name=name, architecture=read_architecture(config, where))
+    return PlannedModel(name=name, architecture=read_architecture(config, where, vision=True))
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def standing_notes(question: Question) -> Iterator[str]:
     yield f"efficiencies are {fitted}" + ("" if runs else "; megatune plan --calibrate RUN fits them")
     if question.trainable.kind == "lora":
         yield "LoRA can be planned, and not trained yet"
-    if question.model.vision is not None:
+    if question.model.architecture.vision is not None:
         yield "vision-language models can be planned, and not trained yet"
 
 

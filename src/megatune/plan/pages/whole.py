@@ -97,8 +97,9 @@ def _plan(estimate: Estimate, question: Question, lead: str = "") -> Iterator[Pa
 def head_lines(question: Question, found: Answer, width: int = 80) -> Iterator[str]:
     """What is planned."""
     model, architecture = question.model, question.model.architecture
-    size = num_parameters(architecture) + (0 if model.vision is None else model.vision.num_parameters
-                                           + model.vision.num_projector_parameters)  # fmt: skip
+    size = num_parameters(architecture)
+    if (vision := architecture.vision) is not None:
+        size += vision.num_parameters + vision.num_projector_parameters
     yield f"model    {model.name}, {amount(size)} parameters"
     yield from _entry("trained", trained_words(question.case), width)
     yield from _entry("", slow_precision(question), width)

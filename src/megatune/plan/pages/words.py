@@ -111,7 +111,7 @@ def trained_words(case: Case) -> str:
         text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_target)}"
     else:
         text = "full fine-tuning"
-    if case.model.vision is not None:
+    if case.model.architecture.vision is not None:
         frozen = [
             name
             for name, is_frozen in (
@@ -122,6 +122,6 @@ def trained_words(case: Case) -> str:
             if is_frozen
         ]
         text += f", frozen: {', '.join(frozen)}" if frozen else ""
-    if trainable.kind == "lora" or case.model.vision is not None:
+    if trainable.kind == "lora" or case.model.architecture.vision is not None:
         text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

@@ -72,7 +72,7 @@ def _not_built(case: Case) -> list[Finding]:
     problems = []
     if case.trainable.kind == "lora":
         problems.append(("training LoRA adapters is not built yet", "plan without --output, or full training"))
-    if case.model.vision is not None:
+    if case.model.architecture.vision is not None:
         problems.append(("training vision-language models is not built yet", "plan without --output"))
     elif case.trainable.freeze_language_model:
         problems.append(("a frozen language model leaves nothing to train", "plan without freeze_language_model"))

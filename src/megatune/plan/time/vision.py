@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from megatune.plan.case import Case, VisionTower
+from megatune.architecture import Vision
+from megatune.plan.case import Case
 from megatune.plan.time.compute import Operator, Seconds, add_up, linear_operator, pass_operator
 from megatune.plan.time.work import Work
 
@@ -16,7 +17,7 @@ _LAUNCHES = 12  # of a layer, besides its products
 
 def vision_seconds(case: Case, work: Work) -> Seconds | None:
     """Of a micro-batch; None without images."""
-    vision, trainable = case.model.vision, case.trainable
+    vision, trainable = case.model.architecture.vision, case.trainable
     if vision is None or not case.image_tokens:
         return None
     full = trainable.kind == "full"
@@ -31,13 +32,12 @@ def vision_seconds(case: Case, work: Work) -> Seconds | None:
 
 
 @lru_cache(maxsize=1024)
-def _seconds(work: Work, vision: VisionTower, tokens: int, tower: bool, projector: bool, image: int) -> Seconds:
+def _seconds(work: Work, vision: Vision, tokens: int, tower: bool, projector: bool, image: int) -> Seconds:
     merged = vision.spatial_merge_size**2
     alone = replace(work, tp=1, tokens=tokens * merged, outer_tokens=tokens * merged, lora_rank=0, lora_target=())
     layer = _layer_operators(replace(alone, trained=tower), vision, image * merged)
     operators = [
-        operator if tower else operator._replace(backward=0.0, weight_gradient=0.0)
-        for operator in layer * vision.num_layers
+        operator if tower else operator._replace(backward=0.0, weight_gradient=0.0) for operator in layer * vision.depth
     ]
     # All projectors' matrices as one product of as many multiply-adds.
     width = vision.num_projector_parameters / work.architecture.hidden_size
@@ -48,8 +48,8 @@ def _seconds(work: Work, vision: VisionTower, tokens: int, tower: bool, projecto
     return add_up(work, operators, both_ways=tower)
 
 
-def _layer_operators(work: Work, vision: VisionTower, image: int) -> list[Operator]:
-    width, patches, ffn = vision.hidden_size, work.tokens, vision.ffn_hidden_size
+def _layer_operators(work: Work, vision: Vision, image: int) -> list[Operator]:
+    width, patches, ffn = vision.hidden_size, work.tokens, vision.intermediate_size
     up = 2 * ffn if vision.gated else ffn
     # Nothing is masked: 2 · 2 · n · channels multiply-adds a patch.
     forward, backward = work.rates.efficiency.packed_attention
@@ -66,12 +66,12 @@ def _layer_operators(work: Work, vision: VisionTower, image: int) -> list[Operat
 
 def vision_flops(case: Case) -> float:
     """Model FLOP of a step: three times the forward pass of what is trained, once that of what is frozen."""
-    vision, trainable = case.model.vision, case.trainable
+    vision, trainable = case.model.architecture.vision, case.trainable
     if vision is None or not case.image_tokens:
         return 0.0
     full, merged = trainable.kind == "full", vision.spatial_merge_size**2
     tokens = case.global_batch_size * case.image_tokens
-    attention = 4 * vision.num_layers * vision.hidden_size * min(case.image_tokens, _IMAGE_TOKENS) * merged
+    attention = 4 * vision.depth * vision.hidden_size * min(case.image_tokens, _IMAGE_TOKENS) * merged
     tower = tokens * merged * (2 * vision.num_parameters + attention)
     projector = tokens * 2 * vision.num_projector_parameters
     return (3 if full and not trainable.freeze_vision_tower else 1) * tower + (
