@@ -17,6 +17,7 @@ from megatune.plan.changes.fixes import savings, searched
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
+from megatune.plan.memory.uncertainty import least_and_most
 from megatune.plan.pages.wording import fullest, largest_part, parts, percent, seconds, size
 from megatune.plan.pages.words import layout_words
 from megatune.plan.run.warnings import warnings
@@ -80,9 +81,12 @@ def preflight(
         said: Iterable[str] = warnings(planned, idle_gpus)
     else:
         finding = too_large(planned)
-        if settings.run.memory_check == "error":
+        if may_fit(planned):
+            said = [str(finding)]
+        elif settings.run.memory_check == "error":
             raise MegatuneError(finding, ExitCode.SETTINGS)
-        said = [f"{finding.what}; memory_check: warn lets it start"]
+        else:
+            said = [f"{finding.what}; memory_check: warn lets it start"]
     return Preflight(
         settings=settings, planned=planned, lines=(*plan_lines(planned), *(f"warning    {each}" for each in said))
     )
@@ -127,8 +131,13 @@ def longest_row(planned: Estimate) -> int:
     )
 
 
+def may_fit(planned: Estimate) -> bool:
+    """Whether every rank's bytes are there at the lower end of the plan's uncertainty."""
+    return least_and_most(planned.case, planned.stages)[0] <= planned.case.machine.device.memory
+
+
 def too_large(planned: Estimate) -> Finding:
-    """What is said of a run that cannot fit: the largest part, and the cheapest changes with what they do."""
+    """Say why a planned run cannot fit, or may not: its largest part, and the cheapest changes with what they do."""
     stage, device = planned.fullest, planned.case.machine.device
     name, held = largest_part(stage)
     which = f"stage {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else "each rank"
@@ -148,12 +157,16 @@ def too_large(planned: Estimate) -> Finding:
         lines.append(
             f"        cutoff_len: {longest}, the longest rows that fit: memory is planned for rows of that length"
         )
-    lines += [
-        "        megatune plan searches all layouts for this machine, or for another one",
-        "        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len",
-    ]
+    lines.append("        megatune plan searches all layouts for this machine, or for another one")
+    if not may_fit(planned):
+        lines.append("        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len")
+    least, most = map(size, least_and_most(planned.case, planned.stages))
+    if may_fit(planned):
+        what = f"this run may not fit: {which} is planned to hold {size(stage.total)}, between {least} and {most}"
+    else:
+        what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
     return Finding(
-        f"this run cannot fit: {which} would hold {size(stage.total)}, and {device.name} has {size(device.memory)}",
+        f"{what}, and {device.name} has {size(device.memory)}",
         why=why,
         fix="\n".join(lines).strip(),
     )
