@@ -20,8 +20,8 @@ from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.explain import Ground, default_grounds, explain_file, explain_key, ground_of_file, language_of
 from megatune.plan.explain.cost import against, value_of, weigh
-from megatune.plan.explain.layout import WIDTH, columns_of, wrapped
-from megatune.plan.explain.page import settings_page
+from megatune.plan.explain.key import settings_page
+from megatune.plan.explain.language import WIDTH, columns_of, wrapped
 from megatune.plan.explain.sentences import signed_bytes
 
 GROUNDS = default_grounds()

@@ -18,8 +18,7 @@ from megatune.plan.case import PlannedModel, Trainable
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.machine import Calibration, Machine
 from megatune.plan.search import Request, is_tight, recompute, search
-from megatune.plan.search.candidate import Candidate
-from megatune.plan.search.frontier import Frontier
+from megatune.plan.search.candidate import Candidate, Frontier
 from megatune.plan.search.rank import _Search
 from megatune.plan.search.space import TOKENS_OF_A_CONTEXT_PART, Batch, Layout, Space
 

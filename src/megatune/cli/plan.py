@@ -103,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if options.json:
         print(document(question, found, options.top))
     else:
-        from megatune.plan.pages.show import show
-        from megatune.plan.pages.whole import pages
+        from megatune.plan.pages.whole import pages, show
 
         show(pages(question, found, options.top))
     _write(found, options)
@@ -115,7 +114,7 @@ def _write(found: Answer, options: argparse.Namespace) -> None:
     """The files, and the lines that start the run, that were asked for."""
     written: list[str] = []
     if options.figures is not None:
-        from megatune.plan.pictures import draw
+        from megatune.plan.pages.figures import draw
 
         written += [str(path) for path in draw(found, Path(options.figures))]
     if options.output is not None and found.best is not None:

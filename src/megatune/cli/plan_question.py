@@ -15,7 +15,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
 from megatune.plan.machine import Machine
-from megatune.plan.pages.units import amount, count
+from megatune.plan.pages.words import amount, count
 from megatune.plan.question import Asked, Question, image_tokens, read_settings
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatune.plan.machine import Calibration
-from megatune.plan.pages.units import columns
-from megatune.plan.pages.wording import percent, size
+from megatune.plan.pages.words import columns, percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.catalogue.own import user_folder
 from megatune.plan.machine import Calibration
-from megatune.plan.user_folder import user_folder
 
 _HEAD = "# Written by megatune plan --calibrate; docs/trouble.md says what the numbers are.\n"
 _NAMES = tuple(field.name for field in fields(Calibration))

@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, DTYPES, CatalogueDevice, Peaks
-from megatune.plan.catalogue.links import CATALOGUE_LINKS, LINKS, CatalogueLink, split_ports
+from megatune.plan.catalogue.devices import (
+    CATALOGUE_DEVICES,
+    CATALOGUE_LINKS,
+    DTYPES,
+    LINKS,
+    CatalogueDevice,
+    CatalogueLink,
+    Peaks,
+    split_ports,
+)
 from megatune.plan.catalogue.own import own_catalogue
 from megatune.plan.machine import Calibration, Device, Link, Machine
 

@@ -14,10 +14,23 @@ import yaml
 
 from megatune.config.values import compose, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, DTYPES, GENERATIONS, CatalogueDevice, Peaks
-from megatune.plan.catalogue.links import CATALOGUE_LINKS, CatalogueLink, split_ports
+from megatune.plan.catalogue.devices import (
+    CATALOGUE_DEVICES,
+    CATALOGUE_LINKS,
+    DTYPES,
+    GENERATIONS,
+    CatalogueDevice,
+    CatalogueLink,
+    Peaks,
+    split_ports,
+)
 from megatune.plan.machine import Device, Link
-from megatune.plan.user_folder import user_folder
+
+
+def user_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """The folder megatune below XDG_CONFIG_HOME, which is ~/.config where it is not set."""
+    return Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "~").expanduser() / ".config") / "megatune"
+
 
 VARIABLE = "MEGATUNE_DEVICES"
 _DEVICE_KEYS = (

@@ -10,7 +10,7 @@ from typing import Any
 from megatune.plan.case import Case
 from megatune.plan.changes.variation import smaller_micro_batch, varied, with_settings, written
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.pages.wording import change, seconds, size
+from megatune.plan.pages.words import change, seconds, size
 
 Changes = Mapping[str, Any]
 

@@ -15,11 +15,10 @@ from megatune.plan.estimate import estimate
 from megatune.plan.explain.cost import against, setting_of
 from megatune.plan.explain.effectless import EXPERTS, without_effect
 from megatune.plan.explain.ground import Ground
-from megatune.plan.explain.language import Language, texts_of
-from megatune.plan.explain.layout import wrapped
+from megatune.plan.explain.language import Language, texts_of, wrapped
 from megatune.plan.explain.sentences import against_words, fullest, ground_line
 from megatune.plan.explain.words import words_of
-from megatune.plan.pages.wording import percent, seconds
+from megatune.plan.pages.words import percent, seconds
 
 
 def explain_file(

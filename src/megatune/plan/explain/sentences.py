@@ -13,9 +13,7 @@ from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.cost import Effect, Weighed
 from megatune.plan.explain.ground import Ground
 from megatune.plan.explain.words import Words
-from megatune.plan.pages.units import bytes_unit
-from megatune.plan.pages.wording import percent, seconds
-from megatune.plan.pages.words import layout_words
+from megatune.plan.pages.words import bytes_unit, layout_words, percent, seconds
 
 _HARDLY_BYTES, _HARDLY_TIME = 2**20, 0.0005
 

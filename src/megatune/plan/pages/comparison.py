@@ -9,9 +9,8 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import shown
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS
-from megatune.plan.pages.layouts import wrapped
-from megatune.plan.pages.units import Unit, bytes_unit, columns, seconds_unit
-from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS
+from megatune.plan.pages.tables import wrapped
+from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, Unit, bytes_unit, columns, seconds_unit
 from megatune.plan.time.estimate import TIME_PARTS
 
 # Settings whose difference explains a part's.

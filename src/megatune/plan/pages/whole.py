@@ -1,7 +1,10 @@
-"""All of an answer, page after page."""
+"""All of an answer, page after page, printed with colours on a terminal and in plain ASCII elsewhere."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -9,20 +12,30 @@ from dataclasses import dataclass
 from megatune.plan.answer import Answer
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
-from megatune.plan.pages.assumptions import standing_notes
+from megatune.plan.pages import terminal
 from megatune.plan.pages.comparison import comparison_lines
-from megatune.plan.pages.layouts import distinct, frontier_lines, ranked_lines, refused_lines, too_large_lines, wrapped
-from megatune.plan.pages.memory import memory_lines
-from megatune.plan.pages.time import time_lines
-from megatune.plan.pages.units import amount, bytes_unit, count
+from megatune.plan.pages.document import standing_notes
+from megatune.plan.pages.tables import (
+    distinct,
+    frontier_lines,
+    memory_lines,
+    ranked_lines,
+    refused_lines,
+    time_lines,
+    too_large_lines,
+    wrapped,
+)
 from megatune.plan.pages.words import (
+    amount,
+    bytes_unit,
+    count,
     layout_words,
     machine_words,
+    plain,
     recompute_words,
     slow_precision,
     trained_words,
 )
-from megatune.plan.pictures import terminal
 from megatune.plan.question import Question
 
 Draw = Callable[[int], Iterable[terminal.Line]]
@@ -192,3 +205,45 @@ def _policy(question: Question, found: Answer) -> Iterable[str]:
     """Without what is said of models with experts alone."""
     sparse = question.model.architecture.moe is not None
     return (note for note in found.result.policy if sparse or not note.startswith("experts"))
+
+
+_WIDTH = 80  # of what is no terminal
+_WIDEST = 120
+
+
+def show(pages: Iterable[Page]) -> None:
+    """Print pages that have something to say, a blank line between them."""
+    if sys.stdout.isatty():
+        _show_on_terminal(pages)
+    else:
+        print("\n\n".join(filter(None, (as_text(page, _WIDTH) for page in pages))))
+
+
+def as_text(page: Page, width: int) -> str:
+    """A page in ASCII."""
+    lines = [plain("".join(piece.text for piece in line)).rstrip() for line in page.draw(width)]
+    return "\n".join([*([page.heading] if page.heading and lines else []), *lines])
+
+
+def _show_on_terminal(pages: Iterable[Page]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    console = Console(width=max(width, 40), highlight=False, no_color=True if os.environ.get("NO_COLOR") else None)
+    narrow = not (sys.stdout.encoding or "").lower().startswith("utf")
+    first = True
+    for page in pages:
+        lines = list(page.draw(width))
+        if not lines:
+            continue
+        if not first:
+            console.print()
+        first = False
+        if page.heading:
+            console.print(Text(page.heading, style="bold"))
+        for line in lines:
+            text = Text()
+            for piece in line:
+                text.append(plain(piece.text) if narrow else piece.text, style=piece.style or None)
+            console.print(text, soft_wrap=True)

@@ -1,13 +1,26 @@
-"""How layouts, parts and machines are called on every page."""
+"""Numbers, layouts, parts and machines, as every page writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.plan.case import Case
+from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
+from megatune.plan.memory import StageMemory
 from megatune.plan.memory.adapters import num_trained_parameters
-from megatune.plan.pages.units import amount, count
-from megatune.plan.question import Question
+from megatune.plan.memory.estimate import MEMORY_PARTS
+
+if TYPE_CHECKING:
+    from megatune.plan.question import Question
+
+# What a file or a narrow encoding may not show.
+_PLAIN = str.maketrans(
+    {"×": "x", "·": "-", "±": "+/-", "→": "->", "█": "#", "▏": "|", "─": "-", "…": "...", "≤": "<=", "–": "-"}
+)
+
 
 MEMORY_WORDS = {
     "weights": "weights",
@@ -45,6 +58,129 @@ TIME_WORDS = {
     "optimizer": "optimizer",
     "overhead": "overhead",
 }
+
+
+class Unit(NamedTuple):
+    """A unit in which the numbers of one table are written."""
+
+    name: str
+    size: float
+
+    def of(self, number: float) -> str:
+        """Three digits or more, the unit left to the table's head."""
+        value = number / self.size
+        size = abs(value)
+        if 0 < size < 0.005:
+            return "<0.01" if value > 0 else ">-0.01"
+        return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+    def with_name(self, number: float) -> str:
+        return f"{self.of(number)} {self.name}"
+
+
+GIB = Unit("GiB", 2**30)
+
+
+def bytes_unit(largest: float) -> Unit:
+    """The unit in which the largest of some byte counts reads best; GiB from a tenth of one on."""
+    return GIB if largest >= 0.1 * 2**30 else Unit("MiB", 2**20) if largest >= 0.1 * 2**20 else Unit("KiB", 2**10)
+
+
+def seconds_unit(largest: float) -> Unit:
+    """The unit in which the largest of some durations reads best."""
+    return Unit("s", 1) if largest >= 2 else Unit("ms", 1e-3)
+
+
+def amount(number: float) -> str:
+    """8.03 B, 596 M, 12.3 k."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {suffix}" if number < 1000 * size else f"{number / size:,.0f} {suffix}"
+    return f"{number:g}"
+
+
+def duration(seconds: float) -> str:
+    """In the unit that a person would use: 45 s, 12 min, 3.4 hours, 5.2 days."""
+    for name, size in (("days", 86400), ("hours", 3600), ("min", 60)):
+        if seconds >= (1.5 if name != "min" else 2) * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def count(number: int, noun: str) -> str:
+    """1 stage, 4 stages."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,), gap: str = "  ") -> Iterator[str]:
+    """Rows under each other, numbers to the right.
+
+    Args:
+        left: columns of words, aligned at their left.
+    """
+    rows, left = list(rows), frozenset(left)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield gap.join(cells).rstrip()
+
+
+def plain(text: str) -> str:
+    """The text in ASCII."""
+    return text.translate(_PLAIN).encode("ascii", "replace").decode("ascii")
+
+
+def size(num_bytes: float) -> str:
+    """23.4 GiB, 512 MiB."""
+    return bytes_unit(abs(num_bytes)).with_name(num_bytes)
+
+
+def seconds(value: float) -> str:
+    """A time with its unit, two digits: 85 ms, 1.9 s, 132 s."""
+    if value < 0.0995:
+        return f"{value * 1000:.2g} ms"
+    return f"{value:#.2g} s" if value < 9.95 else f"{value:,.0f} s"
+
+
+def percent(share: float) -> str:
+    """A share, 0 to 1: 12 %."""
+    return f"{share * 100:.0f} %" if abs(share) >= 0.0095 else f"{share * 100:.1g} %"
+
+
+def change(ratio: float, more: str, less: str, same: str) -> str:
+    """A ratio in words: `26 % slower`; beyond the double `2.6 times slower`."""
+    if 0.995 < ratio < 1.005:
+        return same
+    if ratio >= 2:
+        return f"{ratio:.1f} times {more}"
+    return f"{percent(abs(ratio - 1))} {more if ratio > 1 else less}"
+
+
+def fullest(planned: Estimate) -> str:
+    """The fullest stage against the device: `23.4 of 79.2 GiB`, with its number where there are several."""
+    stage, memory = planned.fullest, planned.case.machine.device.memory
+    unit = bytes_unit(stage.total)
+    which = f" {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else ""
+    return f"{'fullest stage' if which else 'memory'}{which}: {unit.of(stage.total)} of {unit.of(memory)} {unit.name}"
+
+
+def parts(stage: StageMemory) -> str:
+    """What a stage holds, without what is hardly anything: `weights 3.8, gradients 7.6, …`, in the total's unit."""
+    unit = bytes_unit(stage.total)
+    sizes = {part: getattr(stage, part) for part in MEMORY_PARTS}
+    return ", ".join(
+        f"{MEMORY_WORDS[part]} {unit.of(held)}" for part, held in sizes.items() if held >= 0.01 * stage.total
+    )
+
+
+def largest_part(stage: StageMemory) -> tuple[str, int]:
+    """The part that takes most, in words, and its bytes."""
+    part = max(MEMORY_PARTS, key=lambda part: getattr(stage, part))
+    return MEMORY_WORDS[part], getattr(stage, part)
+
 
 _MODULES = {
     "core_attn": "attn",
@@ -89,10 +225,6 @@ def machine_words(machine: Machine, world_size: int) -> str:
     return f"{world_size:,} × {device.name}: {nodes:,} nodes{within}, {machine.network.name} between"
 
 
-# A dtype that the device computes this many times as fast is worth a word.
-_WORTH_SAYING = 1.5
-
-
 def slow_precision(question: Question) -> str:
     """What to write where the device computes much faster in another precision; "" where it does not."""
     device, dtype = question.machine.device, question.settings.precision.params_dtype
@@ -101,7 +233,7 @@ def slow_precision(question: Question) -> str:
         return ""
     ratio = device.flops[best] / device.flops[dtype]
     key = "bf16" if best == "bfloat16" else "fp16"
-    return f"({key}: true computes {ratio:.3g} times as fast on this device)" if ratio >= _WORTH_SAYING else ""
+    return f"({key}: true computes {ratio:.3g} times as fast on this device)" if ratio >= 1.5 else ""
 
 
 def trained_words(case: Case) -> str:
@@ -111,17 +243,15 @@ def trained_words(case: Case) -> str:
         text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_target)}"
     else:
         text = "full fine-tuning"
-    if case.model.architecture.vision is not None:
-        frozen = [
-            name
-            for name, is_frozen in (
-                ("vision tower", trainable.freeze_vision_tower),
-                ("projector", trainable.freeze_multi_modal_projector),
-                ("language model", trainable.freeze_language_model),
-            )
-            if is_frozen
-        ]
-        text += f", frozen: {', '.join(frozen)}" if frozen else ""
-    if trainable.kind == "lora" or case.model.architecture.vision is not None:
+    has_vision = case.model.architecture.vision is not None
+    if has_vision:
+        parts = {
+            "vision tower": trainable.freeze_vision_tower,
+            "projector": trainable.freeze_multi_modal_projector,
+            "language model": trainable.freeze_language_model,
+        }
+        frozen = ", ".join(name for name, is_frozen in parts.items() if is_frozen)
+        text += f", frozen: {frozen}" if frozen else ""
+    if trainable.kind == "lora" or has_vision:
         text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

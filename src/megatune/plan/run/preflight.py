@@ -18,8 +18,7 @@ from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
 from megatune.plan.memory.uncertainty import least_and_most
-from megatune.plan.pages.wording import fullest, largest_part, parts, percent, seconds, size
-from megatune.plan.pages.words import layout_words
+from megatune.plan.pages.words import fullest, largest_part, layout_words, parts, percent, seconds, size
 from megatune.plan.run.warnings import warnings
 
 _SEARCHED = 256  # processes up to which a search for another layout takes no time to speak of

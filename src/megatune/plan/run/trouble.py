@@ -12,12 +12,17 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.fixes import Fix, savings, speedups
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory import StageMemory
-from megatune.plan.pages.wording import parts, percent, seconds, size
-from megatune.plan.pages.words import TIME_WORDS
-from megatune.plan.run.ended import Ended, how_it_ended
-from megatune.plan.run.record import PLAN_NAME, RankMemory, RunRecord, comparable, read_rank_memory, read_records
-from megatune.plan.run.unplanned import metrics, unplanned
-from megatune.plan.run.verdict import verdict
+from megatune.plan.pages.words import TIME_WORDS, parts, percent, seconds, size
+from megatune.plan.run.ended import Ended, how_it_ended, metrics, unplanned
+from megatune.plan.run.record import (
+    PLAN_NAME,
+    RankMemory,
+    RunRecord,
+    comparable,
+    read_rank_memory,
+    read_records,
+    verdict,
+)
 from megatune.plan.time.estimate import TIME_PARTS
 
 _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run counts as slow
