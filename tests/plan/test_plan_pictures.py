@@ -130,7 +130,7 @@ def test_the_pipeline_has_a_row_for_each_stage(pp: int, vpp: int, num_micro_batc
 @pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Qwen3-30B-A3B"])
 def test_pages_say_the_parts_and_stay_narrow(name: str, plans_own: bool) -> None:
     asked = question(name, plans_own=plans_own)
-    text = "\n".join(as_text(page, 80) for page in pages(asked, answer(asked), top=5))
+    text = "\n".join(as_text(page) for page in pages(answer(asked), top=5))
     assert text.isascii()
     assert not [line for line in text.splitlines() if len(line) > 96]
     fits = name != "Qwen3-30B-A3B"

@@ -101,11 +101,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         gc.enable()
     if options.json:
-        print(document(question, found, options.top))
+        print(document(found, options.top))
     else:
-        from megatune.plan.pages.whole import pages, show
+        from megatune.plan.pages.whole import show
 
-        show(pages(question, found, options.top))
+        show(found, options.top)
     _write(found, options)
     return ExitCode.DONE if found.fits else ExitCode.OUT_OF_MEMORY
 

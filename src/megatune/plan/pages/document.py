@@ -24,7 +24,7 @@ from megatune.plan.time.estimate import TIME_PARTS
 
 
 def standing_notes(question: Question) -> Iterator[str]:
-    """What every plan takes for granted, and what this one cannot be trained with."""
+    """List what every plan takes for granted, and what this one cannot be trained with."""
     machine = question.machine
     device, dtype = machine.device, question.settings.precision.params_dtype
     unit = bytes_unit(device.memory)
@@ -33,22 +33,7 @@ def standing_notes(question: Question) -> Iterator[str]:
         f"{dtype}, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
     )
     yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
-    yield from _beside_tensors(question)
-    yield from _uneven_experts(question)
-    runs = machine.calibration.num_runs
-    fitted = (
-        f"fitted to {count(runs, 'run')} on this device" if runs else "of this kind of device, not of your machines"
-    )
-    yield f"efficiencies are {fitted}" + ("" if runs else "; megatune plan --calibrate RUN fits them")
-    if question.trainable.kind == "lora":
-        yield "LoRA can be planned, and not trained yet"
-    if question.model.architecture.vision is not None:
-        yield "vision-language models can be planned, and not trained yet"
-
-
-def _beside_tensors(question: Question) -> Iterator[str]:
-    """Of memory that is no tensor."""
-    if question.machine.device.generation == "cpu":
+    if device.generation == "cpu":
         yield f"framework: a process takes {_mib(CPU_PROCESS)} before it makes a model"
     else:
         yield (
@@ -56,38 +41,39 @@ def _beside_tensors(question: Question) -> Iterator[str]:
             f"{_mib(COMMUNICATOR)} for each group of more than one rank; neither was measured"
         )
     yield "fragments of freed memory are not counted"
-
-
-def _uneven_experts(question: Question) -> Iterator[str]:
-    """The law of expert imbalance by an example: of the settings' own expert-parallel ranks, or of eight."""
-    settings, moe = question.settings, question.model.architecture.moe
-    if moe is None:
-        return
-    own = settings.parallel.expert_model_parallel_size
-    ranks = own if own > 1 else math.gcd(8, moe.num_experts)
-    factor = expert_imbalance(with_settings(settings, {"parallel.expert_model_parallel_size": ranks}), moe)
-    variations = {True: BALANCED_VARIATION, False: FREE_VARIATION}
-    balanced = is_balanced(settings)
-    other = f"{variations[not balanced]:.0%} where {'nothing' if balanced else 'something'} balances them"
-    yield (
-        f"expert imbalance: an expert's tokens vary by {variations[balanced]:.0%} of their mean ({other}), so the "
-        f"fullest of {ranks} expert-parallel ranks has {factor:.2f} times an even share"
-    )
+    if (moe := question.model.architecture.moe) is not None:
+        # By an example: of the settings' own expert-parallel ranks, or of eight.
+        own, balanced = question.settings.parallel.expert_model_parallel_size, is_balanced(question.settings)
+        ranks = own if own > 1 else math.gcd(8, moe.num_experts)
+        settings = with_settings(question.settings, {"parallel.expert_model_parallel_size": ranks})
+        variation, other = BALANCED_VARIATION, FREE_VARIATION
+        where = f"{other:.0%} where nothing balances them"
+        if not balanced:
+            variation, where = other, f"{variation:.0%} where something balances them"
+        yield (
+            f"expert imbalance: an expert's tokens vary by {variation:.0%} of their mean ({where}), so the fullest of "
+            f"{ranks} expert-parallel ranks has {expert_imbalance(settings, moe):.2f} times an even share"
+        )
+    if runs := machine.calibration.num_runs:
+        yield f"efficiencies are fitted to {count(runs, 'run')} on this device"
+    else:
+        yield ("efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them")
+    if question.trainable.kind == "lora":
+        yield "LoRA can be planned, and not trained yet"
+    if question.model.architecture.vision is not None:
+        yield "vision-language models can be planned, and not trained yet"
 
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 
-_GROUPS = ("parallel", "batch", "recompute")
-
-
 def estimate_document(estimate: Estimate) -> dict[str, Any]:
-    """One plan: memory in bytes by stage and part, seconds by part."""
+    """Return one plan: memory in bytes by stage and part, seconds by part."""
     case, time = estimate.case, estimate.time
     settings = {
         LLAMAFACTORY.key_of(f"{group}.{name}"): getattr(getattr(case.settings, group), name)
-        for group in _GROUPS
+        for group in ("parallel", "batch", "recompute")
         for name in type(getattr(case.settings, group)).model_fields
     }
     return {
@@ -102,15 +88,10 @@ def estimate_document(estimate: Estimate) -> dict[str, Any]:
         "fullest_stage": estimate.fullest.stage,
         "fullest_bytes": estimate.fullest.total,
         "stages": [
-            {
-                "stage": stage.stage,
-                "num_layers": stage.num_layers,
-                **{part: getattr(stage, part) for part in MEMORY_PARTS},
-                "total": stage.total,
-            }
+            {name: getattr(stage, name) for name in ("stage", "num_layers", *MEMORY_PARTS, "total")}
             for stage in estimate.stages
         ],
-        "seconds": {**{part: getattr(time, part) for part in TIME_PARTS}, "total": time.total},
+        "seconds": {name: getattr(time, name) for name in (*TIME_PARTS, "total")},
         "uncertainty": time.uncertainty,
         "bubble_share": bubble_share(time.chunks, case.num_micro_batches),
         "tokens": time.tokens,
@@ -122,7 +103,7 @@ def estimate_document(estimate: Estimate) -> dict[str, Any]:
 
 
 def search_document(result: SearchResult, top: int) -> dict[str, Any]:
-    """What a search found."""
+    """Return what a search found."""
     return {
         "num_considered": result.num_considered,
         "ranked": [estimate_document(estimate) for estimate in result.ranked[:top]],
@@ -133,9 +114,9 @@ def search_document(result: SearchResult, top: int) -> dict[str, Any]:
     }
 
 
-def document(question: Question, found: Answer, top: int) -> str:
-    """The whole answer; numbers in bytes and seconds."""
-    machine = question.machine
+def document(found: Answer, top: int) -> str:
+    """Return the whole answer; numbers in bytes and seconds."""
+    question, machine = found.question, found.question.machine
     content = {
         "model": {
             "name": question.model.name,

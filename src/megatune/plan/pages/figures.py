@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.picture import new_figure, write
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.tables import spread, worth_seeing
-from megatune.plan.pages.terminal import View, view_of
+from megatune.plan.pages.terminal import View, view
 from megatune.plan.pages.words import (
     Unit,
     bytes_unit,
@@ -47,19 +47,20 @@ def draw(found: Answer, folder: Path) -> list[Path]:
     if found.result.ranked or found.result.too_large or found.own is not None:
         figures[folder / FRONTIER_NAME] = frontier_figure(found.result, found.own)
     if (planned := found.own or found.best) is not None:
-        view, batches = view_of(planned), planned.case.num_micro_batches
+        batches = planned.case.num_micro_batches
+        shown = view(planned.time.chunks, batches)
         title = f"{planned.case.model.name}, {layout_words(planned.case)}: a step of "
         title += f"{batches:,} micro-batch{'es' * (batches != 1)}. "
-        waits = f"Stages wait {view.bubble:.1%} of the time, the busiest of them {view.least_bubble:.1%}"
-        title += waits if len(view.drawn.stages) > 1 else "One stage never waits"
-        figures[folder / PIPELINE_NAME] = pipeline_figure(view, title)
+        waits = f"Stages wait {shown.bubble:.1%} of the time, the busiest of them {shown.least_bubble:.1%}"
+        title += waits if len(shown.drawn.stages) > 1 else "One stage never waits"
+        figures[folder / PIPELINE_NAME] = pipeline_figure(shown, title)
     for path, figure in figures.items():
         write(figure, path)
     return list(figures)
 
 
 def frontier_figure(result: SearchResult, own: Estimate | None = None) -> Figure:
-    """Draw layouts as dots, what they recompute as colours, the frontier as a line; beside it the names of its layouts."""
+    """Draw layouts as dots coloured by what they recompute, the frontier as a line and its names beside it."""
     figure = new_figure(13, 6)
     axes, names = figure.subplots(1, 2, width_ratios=[3, 1.15])
     fitting = list({id(each): each for each in (*result.ranked, *worth_seeing(result.frontier))}.values())
