@@ -153,7 +153,7 @@ def _thin_row(view: View, stage: int, window: int, columns: int) -> Iterator[Sty
 
 
 def frontier_lines(result: SearchResult, own: Estimate | None = None, width: int = 80) -> Iterator[Line]:
-    """Draw memory to the right, time upwards: * the frontier, o what fits beside it, x what does not, @ the user's own."""
+    """Draw memory to the right, time upwards: * the frontier, o what fits beside it, x what does not, @ the user's."""
     yours = [own] if own else []
     marked = (("x", result.too_large), ("o", result.ranked), ("*", result.frontier), ("@", yours))
     everything = [each for _, some in marked for each in some]
@@ -188,10 +188,6 @@ def frontier_lines(result: SearchResult, own: Estimate | None = None, width: int
     half, whole = memory.of(right / 2), memory.with_name(right)
     scale = f"0{half:>{columns // 2 + len(half) // 2}}"
     yield [StyledText(" " * (label + 2) + scale + whole.rjust(columns + 1 - len(scale)))]
-    said = [
-        "* frontier",
-        "o fits",
-        *(["x too large"] if result.too_large else []),
-        *(["@ your settings"] if own else []),
-    ]
-    yield [StyledText(" " * (label + 2) + ", ".join([*said, *(["| device's memory"] if limit <= right else [])]))]
+    said = {"* frontier": True, "o fits": True, "x too large": result.too_large, "@ your settings": own,
+            "| device's memory": limit <= right}  # fmt: skip
+    yield [StyledText(" " * (label + 2) + ", ".join(text for text, is_there in said.items() if is_there))]

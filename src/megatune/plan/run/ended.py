@@ -14,7 +14,6 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.pages.words import seconds, size
 from megatune.plan.run.record import PLAN_NAME, read_rank_memory
 
-_OUT_OF_MEMORY_KILL = "out-of-memory killer"
 _KINDS = ("error", "unavailable", "collective")  # what started the others first
 
 
@@ -38,7 +37,7 @@ class Ended:
 
 
 def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
-    """By report.json, or where torchrun started the ranks by what they noted themselves.
+    """Read report.json, or where torchrun started the ranks by what they noted themselves.
 
     Args:
         launch: OUTPUT/launch.
@@ -50,7 +49,7 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
         exit_code, rank, trace = int(report["exit_code"]), report["culprit"], str(report["traceback"])
     except (OSError, ValueError, LookupError, TypeError):
         return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
-    killed = any(_OUT_OF_MEMORY_KILL in each.why and "main memory" in each.why for each in said)
+    killed = any("out-of-memory killer" in each.why and "main memory" in each.why for each in said)
     return Ended(
         exit_code=exit_code,
         rank=rank,
@@ -61,7 +60,7 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
 
 
 def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
-    """Of each rank that noted one (`launch.failure.Failure`): how likely it started the others, when, and what."""
+    """Yield of each rank that noted one (`launch.failure.Failure`) how likely it was the first, when, and what."""
     for path in launch.glob("rank-*.error.json"):
         try:
             noted = json.loads(path.read_text(encoding="utf-8"))
@@ -84,24 +83,23 @@ def _of_rank(noted: dict[str, Any]) -> Ended:
     return Ended(exit_code, rank, what, out_of_memory, str(noted["traceback"]))
 
 
-_ENDINGS: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
-
-
 def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
-    """How the run in `folder` ended and what it measured, why that cannot be held against a plan, and what can be done.
+    """Say how the run in `folder` ended, what it measured, why there is no plan to compare with, and what can be done.
 
     Args:
         folder: an output_dir with a run.yaml.
         error: what reading its plan raised.
     """
     ended = how_it_ended(folder / "launch")
-    said = ended.what or _ENDINGS.get(ended.exit_code, "")
-    measured = [*_step(folder), *_memory(folder)]
-    what = f"{folder}: {said or 'how it ended is not noted'}"
+    endings: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
+    what = f"{folder}: {ended.what or endings.get(ended.exit_code, 'how it ended is not noted')}"
+    peaks = [each.peak for each in read_rank_memory(folder / "launch")]
+    measured = [*_step(folder), *([size(max(peaks))] if any(peaks) else [])]
     if measured:
         what += f"; it took {' and '.join(measured)}"
     fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start notes its plan"
-    if _is_off(folder):
+    settings = (folder / "run.yaml").read_text(encoding="utf-8", errors="replace")
+    if re.search(r"^memory_check: *[\"']?(off|false)\b", settings, re.MULTILINE):
         end, why = "nothing was planned for it", "memory_check: off plans nothing"
         fix += ", with memory_check: error or warn"
     elif not (folder / PLAN_NAME).is_file():
@@ -109,11 +107,6 @@ def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     else:
         end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
     return MegatuneError(Finding(f"{what}; {end}", why=why, fix=fix), ExitCode.INPUT)
-
-
-def _is_off(folder: Path) -> bool:
-    text = (folder / "run.yaml").read_text(encoding="utf-8", errors="replace")
-    return re.search(r"^memory_check: *[\"']?(off|false)\b", text, re.MULTILINE) is not None
 
 
 def _step(folder: Path) -> list[str]:
@@ -124,13 +117,8 @@ def _step(folder: Path) -> list[str]:
         return []
 
 
-def _memory(folder: Path) -> list[str]:
-    peaks = [each.peak for each in read_rank_memory(folder / "launch")]
-    return [size(max(peaks))] if any(peaks) else []
-
-
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the newest process in metrics.jsonl."""
+    """Read the lines of the newest process in metrics.jsonl."""
     try:
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError:
