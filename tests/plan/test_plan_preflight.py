@@ -16,12 +16,13 @@ from megatune.config.rules import check
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch import devices
 from megatune.plan.catalogue import cpu_machine, find_machine
-from megatune.plan.changes.fixes import TIGHT, savings, speedups
+from megatune.plan.changes.fixes import savings, speedups
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration, Machine
 from megatune.plan.pages.words import size
 from megatune.plan.run.preflight import Preflight, longest_row, preflight
 from megatune.plan.run.record import RunRecord, dump_records, read_records
+from megatune.plan.search import TIGHT
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -16,7 +16,7 @@ from megatune.config.yaml_file import read_file
 from megatune.errors import Finding
 from megatune.plan.case import Case, PlannedModel, Trainable
 from megatune.plan.machine import Machine
-from megatune.plan.search import Request
+from megatune.plan.search import SearchRequest
 
 _TRAINABLE = (
     "finetuning_type", "lora_rank", "lora_target", "freeze_vision_tower", "freeze_multi_modal_projector",
@@ -76,9 +76,9 @@ class Question:
         return self.request.case(self.settings)
 
     @property
-    def request(self) -> Request:
+    def request(self) -> SearchRequest:
         """All layouts with the same global batch."""
-        return Request(
+        return SearchRequest(
             model=self.model,
             machine=self.machine,
             world_size=self.world_size,

@@ -10,7 +10,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import with_settings
+from megatune.plan.changes.variation import setting_of, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.ground import COMPANIONS, Ground, problems
 from megatune.plan.memory.estimate import MEMORY_PARTS
@@ -123,12 +123,6 @@ def against(case: Case, path: str, value: Any) -> Effect | None:
 def value_of(case: Case, path: str) -> Any:
     """A setting's value; the number of processes is that of the plan, and its model is the model."""
     return case.world_size if path == _PROCESSES else setting_of(case.settings, path)
-
-
-def setting_of(settings: Settings, path: str) -> Any:
-    """The value of "group.name"."""
-    group, _, name = path.partition(".")
-    return getattr(getattr(settings, group), name)
 
 
 def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings, all_settings
-from megatune.plan.explain.cost import setting_of
+from megatune.plan.changes.variation import setting_of
 
 EXPERTS = "moe"  # needed: a model with experts
 

@@ -11,8 +11,9 @@ from megatune.config.setting import SettingInfo
 from megatune.config.settings import all_settings
 from megatune.config.values import shown
 from megatune.errors import Finding
+from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import estimate
-from megatune.plan.explain.cost import against, setting_of
+from megatune.plan.explain.cost import against
 from megatune.plan.explain.effectless import EXPERTS, without_effect
 from megatune.plan.explain.ground import Ground
 from megatune.plan.explain.language import Language, texts_of, wrapped

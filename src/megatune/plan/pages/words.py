@@ -157,7 +157,7 @@ def fullest(planned: Estimate) -> str:
 
 
 def parts(stage: StageMemory) -> str:
-    """Write what a stage holds, without what is hardly anything: `weights 3.8, gradients 7.6, …`, in the total's unit."""
+    """Write what a stage holds of 1 % or more: `weights 3.8, gradients 7.6, …`, in the total's unit."""
     unit = bytes_unit(stage.total)
     sizes = {part: getattr(stage, part) for part in MEMORY_PARTS}
     return ", ".join(

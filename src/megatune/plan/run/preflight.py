@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatune.architecture import Architecture
 from megatune.config.load import Loaded
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -75,7 +74,16 @@ def preflight(
     settings = loaded.settings
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
         return Preflight(settings=settings)
-    planned = estimate(_case(settings, str(path), architecture, world_size, machine))
+    model, trainable = PlannedModel(name=str(path), architecture=architecture), settings.model.finetuning_type
+    planned = estimate(
+        Case(
+            model=model,
+            settings=settings,
+            world_size=world_size,
+            machine=machine,
+            trainable=Trainable(kind=trainable),
+        )
+    )
     if planned.fits:
         said: Iterable[str] = warnings(planned, idle_gpus)
     else:
@@ -91,18 +99,8 @@ def preflight(
     )
 
 
-def _case(settings: Settings, name: str, architecture: Architecture, world_size: int, machine: Machine) -> Case:
-    return Case(
-        model=PlannedModel(name=name, architecture=architecture),
-        settings=settings,
-        world_size=world_size,
-        machine=machine,
-        trainable=Trainable(kind=settings.model.finetuning_type),
-    )
-
-
 def plan_lines(planned: Estimate) -> tuple[str, str]:
-    """Layout and batch, and below them memory and time."""
+    """Return layout and batch, and below them memory and time."""
     case, time = planned.case, planned.time
     runs = case.machine.calibration.num_runs
     fitted = f", fitted to {runs} run{'s' * (runs > 1)}" if runs else ""
@@ -116,18 +114,15 @@ def plan_lines(planned: Estimate) -> tuple[str, str]:
 
 
 def longest_row(planned: Estimate) -> int:
-    """Tokens of the longest rows that fit, with everything else as it is; 0 where hardly any do."""
+    """Return the tokens of the longest rows that fit, with everything else as it is; 0 where hardly any do."""
     multiple = math.lcm(planned.case.settings.parallel.sequence_multiple, _ROW_STEP)
 
-    def fits(count: int) -> bool:
+    def is_too_long(count: int) -> bool:
         settings = with_settings(planned.case.settings, {"data.cutoff_len": count * multiple})
-        return estimate(replace(planned.case, settings=settings)).fits
+        return not estimate(replace(planned.case, settings=settings)).fits
 
-    # The first count that does not fit, less one.
-    return (
-        bisect.bisect_left(range(1, planned.case.sequence_length // multiple + 1), True, key=lambda n: not fits(n))
-        * multiple
-    )
+    counts = range(1, planned.case.sequence_length // multiple + 1)
+    return multiple * bisect.bisect_left(counts, True, key=is_too_long)
 
 
 def may_fit(planned: Estimate) -> bool:
@@ -157,15 +152,10 @@ def too_large(planned: Estimate) -> Finding:
             f"        cutoff_len: {longest}, the longest rows that fit: memory is planned for rows of that length"
         )
     lines.append("        megatune plan searches all layouts for this machine, or for another one")
-    if not may_fit(planned):
-        lines.append("        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len")
     least, most = map(size, least_and_most(planned.case, planned.stages))
     if may_fit(planned):
         what = f"this run may not fit: {which} is planned to hold {size(stage.total)}, between {least} and {most}"
     else:
         what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
-    return Finding(
-        f"{what}, and {device.name} has {size(device.memory)}",
-        why=why,
-        fix="\n".join(lines).strip(),
-    )
+        lines.append("        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len")
+    return Finding(f"{what}, and {device.name} has {size(device.memory)}", why=why, fix="\n".join(lines).strip())

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatune.plan.changes.fixes import OVERLAPS, TIGHT, Fix, fix, less_recompute
+from megatune.plan.changes.fixes import OVERLAPS, Fix, fix, less_recompute
 from megatune.plan.changes.variation import smaller_micro_batch, written
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import percent, seconds, size
+from megatune.plan.search import TIGHT
 
 # The least share of a step's time, and of the device's memory, that a warning is worth.
 _TIME, _MEMORY = 0.05, 0.01

@@ -18,6 +18,8 @@ from megatune.plan.time import StepTime, step_time
 
 # A tight layout is ranked before one that is not only where it is faster by more than this.
 _WORTH_BEING_TIGHT = 1.01
+# Differences below this are within what an estimate is worth.
+_TOLERANCE = 1.02
 
 
 class Candidate:
@@ -73,10 +75,6 @@ def _unlike_stages(parallel: ParallelSettings, architecture: Architecture) -> tu
     return tuple(stage for stage in range(len(held)) if stage == 0 or held[stage] != held[stage - 1])
 
 
-# Differences below this are within what an estimate is worth.
-_TOLERANCE = 1.02
-
-
 @dataclass
 class Frontier:
     """Candidates by bytes of the fullest rank, ascending; their seconds of a step descend."""
@@ -90,10 +88,10 @@ class Frontier:
         return position > 0 and self.candidates[position - 1].seconds <= seconds * _TOLERANCE
 
     def add(self, candidate: Candidate, shortest: float = 0.0) -> None:
-        """Take it in, and leave out what it dominates; nothing where it is dominated itself.
+        """Add a candidate that none dominates, and remove what it dominates.
 
         Args:
-            shortest: seconds that it takes at least; they may spare working out its own.
+            shortest: seconds that it takes at least; they may spare computing its own.
         """
         memory = candidate.bytes
         before = bisect_right(self._bytes, memory)
@@ -108,7 +106,7 @@ class Frontier:
         self._bytes[start:stop] = [memory]
 
     def thinned(self) -> list[Candidate]:
-        """Without those that another one misses by less than 2 %."""
+        """Leave out those that another one misses by less than 2 %."""
         kept: list[Candidate] = []
         for candidate in reversed(self.candidates):  # the fastest first
             if not kept or candidate.bytes * _TOLERANCE < kept[-1].bytes:
