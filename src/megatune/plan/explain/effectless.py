@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings, all_settings
@@ -12,64 +11,43 @@ from megatune.plan.changes.variation import setting_of
 EXPERTS = "moe"  # needed: a model with experts
 
 
-class Needs(NamedTuple):
-    """A setting, what it needs as a user writes it, or EXPERTS, and whether that is there."""
-
-    path: str
-    needs: str
-    are_met: Callable[[Settings, Architecture | None], bool]
+Condition = Callable[[Settings, Architecture | None], bool]
 
 
 def _has_experts(settings: Settings, architecture: Architecture | None) -> bool:
     return architecture is None or architecture.moe is not None
 
 
-_NEEDS: tuple[Needs, ...] = (
-    Needs("optimizer.sgd_momentum", "optimizer: sgd", lambda s, _: s.optimizer.optimizer == "sgd"),
+# A setting, what it needs as a user writes it, or EXPERTS, and whether that is there.
+_NEEDS: tuple[tuple[str, str, Condition], ...] = (
+    ("optimizer.sgd_momentum", "optimizer: sgd", lambda s, _: s.optimizer.optimizer == "sgd"),
     *(
-        Needs(f"optimizer.{name}", "optimizer: adam", lambda s, _: s.optimizer.optimizer == "adam")
+        (f"optimizer.{name}", "optimizer: adam", lambda s, _: s.optimizer.optimizer == "adam")
         for name in ("adam_beta1", "adam_beta2", "adam_epsilon")
     ),
-    Needs("optimizer.num_train_epochs", "max_steps: -1", lambda s, _: s.optimizer.max_steps <= 0),
-    Needs(
-        "parallel.overlap_p2p_comm",
-        "virtual_pipeline_model_parallel_size: 2",
-        lambda s, _: bool(s.parallel.virtual_stages),
-    ),
-    Needs("parallel.cp_comm_type", "context_parallel_size: 2", lambda s, _: s.parallel.context_parallel_size > 1),
-    Needs(
-        "recompute.recompute_modules",
-        "recompute_granularity: selective",
-        lambda s, _: s.recompute.recompute_granularity == "selective",
-    ),
-    Needs("performance.manual_gc_interval", "manual_gc: true", lambda s, _: s.performance.manual_gc),
-    Needs("checkpoint.save_steps", "save_strategy: steps", lambda s, _: s.checkpoint.save_strategy == "steps"),
-    Needs("evaluation.eval_steps", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy == "steps"),
-    Needs("batch.per_device_eval_batch_size", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy != "no"),
-    Needs(
-        "experts.moe_aux_loss_coeff",
-        "moe_router_load_balancing_type: aux_loss",
-        lambda s, _: s.experts.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss"),
-    ),
-    Needs(
-        "experts.moe_router_load_balancing_type",
-        "moe_aux_loss_coeff: 0.001",
-        lambda s, _: (
-            s.experts.moe_aux_loss_coeff > 0 or s.experts.moe_router_load_balancing_type in ("sinkhorn", "none")
-        ),
-    ),
-    *(
-        Needs(path, EXPERTS, _has_experts)
-        for path in all_settings()
-        if path.startswith(("experts.", "parallel.expert_"))
-    ),
-)
+    ("optimizer.num_train_epochs", "max_steps: -1", lambda s, _: s.optimizer.max_steps <= 0),
+    ("parallel.overlap_p2p_comm", "virtual_pipeline_model_parallel_size: 2",
+     lambda s, _: bool(s.parallel.virtual_stages)),
+    ("parallel.cp_comm_type", "context_parallel_size: 2", lambda s, _: s.parallel.context_parallel_size > 1),
+    ("recompute.recompute_modules", "recompute_granularity: selective",
+     lambda s, _: s.recompute.recompute_granularity == "selective"),
+    ("performance.manual_gc_interval", "manual_gc: true", lambda s, _: s.performance.manual_gc),
+    ("checkpoint.save_steps", "save_strategy: steps", lambda s, _: s.checkpoint.save_strategy == "steps"),
+    ("evaluation.eval_steps", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy == "steps"),
+    ("batch.per_device_eval_batch_size", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy != "no"),
+    ("experts.moe_aux_loss_coeff", "moe_router_load_balancing_type: aux_loss",
+     lambda s, _: s.experts.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss")),
+    ("experts.moe_router_load_balancing_type", "moe_aux_loss_coeff: 0.001",
+     lambda s, _: s.experts.moe_aux_loss_coeff > 0
+     or s.experts.moe_router_load_balancing_type in ("sinkhorn", "none")),
+    *((path, EXPERTS, _has_experts) for path in all_settings() if path.startswith(("experts.", "parallel.expert_"))),
+)  # fmt: skip
 
 
 def without_effect(
     settings: Settings, written: set[str], architecture: Architecture | None
 ) -> Iterator[tuple[str, str]]:
-    """Settings that were written and do nothing, each with what it needs (`Needs.needs`).
+    """Yield settings that were written and do nothing, each with what it needs.
 
     Args:
         written: "group.name" of what a user wrote.

@@ -25,7 +25,7 @@ from megatune.plan.pages.words import percent, seconds
 def explain_file(
     name: str, loaded: Loaded, ground: Ground, language: Language = "en", dialect: Dialect = LLAMAFACTORY
 ) -> tuple[str, list[Finding]]:
-    """Every setting that is written, in the order of the groups, and remarks; for a terminal.
+    """Explain every setting that is written, in the order of the groups, and remarks; for a terminal.
 
     Returns:
         The text, and what is wrong with the file.

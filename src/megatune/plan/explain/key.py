@@ -19,7 +19,7 @@ from megatune.plan.explain.words import Words, words_of
 
 
 def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en", dialect: Dialect = LLAMAFACTORY) -> str:
-    """What a key is, how it works, when to change it, and what it costs; for a terminal.
+    """Explain what a key is, how it works, when to change it, and what it costs; for a terminal.
 
     Args:
         key: of the dialect, or "group.name"; a dash is an underscore.
@@ -68,8 +68,7 @@ def _unknown(key: str, dialect: Dialect) -> MegatuneError:
     names = [*dialect.keys, *dialect.not_built]
     name = key.lower().removeprefix("--").replace("-", "_").rpartition(".")[2]
     near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
-    if name not in _SHORT:
-        near += [each for each in names if name in each and each not in near][: 3 - len(near)]
+    near += [] if name in _SHORT else [each for each in names if name in each and each not in near][: 3 - len(near)]
     fix = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
     return MegatuneError(Finding(f"unknown setting {key!r}", fix=fix), ExitCode.SETTINGS)
 
@@ -78,8 +77,8 @@ def _explained(info: SettingInfo, grounds: Sequence[Ground], language: Language,
     words, texts = words_of(language), texts_of(info, language)
     names = [key for key, path in dialect.keys.items() if path == info.path]
     yield wrapped(info.name + words.parentheses.format(f"{words.group}{words.colon}{info.group}"))
-    width = max(map(columns_of, (words.takes, words.default, words.also, words.what, words.when, words.cost))) + 2
-    width = max(width, columns_of(words.values) + 2, columns_of(words.how) + 2)
+    heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values, words.cost)
+    width = max(map(columns_of, heads)) + 2
 
     def paragraph(heading: str, text: str, hang: int = 0) -> str:
         return wrapped(text, indent=" " * (width + 2 + hang), first="  " + padded(heading, width))
@@ -116,16 +115,14 @@ def _refusal(key: str, refused: Refused, words: Words, language: Language) -> It
 
 
 def settings_page(language: Language = "en", dialect: Dialect = LLAMAFACTORY) -> str:
-    """The whole page."""
+    """Return the reference of all settings: what `explain --all` prints, and the page of the documents."""
     words = words_of(language)
     parts = [f"# {words.title}\n\n{words.head}"]
     for group in GROUPS:
         parts.append(f"\n## {group}\n")
-        parts += [
-            "".join(_setting(info, words, language, dialect)) for info in all_settings().values() if info.group == group
-        ]
-    parts += ["\n", words.refused_head, *_refused(words, language, dialect)]
-    return "".join(parts)
+        parts += [part for info in all_settings().values() if info.group == group
+                  for part in _setting(info, words, language, dialect)]  # fmt: skip
+    return "".join([*parts, "\n", words.refused_head, *_refused(words, language, dialect)])
 
 
 def _setting(info: SettingInfo, words: Words, language: Language, dialect: Dialect) -> Iterator[str]:

@@ -16,8 +16,8 @@ LANGUAGES: tuple[Language, ...] = get_args(Language)
 
 
 def language_of(environment: Mapping[str, str]) -> Language:
-    """The language that the environment asks for: Chinese where LC_ALL, LC_MESSAGES or LANG, the first that is set,
-    begins with zh."""
+    """Return the environment's language: Chinese where LC_ALL, LC_MESSAGES or LANG, the first that is set, begins with
+    zh."""
     said = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := environment.get(name))), "")
     return "zh" if said.lower().startswith("zh") else "en"
 
@@ -40,7 +40,7 @@ class Texts:
 
 
 def texts_of(info: SettingInfo, language: Language) -> Texts:
-    """A setting's texts."""
+    """Return a setting's texts."""
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(info.advice, info.how, info.when, info.expected + unit, info.values)
@@ -53,7 +53,7 @@ def texts_of(info: SettingInfo, language: Language) -> Texts:
 
 
 def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:
-    """Why a known key is refused, and what to write instead."""
+    """Say why a known key is refused, and what to write instead."""
     if language == "en":
         return why, fix
     from megatune.config.chinese.refusals import FIXES, REFUSALS
@@ -67,17 +67,17 @@ _CLOSING = "，。；：、）！？”%"
 
 
 def columns_of(text: str) -> int:
-    """The columns that a text takes."""
+    """Count the columns that a text takes."""
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 
 def padded(text: str, width: int) -> str:
-    """A text made up to a width with spaces."""
+    """Pad a text to a width with spaces."""
     return text + " " * (width - columns_of(text))
 
 
 def wrapped(text: str, indent: str = "", first: str | None = None) -> str:
-    """A paragraph in lines of `WIDTH`.
+    """Wrap a paragraph in lines of `WIDTH`.
 
     Args:
         indent: before each line.
@@ -98,6 +98,6 @@ def wrapped(text: str, indent: str = "", first: str | None = None) -> str:
 
 
 def _words(text: str) -> Iterator[str]:
-    """What stays together: words of other scripts with their space, and single Chinese characters."""
+    """Split into what stays together: words of other scripts with their space, and single Chinese characters."""
     for match in re.finditer(r"[^\s\u2e80-\uffef]+\s*|[\u2e80-\uffef]\s*|\s+", text):
         yield match[0]
