@@ -11,7 +11,7 @@ from megatune.plan.pages.words import columns, percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
+class PredictionErrors:
     """Predicted over measured, less 1: 0.25 is a quarter too much. None where nothing was measured."""
 
     before: float | None = None
@@ -30,8 +30,8 @@ class RunError:
     """
 
     name: str
-    time: Errors
-    memory: Errors
+    time: PredictionErrors
+    memory: PredictionErrors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class CalibrationReport:
         rows = [head, *(self._row(run.name, run.time, run.memory) for run in self.runs)]
         if len(self.runs) > 1:
             of = {
-                name: Errors(**{when: self.median(name, when) for when in ("before", "after", "left_out")})
+                name: PredictionErrors(**{when: self.median(name, when) for when in ("before", "after", "left_out")})
                 for name in ("time", "memory")
             }
             rows.append(self._row("median size", of["time"], of["memory"], sign=False))
@@ -82,7 +82,7 @@ class CalibrationReport:
             yield "left out: predicted with factors that were fitted to the other runs"
 
     @staticmethod
-    def _row(name: str, time: Errors, memory: Errors, *, sign: bool = True) -> tuple[str, ...]:
+    def _row(name: str, time: PredictionErrors, memory: PredictionErrors, *, sign: bool = True) -> tuple[str, ...]:
         def shown(error: float | None) -> str:
             return "—" if error is None else ("+" if sign and error > 0 else "") + percent(error)
 
