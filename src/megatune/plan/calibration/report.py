@@ -72,11 +72,10 @@ class CalibrationReport:
         head = ("error of", "step before", "after", "left out", "memory before", "after", "left out")
         rows = [head, *(self._row(run.name, run.time, run.memory) for run in self.runs)]
         if len(self.runs) > 1:
-            of = {
-                name: PredictionErrors(**{when: self.median(name, when) for when in ("before", "after", "left_out")})
-                for name in ("time", "memory")
-            }
-            rows.append(self._row("median size", of["time"], of["memory"], sign=False))
+            time, memory = (
+                PredictionErrors(**{when: self.median(of, when) for when in _WHENS}) for of in ("time", "memory")
+            )
+            rows.append(self._row("median size", time, memory, sign=False))
         yield from columns(rows)
         if len(self.runs) > 1:
             yield "left out: predicted with factors that were fitted to the other runs"

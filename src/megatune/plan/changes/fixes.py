@@ -198,18 +198,10 @@ def _less_memory(case: Case) -> Iterator[Changes]:
         yield {"data.cutoff_len": settings.data.cutoff_len // 2}
 
 
-_FULL = {
-    "recompute.recompute_granularity": "full",
-    "recompute.recompute_method": "uniform",
-    "recompute.recompute_num_layers": 1,
-}
+_METHODS = ("recompute.recompute_granularity", "recompute.recompute_method", "recompute.recompute_num_layers")
+_FULL = dict(zip(_METHODS, ("full", "uniform", 1), strict=True))
 OVERLAPS: Changes = {"parallel.overlap_grad_reduce": True, "parallel.overlap_param_gather": True}
-NO_RECOMPUTE: Changes = {
-    "recompute.recompute_granularity": None,
-    "recompute.recompute_method": None,
-    "recompute.recompute_num_layers": None,
-    "recompute.moe_layer_recompute": False,
-}
+NO_RECOMPUTE: Changes = {**dict.fromkeys(_METHODS), "recompute.moe_layer_recompute": False}
 
 
 def _modules(case: Case) -> Iterator[list[str]]:
@@ -232,11 +224,7 @@ def less_recompute(case: Case) -> Iterator[Changes]:
 
 def _more_parallel(case: Case) -> Iterator[Changes]:
     parallel = case.settings.parallel
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    tp, pp, cp = (parallel.sizes(case.world_size)[name] for name in ("tp", "pp", "cp"))
     for larger in (2 * tp, 4 * tp):
         if larger <= case.machine.gpus_per_node:
             yield {"parallel.tensor_model_parallel_size": larger, "parallel.sequence_parallel": True}
