@@ -24,7 +24,7 @@ class RunError:
     """One run's errors.
 
     Attributes:
-        name: of its folder, with the step it went on from where there are several processes in one.
+        name: of its folder, with the step it resumed from where there are several processes in one.
         time: of the seconds of a step; `left_out` with factors that were fitted to the other runs.
         memory: of the bytes of the fullest rank.
     """

@@ -80,7 +80,7 @@ LINKS: dict[str, Link] = {name: entry.link for name, entry in CATALOGUE_LINKS.it
 
 
 def split_ports(name: str, known: Container[str]) -> tuple[str, int | None]:
-    """A link's name and its ports a machine: "ib-200x4" -> "ib-200", 4. What is known as it stands is not cut."""
+    """Split a link's name from its ports a machine: "ib-200x4" -> "ib-200", 4; but not a name that is known."""
     match = re.fullmatch(r"(.+?)x([1-9]\d*)", name)
     return (match[1], int(match[2])) if match and name not in known else (name, None)
 

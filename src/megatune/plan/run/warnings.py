@@ -1,6 +1,6 @@
 """What a run could do better, each with the planner's numbers and the setting to change.
 
-Only what matters is said: a warning's threshold stands beside it. On a CPU, where runs are tried and not paid for,
+Only what matters is said: each check states its threshold. On a CPU, where runs are tried and not paid for,
 nothing is said but that memory is tight.
 """
 
