@@ -20,7 +20,7 @@ from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, layout_words, recompute_words
-from megatune.plan.search import Request, is_tight, search
+from megatune.plan.search import SearchRequest, is_tight, search
 from megatune.plan.time.estimate import TIME_PARTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "published-layouts.md"
@@ -119,8 +119,8 @@ def settings_of(layout: Mapping[str, Any]) -> Settings:
     return loaded.settings
 
 
-def request_of(example: Example, layout: Mapping[str, Any]) -> Request:
-    return Request(
+def request_of(example: Example, layout: Mapping[str, Any]) -> SearchRequest:
+    return SearchRequest(
         model=find_model(example.model),
         machine=find_machine(GPU),
         world_size=example.num_gpus,

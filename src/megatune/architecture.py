@@ -90,11 +90,62 @@ class MultiLatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """The vision encoder of a vision-language model and its patch mergers, in the words of Transformers' vision_config.
+
+    Attributes:
+        depth: layers.
+        hidden_size: of the encoder; the mergers' outputs are out_hidden_size wide, as the decoder's hidden states.
+        gated: its feed-forward is SwiGLU; otherwise one matrix up, an activation and one matrix down.
+        patch_size, temporal_patch_size: a patch is patch_size² pixels of temporal_patch_size frames.
+        spatial_merge_size: this many patches squared become one token of the decoder.
+        num_position_embeddings: rows of its table of positions; 0 where it has rotary embeddings alone.
+        deepstack_visual_indexes: layers whose outputs, through a merger each, are added to the decoder's first layers.
+        window_size: pixels of the side of the windows that patches attend within; None where to the whole image.
+        fullatt_block_indexes: with windows, the layers whose patches attend to the whole image.
+        num_parameters: of the encoder, without mergers.
+        num_projector_parameters: of all mergers.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_hidden_size: int
+    patch_size: int
+    spatial_merge_size: int
+    temporal_patch_size: int = 2
+    in_channels: int = 3
+    gated: bool = False
+    num_position_embeddings: int = 0
+    deepstack_visual_indexes: tuple[int, ...] = ()
+    window_size: int | None = None
+    fullatt_block_indexes: tuple[int, ...] = ()
+    num_parameters: int = 0
+    num_projector_parameters: int = 0
+
+    @property
+    def num_mergers(self) -> int:
+        """The merger of the last layer, and one for each layer of deepstack_visual_indexes."""
+        return 1 + len(self.deepstack_visual_indexes)
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the projection that makes a layer's queries, keys and values."""
+        return 3 * self.hidden_size
+
+    @property
+    def merged_size(self) -> int:
+        """Channels of the patches that become one token, side by side."""
+        return self.hidden_size * self.spatial_merge_size**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A decoder-only transformer with rotary embeddings, RMSNorm and SwiGLU.
 
     Attributes:
-        model_type: the Hugging Face model_type, which names the family.
+        model_type: the Hugging Face model_type, which names the family; of a vision-language model that of its decoder.
         kv_channels: dimension of one attention head; not always hidden_size / num_attention_heads.
         num_query_groups: number of key/value heads.
         add_qkv_bias: biases on the q, k and v projections.
@@ -103,6 +154,7 @@ class Architecture:
         torch_dtype: the dtype the checkpoint was published in ("bfloat16", "float16", "float32").
         moe: None for a dense model.
         mla: None for grouped-query attention. With it, kv_channels is the channels that rotary embedding turns.
+        vision: None for a language model.
     """
 
     model_type: str
@@ -124,6 +176,7 @@ class Architecture:
     torch_dtype: str = "bfloat16"
     moe: MixtureOfExperts | None = None
     mla: MultiLatentAttention | None = None
+    vision: Vision | None = None
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether this layer, counted from 0, is sparse."""

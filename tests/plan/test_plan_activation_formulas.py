@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Layout
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, Vision
 from megatune.config.settings import BatchSettings, DataSettings
-from megatune.plan.case import Case, PlannedModel, Trainable, VisionTower
+from megatune.plan.case import Case, PlannedModel, Trainable
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.activations import activation_bytes
 from megatune.plan.memory.layer import layer_memory
@@ -223,11 +223,11 @@ def test_adapters_keep_the_inputs_of_their_layers_only():
 
 
 def test_a_frozen_vision_tower_keeps_nothing():
-    tower = VisionTower(
-        num_layers=24, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, patch_size=14,
-        spatial_merge_size=2, num_mergers=1, gated=False, num_parameters=300_000_000, num_projector_parameters=10**7,
+    tower = Vision(
+        depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, out_hidden_size=DENSE.hidden_size,
+        patch_size=14, spatial_merge_size=2, num_parameters=300_000_000, num_projector_parameters=10**7,
     )  # fmt: skip
-    model = PlannedModel(name="x", architecture=DENSE, vision=tower)
+    model = PlannedModel(name="x", architecture=replace(DENSE, vision=tower))
 
     def stage(number: int = 0, layout: Layout | None = None, image_tokens: int = 512, **trainable: bool) -> int:
         trains = Trainable(**trainable)

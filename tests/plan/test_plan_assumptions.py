@@ -8,7 +8,7 @@ from megatune.config.settings import Settings
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
-from megatune.plan.pages.assumptions import standing_notes
+from megatune.plan.pages.document import standing_notes
 from megatune.plan.question import Question
 
 

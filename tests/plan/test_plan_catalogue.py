@@ -18,9 +18,8 @@ from megatune.plan.catalogue import (
     find_machine,
     machine_assumptions,
 )
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, GENERATIONS
+from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS, GENERATIONS
 from megatune.plan.catalogue.find import plain_name
-from megatune.plan.catalogue.links import CATALOGUE_LINKS
 from megatune.plan.catalogue.own import own_catalogue
 
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,10 +19,12 @@ from megatune.plan.catalogue import find_machine
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.explain import Ground, default_grounds, explain_file, explain_key, ground_of_file, language_of
+from megatune.plan.explain.chinese import CHINESE
 from megatune.plan.explain.cost import against, value_of, weigh
-from megatune.plan.explain.layout import WIDTH, columns_of, wrapped
-from megatune.plan.explain.page import settings_page
+from megatune.plan.explain.key import settings_page
+from megatune.plan.explain.language import WIDTH, columns_of, wrapped
 from megatune.plan.explain.sentences import signed_bytes
+from megatune.plan.explain.words import ENGLISH
 
 GROUNDS = default_grounds()
 INFOS = all_settings()
@@ -237,3 +239,9 @@ def test_values_that_are_compared_are_those_that_people_try() -> None:
     # 1.5 changes nothing, which is worth knowing beside 1.0, which does.
     factors = weighed["experts.moe_expert_capacity_factor"].effects  # type: ignore[union-attr]
     assert [(effect.value, effect.is_none) for effect in factors] == [(1.0, False), (1.5, True)]
+
+
+def test_every_word_is_in_both_languages() -> None:
+    """English is the default of each field, so that a Chinese word left out would show."""
+    same = [each.name for each in fields(ENGLISH) if getattr(ENGLISH, each.name) == getattr(CHINESE, each.name)]
+    assert not same

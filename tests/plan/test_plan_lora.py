@@ -11,9 +11,9 @@ from exact_state import rank_state
 from layouts import Layout
 from model_sizes import FAMILY_SIZES, SIZES
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, Vision
 from megatune.families import FAMILIES
-from megatune.plan.case import Case, PlannedModel, Trainable, VisionTower
+from megatune.plan.case import Case, PlannedModel, Trainable
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
 from megatune.plan.memory.adapters import num_trained_parameters
@@ -35,16 +35,14 @@ LLAMA_3_8B = Architecture(
     num_query_groups=8, kv_channels=128, vocab_size=128256, max_position_embeddings=8192, norm_epsilon=1e-5,
     rotary_base=5e5,
 )  # fmt: skip
-TOWER = VisionTower(
-    num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, patch_size=14, spatial_merge_size=2,
-    num_mergers=1, gated=False, num_parameters=1000, num_projector_parameters=300,
+TOWER = Vision(
+    depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=64, patch_size=14,
+    spatial_merge_size=2, num_parameters=1000, num_projector_parameters=300,
 )  # fmt: skip
 
 
-def planned(
-    architecture: Architecture, layout: Layout, trainable: Trainable, vision: VisionTower | None = None
-) -> Case:
-    model = PlannedModel(name="model", architecture=architecture, vision=vision)
+def planned(architecture: Architecture, layout: Layout, trainable: Trainable, vision: Vision | None = None) -> Case:
+    model = PlannedModel(name="model", architecture=replace(architecture, vision=vision))
     return Case(
         model=model, settings=layout.settings({}, _BF16), world_size=layout.world_size, machine=_MACHINE,
         trainable=trainable,

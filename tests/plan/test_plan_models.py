@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatune.architecture import Vision
 from megatune.errors import ExitCode, MegatuneError
+from megatune.families import VISION_FAMILIES, load_architecture
+from megatune.families.vision import vision_shapes
 from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import MODELS, find_model
 from megatune.plan.catalogue.models import _plain, _published, published_names
@@ -53,7 +57,7 @@ PUBLISHED = {
 
 
 def whole_size(model: PlannedModel) -> int:
-    vision = model.vision
+    vision = model.architecture.vision
     return num_parameters(model.architecture) + (
         vision.num_parameters + vision.num_projector_parameters if vision else 0
     )
@@ -118,7 +122,7 @@ def test_folder_and_file(tmp_path: Path) -> None:
         known = find_model(repository)
         for path in (folder, folder / "config.json", folder / "numbers.json"):
             found = find_model(path)
-            assert (found.architecture, found.vision) == (known.architecture, known.vision)
+            assert found.architecture == known.architecture
 
 
 def test_nested_and_flat_settings_are_one_model(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_nested_and_flat_settings_are_one_model(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(nested))
     found, known = find_model(tmp_path), find_model("Qwen2-VL-7B")
-    assert (found.architecture, found.vision) == (known.architecture, known.vision)
+    assert found.architecture == known.architecture
 
 
 def test_everything_wrong_with_a_vision_model(tmp_path: Path) -> None:
@@ -187,16 +191,59 @@ def count(module: Any) -> int:
 
 @pytest.mark.parametrize("repository", ["Qwen/Qwen2-VL-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-8B"])
 def test_parts_of_vision_models(repository: str) -> None:
-    planned = find_model(repository)
-    assert planned.vision is not None
-    whole = built(_published()[repository][1])
-    encoder = whole.model.visual
-    mergers = count(encoder.merger) + sum(count(each) for each in getattr(encoder, "deepstack_merger_list", ()))
-    assert count(whole) - count(encoder) == num_parameters(planned.architecture)
-    assert count(encoder) - mergers == planned.vision.num_parameters
-    assert mergers == planned.vision.num_projector_parameters
-    assert 1 + len(getattr(encoder, "deepstack_merger_list", ())) == planned.vision.num_mergers
-    assert len(encoder.blocks) == planned.vision.num_layers
+    config = _published()[repository][1]
+    architecture = find_model(repository).architecture
+    whole = built(config)
+    assert count(whole) - count(whole.model.visual) == num_parameters(architecture)
+    assert_tensors(config["model_type"], whole, architecture.vision)
+
+
+def test_an_encoder_before_experts(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE, whose text_config has values of its own that Transformers does not read."""
+    text = {**_published()["Qwen/Qwen3-30B-A3B"][1], "num_hidden_layers": 2, "tie_word_embeddings": True,
+            "norm_topk_prob": False}  # fmt: skip
+    vision = {**_published()["Qwen/Qwen3-VL-8B"][1]["vision_config"], "out_hidden_size": text["hidden_size"]}
+    config = {"model_type": "qwen3_vl_moe", "text_config": {**text, "model_type": "qwen3_vl_moe_text"},
+              "vision_config": vision, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    architecture = find_model(tmp_path).architecture
+    whole = built(config)
+    assert count(whole) - count(whole.model.visual) == num_parameters(architecture)
+    assert architecture.moe is not None
+    assert not architecture.moe.pre_softmax
+    assert_tensors("qwen3_vl_moe", whole, architecture.vision)
+
+
+def assert_tensors(model_type: str, whole: Any, vision: Vision | None) -> None:
+    """Every tensor of the encoder and its mergers is declared, with its shape."""
+    assert vision is not None
+    family = VISION_FAMILIES[model_type]
+    encoder, mergers = vision_shapes(family.encoder, vision), vision_shapes(family.mergers, vision)
+    found = {f"model.visual.{name}": tuple(each.shape) for name, each in whole.model.visual.named_parameters()}
+    assert found == encoder | mergers
+    assert set(mergers) == {name for name in found if "merger" in name}
+    assert vision.num_parameters == sum(map(math.prod, encoder.values()))
+    assert vision.num_projector_parameters == sum(map(math.prod, mergers.values()))
+    assert vision.num_mergers == 1 + len(getattr(whole.model.visual, "deepstack_merger_list", ()))
+
+
+def test_windows_of_attention() -> None:
+    vision = find_model("Qwen2.5-VL-7B").architecture.vision
+    assert vision is not None
+    assert (vision.window_size, vision.fullatt_block_indexes, vision.gated) == (112, (7, 15, 23, 31), True)
+    plain = find_model("Qwen2-VL-7B").architecture.vision
+    assert plain is not None
+    assert (plain.hidden_size, plain.out_hidden_size, plain.window_size, plain.gated) == (1280, 3584, None, False)
+
+
+@pytest.mark.parametrize("model_type", VISION_FAMILIES)
+def test_vision_models_are_planned_and_not_loaded(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(MegatuneError, match="vision-language models are not built yet") as caught:
+        load_architecture(tmp_path)
+    assert caught.value.exit_code is ExitCode.INPUT
+    with pytest.raises(MegatuneError, match="'vision_config' is missing"):
+        find_model(tmp_path)
 
 
 @pytest.mark.parametrize(

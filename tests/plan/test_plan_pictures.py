@@ -10,13 +10,11 @@ import pytest
 from megatune.config.settings import BatchSettings, ParallelSettings, PrecisionSettings, Settings
 from megatune.plan.answer import Answer, answer
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.pages.show import as_text
-from megatune.plan.pages.units import amount, bytes_unit, columns, duration, plain, seconds_unit
-from megatune.plan.pages.whole import pages
-from megatune.plan.pictures import FRONTIER_NAME, PIPELINE_NAME, draw, terminal
-from megatune.plan.pictures.frontier import frontier_figure
-from megatune.plan.pictures.pipeline import pipeline_figure
-from megatune.plan.pictures.windows import view
+from megatune.plan.pages import terminal
+from megatune.plan.pages.figures import FRONTIER_NAME, PIPELINE_NAME, draw, frontier_figure, pipeline_figure
+from megatune.plan.pages.terminal import view
+from megatune.plan.pages.whole import as_text, pages
+from megatune.plan.pages.words import amount, bytes_unit, columns, duration, plain, seconds_unit
 from megatune.plan.question import Question
 
 
@@ -132,7 +130,7 @@ def test_the_pipeline_has_a_row_for_each_stage(pp: int, vpp: int, num_micro_batc
 @pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Qwen3-30B-A3B"])
 def test_pages_say_the_parts_and_stay_narrow(name: str, plans_own: bool) -> None:
     asked = question(name, plans_own=plans_own)
-    text = "\n".join(as_text(page, 80) for page in pages(asked, answer(asked), top=5))
+    text = "\n".join(as_text(page) for page in pages(answer(asked), top=5))
     assert text.isascii()
     assert not [line for line in text.splitlines() if len(line) > 96]
     fits = name != "Qwen3-30B-A3B"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from megatune.config.rules import check
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch import devices
 from megatune.plan.catalogue import cpu_machine, find_machine
-from megatune.plan.changes.fixes import TIGHT, savings, speedups
+from megatune.plan.changes.fixes import savings, speedups
 from megatune.plan.estimate import estimate
-from megatune.plan.machine import Machine
+from megatune.plan.machine import Calibration, Machine
+from megatune.plan.pages.words import size
 from megatune.plan.run.preflight import Preflight, longest_row, preflight
 from megatune.plan.run.record import RunRecord, dump_records, read_records
+from megatune.plan.search import TIGHT
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -36,6 +39,8 @@ LLAMA_8B = {
 }
 TINY = {**LLAMA_8B, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 301}  # fmt: skip
+MIXTRAL = {**LLAMA_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
+           "num_hidden_layers": 8}  # fmt: skip
 # Trains on 8 GPUs without a word.
 GOOD = {
     "bf16": True,
@@ -109,8 +114,6 @@ def test_memory_that_is_nearly_all_taken_and_idle_gpus_are_said(tmp_path: Path) 
 
 
 def _with_memory(machine: Machine, memory: int) -> Machine:
-    from dataclasses import replace
-
     return replace(machine, device=replace(machine.device, memory=memory))
 
 
@@ -170,6 +173,48 @@ def test_where_one_or_two_changes_are_not_enough_a_layout_is_searched_for(tmp_pa
     [line] = [line for line in str(caught.value).splitlines() if " a step (" in line]
     assert "the layout that fits and is fastest" in str(caught.value)
     assert "sequence_parallel: true" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("dense", 1.25), ("experts", 1.4), ("calibrated", 1.2), ("ada", 1.5), ("cpu", 1.25)]
+)
+def test_what_may_fit_by_the_plans_own_uncertainty_is_warned_of_and_starts(
+    tmp_path: Path, kind: str, factor: float
+) -> None:
+    """Refused is what does not fit at the lower end of the plan's uncertainty, and nothing else."""
+    machine = replace(A100S, calibration=Calibration(num_runs=1)) if kind == "calibrated" else A100S
+    machine = find_machine("l40s", gpus_per_node=8) if kind == "ada" else machine
+    machine = cpu_machine(8 * 2**30, cores=2, processes=8) if kind == "cpu" else machine
+    config = MIXTRAL if kind == "experts" else LLAMA_8B
+    values = {**GOOD, "recompute_granularity": "full", "cutoff_len": 8192, "per_device_train_batch_size": 8}
+    values["expert_model_parallel_size"] = 4 if kind == "experts" else 1
+
+    def on(memory: float) -> Preflight:
+        device = replace(machine.device, memory=int(memory))
+        return checked(tmp_path, machine=replace(machine, device=device), config=config, **values)
+
+    held = on(2**50).planned.fullest.total  # type: ignore[union-attr]
+    assert not any("not fit" in line for line in on(held).lines)
+    for memory in (0.999 * held, 1.001 * held / factor):
+        [warning] = [line for line in on(memory).lines if "may not fit" in line]
+        said = f"is planned to hold {size(held)}, between {size(held / factor)} and {size(factor * held)}, and"
+        assert said in warning
+        assert f"has {size(memory)}" in warning
+        assert " a step (" in warning  # what would help, with its numbers
+        assert "memory_check" not in warning
+    with pytest.raises(MegatuneError, match=f"cannot fit: .* would hold {size(held)}, {size(held / factor)} at least"):
+        on(0.999 * held / factor)
+
+
+def test_weights_gradients_and_optimizer_are_exact(tmp_path: Path) -> None:
+    """They hold hardly anything but these: the bound of what may fit is not below them."""
+    stage = checked(tmp_path, **{**GOOD, "cutoff_len": 64}).planned.fullest  # type: ignore[union-attr]
+    state = stage.weights + stage.gradients + stage.master_weights + stage.optimizer_state
+    assert stage.total / 1.25 < state
+    found = checked(tmp_path, machine=_with_memory(A100S, state), **{**GOOD, "cutoff_len": 64})
+    assert any("may not fit" in line for line in found.lines)
+    with pytest.raises(MegatuneError, match="cannot fit"):
+        checked(tmp_path, machine=_with_memory(A100S, state - 1), **{**GOOD, "cutoff_len": 64})
 
 
 def test_memory_check_warn_starts_it_and_off_does_not_plan(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from megatune.config.settings import GROUPS, Settings
 from megatune.plan.case import PlannedModel, Trainable
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.machine import Calibration, Machine
-from megatune.plan.search import Request, is_tight, recompute, search
-from megatune.plan.search.candidate import Candidate
-from megatune.plan.search.frontier import Frontier
+from megatune.plan.search import SearchRequest, is_tight, recompute, search
+from megatune.plan.search.candidate import Candidate, Frontier
 from megatune.plan.search.rank import _Search
-from megatune.plan.search.space import TOKENS_OF_A_CONTEXT_PART, Batch, Layout, Space
+from megatune.plan.search.space import TOKENS_OF_A_CONTEXT_PART, CandidateBatch, CandidateLayout, Space
 
 DENSE = Architecture(
     model_type="qwen3",
@@ -51,7 +50,9 @@ def machine(memory: float = 80 * GIB, gpus_per_node: int = 8) -> Machine:
     return dataclasses.replace(found, device=dataclasses.replace(found.device, memory=int(memory)))
 
 
-def request(architecture: Architecture = DENSE, world_size: int = 8, cutoff: int = 4096, **others: Any) -> Request:
+def request(
+    architecture: Architecture = DENSE, world_size: int = 8, cutoff: int = 4096, **others: Any
+) -> SearchRequest:
     base = Settings(
         run=GROUPS["run"](output_dir="out"),
         model=GROUPS["model"](model_name_or_path="model"),
@@ -59,7 +60,7 @@ def request(architecture: Architecture = DENSE, world_size: int = 8, cutoff: int
         precision=GROUPS["precision"](bf16=True),
     )
     others = {"machine": machine(), "settings": base, "global_batch_size": 24, **others}
-    return Request(model=PlannedModel(name="a model", architecture=architecture), world_size=world_size, **others)
+    return SearchRequest(model=PlannedModel(name="a model", architecture=architecture), world_size=world_size, **others)
 
 
 def test_kernels_for_whole_rows_leave_out_what_they_cannot_do() -> None:
@@ -74,7 +75,7 @@ def test_kernels_for_whole_rows_leave_out_what_they_cannot_do() -> None:
     assert found == {"auto": {1, 2, 4, 8}, "fused": {1}, "fused, a2a": {1, 2, 4}}  # of 12 heads
 
 
-def layouts(space: Space) -> list[Layout]:
+def layouts(space: Space) -> list[CandidateLayout]:
     return list(space.layouts())
 
 
@@ -105,8 +106,8 @@ def test_valid_layouts_that_are_not_searched_are_those_of_the_policy(
     sizes = divisors(world)
     experts = list(itertools.product(sizes, sizes)) if architecture.moe else [(1, 1)]
     for tp, pp, cp, (ep, etp) in itertools.product(sizes, sizes, sizes, experts):
-        layout = Layout(tp, pp, cp, ep, etp)
-        parallel = space.settings(layout, Batch(1, 1), None, recompute.NONE)
+        layout = CandidateLayout(tp, pp, cp, ep, etp)
+        parallel = space.settings(layout, CandidateBatch(1, 1), None, recompute.NONE)
         if check(parallel, architecture, world) or 24 % (world // (tp * pp * cp)):
             assert layout not in searched, "refused by the rules"
         elif tp > 4 or 4 % tp or etp not in (1, tp) or (cp > 1 and cutoff < cp * TOKENS_OF_A_CONTEXT_PART):
@@ -167,14 +168,14 @@ def test_no_way_takes_less_time_than_the_bound_of_its_layout_and_batch() -> None
         points = {(point.layout, point.batch): point for point in _Search(asked, Space(asked)).points()}
         for candidate in every_way(Space(asked))[::5]:
             parallel, case = candidate.case.settings.parallel, candidate.case
-            layout = Layout(
+            layout = CandidateLayout(
                 parallel.tensor_model_parallel_size,
                 parallel.pipeline_model_parallel_size,
                 parallel.context_parallel_size,
                 parallel.expert_model_parallel_size,
                 parallel.expert_tensor_size if asked.model.architecture.moe else 1,
             )
-            point = points[layout, Batch(case.micro_batch_size, case.num_micro_batches)]
+            point = points[layout, CandidateBatch(case.micro_batch_size, case.num_micro_batches)]
             assert point.shortest <= point.seconds
             assert point.shortest <= candidate.seconds
             assert point.state <= candidate.bytes
@@ -273,12 +274,12 @@ REFUSED = {
         "pipeline_model_parallel_size 8: 6 layers leave some of 8 parts without one",
         "write pipeline_model_parallel_size: 6, the most that there are layers for",
     ),
-    "the global batch is not dealt evenly to the data-parallel processes": (
+    "the global batch is not split evenly over the data-parallel processes": (
         DENSE, 8, 20,
         "a global batch of 20 rows on 8 data-parallel processes",
         "ask for a global batch of 16",
     ),
-    "expert parallelism does not deal the experts evenly": (
+    "expert parallelism does not shard the experts evenly": (
         SPARSE, 8, 24,
         "expert_model_parallel_size 8 does not divide the model's 12 experts",
         "write expert_model_parallel_size: 6, the nearest that does",

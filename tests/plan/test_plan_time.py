@@ -426,7 +426,7 @@ def test_frozen_weights_have_no_gradients():
 
 def test_images_cost_the_first_stage():
     model = "Qwen2.5-VL-7B"
-    vision = find_model(model).vision
+    vision = find_model(model).architecture.vision
     text = step_time(_case(model, pipeline_model_parallel_size=2))
     frozen = step_time(_case(model, pipeline_model_parallel_size=2, image_tokens=1000))
     trained = Trainable(freeze_vision_tower=False, freeze_multi_modal_projector=False)

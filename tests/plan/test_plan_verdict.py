@@ -9,8 +9,7 @@ from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
-from megatune.plan.run.record import Measured, RankMemory, RunRecord
-from megatune.plan.run.verdict import memory_of, verdict
+from megatune.plan.run.record import Measured, RankMemory, RunRecord, memory_of, verdict
 
 GIB = 2**30
 CASE = Case(

@@ -20,7 +20,7 @@ from megatune.families import load_architecture
 from megatune.plan.case import PlannedModel, Trainable
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.estimate import Estimate
-from megatune.plan.search import Request, search
+from megatune.plan.search import SearchRequest, search
 from megatune.plan.search.winner import winner_yaml
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
@@ -29,7 +29,7 @@ LIMIT = 240.0  # seconds; the machine may be busy with other tests
 
 def found(model: PlannedModel, settings: Settings, world_size: int = 8, trainable: Trainable | None = None) -> Estimate:
     best = search(
-        Request(
+        SearchRequest(
             model=model,
             machine=find_machine("h100-80g"),
             world_size=world_size,
@@ -75,7 +75,7 @@ def plan(loaded: Loaded, world_size: int = 4) -> Estimate:
     assert folder is not None
     machine = cpu_machine(16 * 2**30, 4, world_size)
     model = PlannedModel(name="demo", architecture=load_architecture(folder))
-    request = Request(
+    request = SearchRequest(
         model=model,
         machine=machine,
         world_size=world_size,

@@ -91,14 +91,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _key(key: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
-    """One setting, in the case of a file where one is named."""
+    """Explain one setting, in the case of a file where one is named."""
+    from megatune.config.load import load
     from megatune.plan.explain import default_grounds, explain_key
     from megatune.plan.explain.key import knows
 
     grounds: list[Ground] = []
     if knows(key):  # otherwise the answer needs no planner
         if words:
-            grounds = [_ground(words[0], words[1:], _loaded(words[0], words[1:]), args)]
+            grounds = [_ground(words[0], words[1:], load(words[0], words[1:]), args)]
         else:
             grounds = default_grounds(args.model, args.gpus, args.gpu)
     print(explain_key(key, grounds, language))
@@ -106,22 +107,17 @@ def _key(key: str, words: list[str], args: argparse.Namespace, language: Languag
 
 
 def _file(name: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
+    from megatune.config.load import load
     from megatune.plan.explain import explain_file
 
-    loaded = _loaded(name, words)
+    loaded = load(name, words)
     text, findings = explain_file(name, loaded, _ground(name, words, loaded, args), language)
     print(text)
     return ExitCode.SETTINGS if findings else ExitCode.DONE
 
 
-def _loaded(name: str, words: list[str]) -> Loaded:
-    from megatune.config.load import load
-
-    return load(name, words)
-
-
 def _ground(name: str, words: list[str], loaded: Loaded, args: argparse.Namespace) -> Ground:
-    """The case of a file, on the machines that are named, on this one, or on usual ones."""
+    """Return the case of a file, on the machines that are named, on this one, or on usual ones."""
     from megatune.config.arguments import Arguments
     from megatune.plan import question
     from megatune.plan.catalogue import find_machine
@@ -140,7 +136,7 @@ def _ground(name: str, words: list[str], loaded: Loaded, args: argparse.Namespac
 
 
 def _this_machine() -> Machine | None:
-    """This machine, where it has GPUs that the catalogue knows."""
+    """Return this machine, where it has GPUs that the catalogue knows."""
     from megatune.cli.this_machine import this_machine
     from megatune.launch.devices import count_gpus
 

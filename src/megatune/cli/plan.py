@@ -35,7 +35,7 @@ not fit (all is printed nevertheless), 73 cannot write"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declares the verb and its flags."""
+    """Declare the verb and its flags."""
     parser = subparsers.add_parser(
         "plan",
         help="which layout, whether it fits and how fast, before anything is launched",
@@ -77,7 +77,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the question, answers it and prints.
+    """Read the question, answer it and print.
 
     Raises:
         MegatuneError: SETTINGS, INPUT or CANNOT_WRITE, with everything that is wrong.
@@ -101,21 +101,20 @@ def run(args: argparse.Namespace) -> int:
     finally:
         gc.enable()
     if options.json:
-        print(document(question, found, options.top))
+        print(document(found, options.top))
     else:
-        from megatune.plan.pages.show import show
-        from megatune.plan.pages.whole import pages
+        from megatune.plan.pages.whole import show
 
-        show(pages(question, found, options.top))
+        show(found, options.top)
     _write(found, options)
     return ExitCode.DONE if found.fits else ExitCode.OUT_OF_MEMORY
 
 
 def _write(found: Answer, options: argparse.Namespace) -> None:
-    """The files, and the lines that start the run, that were asked for."""
+    """Write the files, and print the lines that start the run, that were asked for."""
     written: list[str] = []
     if options.figures is not None:
-        from megatune.plan.pictures import draw
+        from megatune.plan.pages.figures import draw
 
         written += [str(path) for path in draw(found, Path(options.figures))]
     if options.output is not None and found.best is not None:
@@ -153,7 +152,7 @@ def _launch(found: Answer, options: argparse.Namespace) -> list[str]:
 
 
 def _calibrate(options: argparse.Namespace, findings: list[Finding]) -> int:
-    """Fits, prints what it does to the errors, and keeps the factors for the next plan."""
+    """Fit, print what it does to the errors, and keep the factors for the next plan."""
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     from megatune.plan.calibration import calibrate, default_path, write

@@ -15,7 +15,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
 from megatune.plan.machine import Machine
-from megatune.plan.pages.units import amount, count
+from megatune.plan.pages.words import amount, count
 from megatune.plan.question import Asked, Question, image_tokens, read_settings
 
 if TYPE_CHECKING:
@@ -55,11 +55,17 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
 
     def question(self) -> Question:
+        """Read the flags, the settings, the model and the machine, and hold them against each other."""
         source = self.words.source
         self.file = source if source is not None and source.endswith((".yaml", ".yml")) else None
         self._numbers()
         asked = self._settings()
-        name = self._model_name(asked)
+        written = asked.loaded.settings.model.model_name_or_path
+        name = written if self.file is not None else source or written
+        if name is None:
+            what = "model_name_or_path is missing" if self.file else "what is to be planned?"
+            fix = "write model_name_or_path: FOLDER" if self.file else "megatune plan FILE.yaml, or megatune plan MODEL"
+            self.findings.append(Finding(what, self.file or "", fix=fix))
         model = None if name is None else self._found(lambda: find_model(name))
         world, machine = self._machine(asked.loaded.settings)
         self._stop()
@@ -68,21 +74,17 @@ class _Reader:
         assert world is not None
         return self._held_together(asked, model, machine, world)
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _numbers(self) -> None:
-        """Flags that are numbers, as numbers."""
-        for name in ("gpus", "gpus_per_node", "seq", "global_batch", "image_tokens", "top"):
-            setattr(self.options, name, self._number(name, whole=True))
-        for name in ("document_length", "dataset_tokens"):
-            setattr(self.options, name, self._number(name, whole=False))
+        """Turn flags that are numbers into numbers."""
+        for name in _EXAMPLES:
+            setattr(self.options, name, self._number(name, whole=name not in ("document_length", "dataset_tokens")))
         self.options.top = 10 if self.options.top is None else self.options.top
         for name, choices in (("trainable", ("full", "lora")), ("launch", ("torchrun", "slurm"))):
             if (value := getattr(self.options, name)) not in (None, *choices):
                 self.findings.append(Finding(f"--{name} {value} is not known", fix=f"--{name} {' or '.join(choices)}"))
 
     def _number(self, name: str, *, whole: bool) -> Any:
-        """A number above 0 (image_tokens: from 0): 64, 4_096, and 1.5B where parts of a unit make sense."""
+        """Read a number above 0 (image_tokens: from 0): 64, 4_096, and 1.5B where parts of a unit make sense."""
         text = getattr(self.options, name)
         if text is None:
             return None
@@ -109,15 +111,6 @@ class _Reader:
         self.findings += [*asked.loaded.findings, *asked.findings]
         return asked
 
-    def _model_name(self, asked: Asked) -> str | None:
-        written = asked.loaded.settings.model.model_name_or_path
-        name = written if self.file is not None else self.words.source or written
-        if name is None:
-            what = "model_name_or_path is missing" if self.file else "what is to be planned?"
-            fix = "write model_name_or_path: FOLDER" if self.file else "megatune plan FILE.yaml, or megatune plan MODEL"
-            self.findings.append(Finding(what, self.file or "", fix=fix))
-        return name
-
     def _found(self, find: Callable[[], T]) -> T | None:
         try:
             return find()
@@ -131,20 +124,16 @@ class _Reader:
         if self.missing:
             raise MegatuneError(self.missing, ExitCode.INPUT)
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _machine(self, settings: Settings) -> tuple[int | None, Machine | None]:
         options = self.options
         smallest = settings.parallel.smallest_world
         world = options.gpus or settings.run.num_processes
         if options.gpu is not None:
-            if world is None:
-                if self.file is None and smallest == 1:
-                    if not any(finding.what.startswith("--gpus ") for finding in self.findings):
-                        self.findings.append(Finding("how many GPUs are there?", fix="--gpus 8"))
-                    return None, self._found(lambda: self._catalogued(None))
+            if world is None and (self.file is not None or smallest > 1):
                 world = smallest
                 self.notes.append(f"{world} devices, the fewest that hold the layout (--gpus)")
+            elif world is None and not any(finding.what.startswith("--gpus ") for finding in self.findings):
+                self.findings.append(Finding("how many GPUs are there?", fix="--gpus 8"))
             return world, self._found(lambda: self._catalogued(world))
         return self._this_machine(world, smallest)
 
@@ -185,10 +174,8 @@ class _Reader:
             self.missing.append(Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE"))
         return world, machine
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _held_together(self, asked: Asked, model: PlannedModel, machine: Machine, world: int) -> Question:
-        """The question, after the rules of the layout have been held against the model and the world."""
+        """Return the question, after the rules of the layout were held against the model and the world."""
         plans_own = self.file is not None or asked.has_layout
         settings, rows = self._batch(self._precision(asked, machine), asked, world, plans_own)
         if self.file is None:
@@ -224,7 +211,7 @@ class _Reader:
         )
 
     def _whole_machines(self, machine: Machine, world: int) -> None:
-        """Devices that fill no machine are noted, and refused where the lines that start them are asked for."""
+        """Note devices that fill no machine, and refuse them where the lines that start them are asked for."""
         size = machine.gpus_per_node
         if world <= size or world % size == 0:
             return
@@ -238,7 +225,7 @@ class _Reader:
         self.findings.append(Finding(what, "--launch", why, fix))
 
     def _precision(self, asked: Asked, machine: Machine) -> Settings:
-        """bf16 for a bare model on GPUs, where nothing is written."""
+        """Take bf16 for a bare model on GPUs, where nothing is written."""
         settings = asked.loaded.settings
         if self.file is not None or "precision" in asked.written or machine.device.generation == "cpu":
             return settings
@@ -248,7 +235,7 @@ class _Reader:
         return settings.model_copy(update={"precision": precision})
 
     def _batch(self, settings: Settings, asked: Asked, world: int, plans_own: bool) -> tuple[Settings, int]:
-        """The settings with the batch that was asked for, and rows of a step."""
+        """Return the settings with the batch that was asked for, and rows of a step."""
         parallel, batch, rows = settings.parallel, settings.batch, self.options.global_batch
         replicas = max(world // parallel.model_parallel_size, 1)
         if rows is None and (self.file is not None or "batch" in asked.written):
@@ -278,15 +265,13 @@ class _Reader:
 
     def _images(self, asked: Asked, model: PlannedModel, settings: Settings) -> int:
         tokens: int | None = self.options.image_tokens
-        if model.vision is None:
+        if model.architecture.vision is None:
             if tokens:
                 self.notes.append(f"{model.name} reads no images: --image_tokens says nothing")
             return 0
-        if tokens is None and asked.image_pixels is not None:
-            tokens = image_tokens(model, asked.image_pixels)
-            self.notes.append(
-                f"one image of {amount(asked.image_pixels)}pixels a row: {tokens:,} tokens (--image_tokens)"
-            )
+        if tokens is None and (pixels := asked.image_pixels) is not None:
+            tokens = image_tokens(model, pixels)
+            self.notes.append(f"one image of {amount(pixels)}pixels a row: {tokens:,} tokens (--image_tokens)")
         if tokens is None:
             self.notes.append("rows hold no images (--image_tokens)")
         return min(tokens or 0, settings.data.cutoff_len)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def this_machine(
     processes: int, num_gpus: int, calibration: str | Path | None = None, env: Mapping[str, str] = os.environ
 ) -> tuple[Machine | None, str]:
-    """This machine, with the factors that were fitted to it, if there are any.
+    """Describe this machine, with the factors that were fitted to it, if there are any.
 
     Args:
         processes: of the run, on this machine.

@@ -8,12 +8,29 @@ from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import deepseek_v3, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megatune.families import (
+    deepseek_v3,
+    llama,
+    mixtral,
+    qwen2,
+    qwen2_5_vl,
+    qwen2_moe,
+    qwen2_vl,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 from megatune.families.family import Config, Family
+from megatune.families.vision import VisionFamily
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3)
+}
+# They can be planned, and not trained yet.
+VISION_FAMILIES: dict[str, VisionFamily] = {
+    module.FAMILY.model_type: module.FAMILY for module in (qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
 }
 
 
@@ -58,22 +75,26 @@ def load_architecture(model_dir: str | Path) -> Architecture:
     return read_architecture(read_config(model_dir), str(Path(model_dir) / "config.json"))
 
 
-def read_architecture(config: Config, where: str) -> Architecture:
+def read_architecture(config: Config, where: str, *, vision: bool = False) -> Architecture:
     """Read what config.json holds as an Architecture.
+
+    Args:
+        vision: whether a vision-language model is read, too, which can be planned only.
 
     Raises:
         MegatuneError: INPUT, with every reason why this engine cannot compute the model.
     """
     model_type = str(config.get("model_type", ""))
-    family = FAMILIES.get(model_type)
+    family = FAMILIES.get(model_type) or (VISION_FAMILIES.get(model_type) if vision else None)
     if family is None:
         near = difflib.get_close_matches(model_type, FAMILIES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
+        built = f"families built so far: {', '.join(sorted(FAMILIES))}{hint}"
         raise MegatuneError(
             Finding(
                 f"model_type {model_type!r} is not supported",
                 where,
-                f"families built so far: {', '.join(sorted(FAMILIES))}{hint}",
+                f"vision-language models are not built yet; {built}" if model_type in VISION_FAMILIES else built,
                 "train a checkpoint of one of these families",
             ),
             ExitCode.INPUT,
@@ -84,4 +105,4 @@ def read_architecture(config: Config, where: str) -> Architecture:
     return family.architecture(config)
 
 
-__all__ = ["FAMILIES", "Family", "load_architecture", "read_architecture", "read_config"]
+__all__ = ["FAMILIES", "VISION_FAMILIES", "Family", "load_architecture", "read_architecture", "read_config"]

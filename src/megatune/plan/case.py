@@ -13,43 +13,15 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionTower:
-    """The image encoder of a vision-language model and the projector behind it.
-
-    Attributes:
-        spatial_merge_size: this many patches squared become one token of the language model.
-        num_mergers: projectors of this kind: one, and one for each layer whose features join the language model's.
-        gated: its feed-forward has a gate (SwiGLU); it is one matrix up and one down otherwise.
-        num_parameters: of the encoder, without projectors.
-        num_projector_parameters: of all projectors.
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    patch_size: int
-    spatial_merge_size: int
-    num_mergers: int
-    gated: bool
-    num_parameters: int
-    num_projector_parameters: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
     """A model as far as a plan needs it.
 
     Attributes:
         name: what the user called it.
-        architecture: of the language model. Of a vision-language model its model_type is that of the family whose
-            decoder it has, so that the family's weight map counts its weights.
-        vision: None for a language model.
     """
 
     name: str
     architecture: Architecture
-    vision: VisionTower | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

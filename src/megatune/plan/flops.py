@@ -82,7 +82,7 @@ def _document_flops(architecture: Architecture, length: int) -> tuple[float, flo
 def _vision_flops(images: Images) -> float:
     """Of a micro-batch's images: three times the forward pass of what is trained, once that of what is frozen."""
     tower, merged = images.tower, images.merged
-    attention = 4 * tower.num_layers * tower.hidden_size * images.tokens_of_image * merged
+    attention = 4 * tower.depth * tower.hidden_size * images.tokens_of_image * merged
     of_tower = images.tokens * merged * (2 * tower.num_parameters + attention)
     of_projectors = images.tokens * 2 * tower.num_projector_parameters
     return (_PASSES if images.tower_trained else 1) * of_tower + (

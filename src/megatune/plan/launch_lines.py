@@ -57,14 +57,14 @@ class Launch:
 
 
 def torchrun_lines(launch: Launch) -> tuple[str, ...]:
-    """For each machine, in order of its rank, what to type there. On one machine megatune starts its own processes.
+    """Return what to type on each machine, by its rank. On one machine megatune starts its own processes.
 
     Raises:
         MegatuneError: SETTINGS, where processes do not fill whole machines.
     """
     command = f"megatune train {shlex.quote(launch.file)}"
     if launch.num_nodes == 1:
-        # It starts one for each GPU unless told otherwise.
+        # It starts one for each GPU unless num_processes says otherwise.
         fits = launch.world_size in (launch.settings.run.num_processes, launch.machine.gpus_per_node)
         return (command if fits else f"{command} num_processes={launch.world_size}",)
     stands = f"# {FIRST_MACHINE} stands for the first machine: its name or address, as the others reach it"
@@ -79,7 +79,7 @@ def torchrun_lines(launch: Launch) -> tuple[str, ...]:
 
 
 def environment_lines(launch: Launch) -> tuple[str, ...]:
-    """What must be set where torchrun starts the processes; megatune's own launcher sets it itself."""
+    """Return what must be set where torchrun starts the processes; megatune's own launcher sets it itself."""
     parallel = launch.settings.parallel
     overlaps = (
         parallel.tensor_model_parallel_size > 1
@@ -93,7 +93,7 @@ def environment_lines(launch: Launch) -> tuple[str, ...]:
 
 
 def suggested_lines(launch: Launch) -> tuple[str, ...]:
-    """What may be set, commented out: NCCL finds most of it itself."""
+    """Return what may be set, commented out: NCCL finds most of it itself."""
     if launch.machine.device.generation == "cpu":
         return ("# export GLOO_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other",)
     lines = ["# export NCCL_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other"]
@@ -108,7 +108,7 @@ def suggested_lines(launch: Launch) -> tuple[str, ...]:
 
 
 def sbatch_file(launch: Launch, *, job_name: str = "megatune") -> str:
-    """A file for Slurm's sbatch: one task a machine, which meet at the first one.
+    """Return a file for Slurm's sbatch: one task a machine, which meet at the first one.
 
     Raises:
         MegatuneError: SETTINGS, where processes do not fill whole machines.

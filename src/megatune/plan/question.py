@@ -16,7 +16,7 @@ from megatune.config.yaml_file import read_file
 from megatune.errors import Finding
 from megatune.plan.case import Case, PlannedModel, Trainable
 from megatune.plan.machine import Machine
-from megatune.plan.search import Request
+from megatune.plan.search import SearchRequest
 
 _TRAINABLE = (
     "finetuning_type", "lora_rank", "lora_target", "freeze_vision_tower", "freeze_multi_modal_projector",
@@ -76,9 +76,9 @@ class Question:
         return self.request.case(self.settings)
 
     @property
-    def request(self) -> Request:
+    def request(self) -> SearchRequest:
         """All layouts with the same global batch."""
-        return Request(
+        return SearchRequest(
             model=self.model,
             machine=self.machine,
             world_size=self.world_size,
@@ -136,8 +136,8 @@ def read_settings(source: str | None, words: Arguments, lora: bool | None = None
 
 def image_tokens(model: PlannedModel, pixels: int) -> int:
     """Tokens that an image of so many pixels becomes: one for each square of merged patches."""
-    assert model.vision is not None
-    return pixels // (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
+    assert model.architecture.vision is not None
+    return pixels // (model.architecture.vision.patch_size * model.architecture.vision.spatial_merge_size) ** 2
 
 
 def _trainable(entries: Mapping[str, Entry], lora: bool | None, findings: list[Finding]) -> Trainable:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.calibration.report import CalibrationReport, Errors, RunError
+from megatune.plan.calibration.report import CalibrationReport, PredictionErrors, RunError
 from megatune.plan.case import Case
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration
 from megatune.plan.run.record import RunRecord, comparable, read_records
 
-_SEEN = 0.1  # share of the measured that a factor must scale, to be told
-_APART = 0.05  # how far two factors' shares must move apart between runs, to be told from each other
+_SEEN = 0.1  # share of the measured that a factor must scale, to be fitted
+_APART = 0.05  # how far two factors' shares must move apart between runs, to be distinguished from each other
 _HUBER = 0.2  # residual from which a run counts less
 _PULL = 0.003  # weight of the pull towards 1, of one run's weight
 _RANGE = (0.02, 50.0)
@@ -47,9 +47,15 @@ class _Run:
         stages = estimate(_calibrated(self.longest, calibration)).stages
         return [float(comparable(stages[stage], self.counted)) for stage, _ in self.memory]
 
+    def time_error(self, calibration: Calibration) -> float | None:
+        return self.step(calibration) / self.seconds - 1 if self.seconds else None
+
+    def memory_error(self, calibration: Calibration) -> float | None:
+        return max(self.stages(calibration)) / max(size for _, size in self.memory) - 1 if self.memory else None
+
 
 def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
-    """Factors for the device that these runs were on.
+    """Fit the factors for the device that these runs were on.
 
     Args:
         runs: folders of runs (output_dir); a process that trained a step and lived to note it counts.
@@ -63,26 +69,13 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
         what = f"the runs are of several devices: {', '.join(devices)}"
         raise MegatuneError(Finding(what, fix="calibrate each device with its own runs"), ExitCode.INPUT)
     calibration, left = _fit(measured)
-    neutral = Calibration()
     found = []
     for index, run in enumerate(measured):
         others = measured[:index] + measured[index + 1 :]
-        apart = _fit(others)[0] if others else None
-        found.append(
-            RunError(
-                name=run.name,
-                time=Errors(
-                    before=_time_error(run, neutral),
-                    after=_time_error(run, calibration),
-                    left_out=_time_error(run, apart) if apart else None,
-                ),
-                memory=Errors(
-                    before=_memory_error(run, neutral),
-                    after=_memory_error(run, calibration),
-                    left_out=_memory_error(run, apart) if apart else None,
-                ),
-            )
-        )
+        fits = {"before": Calibration(), "after": calibration, **({"left_out": _fit(others)[0]} if others else {})}
+        time = PredictionErrors(**{when: run.time_error(each) for when, each in fits.items()})
+        memory = PredictionErrors(**{when: run.memory_error(each) for when, each in fits.items()})
+        found.append(RunError(name=run.name, time=time, memory=memory))
     return CalibrationReport(
         device=devices[0],
         calibration=calibration,
@@ -127,18 +120,8 @@ def _calibrated(case: Case, calibration: Calibration) -> Case:
     return replace(case, machine=replace(case.machine, calibration=calibration))
 
 
-def _time_error(run: _Run, calibration: Calibration) -> float | None:
-    return run.step(calibration) / run.seconds - 1 if run.seconds else None
-
-
-def _memory_error(run: _Run, calibration: Calibration) -> float | None:
-    if not run.memory:
-        return None
-    return max(run.stages(calibration)) / max(size for _, size in run.memory) - 1
-
-
 def _fit(runs: Sequence[_Run]) -> tuple[Calibration, dict[str, str]]:
-    """The factors, and why some of them are as they were."""
+    """Return the factors, and why some of them are as they were."""
     compute, communication, left = _fit_time([run for run in runs if run.seconds])
     activations, framework, also_left = _fit_memory([run for run in runs if run.memory])
     calibration = Calibration(
@@ -152,27 +135,27 @@ def _fit(runs: Sequence[_Run]) -> tuple[Calibration, dict[str, str]]:
 
 
 def _fit_time(runs: Sequence[_Run]) -> tuple[float, float, dict[str, str]]:
-    """Factors of computing and of exchanges."""
+    """Fit the factors of computing and of exchanges."""
     neutral = Calibration()
     base = [run.step(neutral) for run in runs]
     shares = [
         [(run.step(each) / step - 1) / 0.01 for run, step in zip(runs, base, strict=True)]
         for each in (Calibration(compute=1.01), Calibration(communication=1.01))
     ]
-    told, left = _told(shares, ("compute", "communication"), "of a step")
+    known, left = _identified(shares, ("compute", "communication"), "of a step")
 
     def residuals(logs: Sequence[float]) -> list[float]:
-        factors = dict(zip(told, map(math.exp, logs), strict=True))
+        factors = dict(zip(known, map(math.exp, logs), strict=True))
         fitted = Calibration(compute=factors.get("compute", 1.0), communication=factors.get("communication", 1.0))
         return [math.log(run.step(fitted) / run.seconds) for run in runs if run.seconds]
 
-    logs = _least_squares(residuals, len(told))
-    factors = {name: round(math.exp(log), 4) for name, log in zip(told, logs, strict=True)}
+    logs = _least_squares(residuals, len(known))
+    factors = {name: round(math.exp(log), 4) for name, log in zip(known, logs, strict=True)}
     return factors.get("compute", 1.0), factors.get("communication", 1.0), left
 
 
 def _fit_memory(runs: Sequence[_Run]) -> tuple[float, int, dict[str, str]]:
-    """The factor of activations, and the bytes beside tensors where those were measured."""
+    """Fit the factor of activations, and the bytes beside tensors where those were measured."""
     neutral = Calibration()
     base = [size for run in runs for size in run.stages(neutral)]
     double = [size for run in runs for size in run.stages(replace(neutral, activations=2.0))]
@@ -188,46 +171,46 @@ def _fit_memory(runs: Sequence[_Run]) -> tuple[float, int, dict[str, str]]:
         [scale * each / size for each, size in zip(beside, measured, strict=True)],
         [each / size for each, size in zip(kept, measured, strict=True)],
     ]
-    told, left = _told(shares, ("framework", "activations"), "of a rank's memory")
+    known, left = _identified(shares, ("framework", "activations"), "of a rank's memory")
     if not any(beside):
         left["framework"] = "an allocator that counts tensors does not see it"
 
     def residuals(unknowns: Sequence[float]) -> list[float]:
-        values = dict(zip(told, unknowns, strict=True))
+        values = dict(zip(known, unknowns, strict=True))
         factor, extra = math.exp(values.get("activations", 0.0)), scale * values.get("framework", 0.0)
         return [
             math.log(max(before + (factor - 1) * act + extra * has, 0.01 * size) / size)
             for before, act, has, size in zip(base, kept, beside, measured, strict=True)
         ]
 
-    values = dict(zip(told, _least_squares(residuals, len(told)), strict=True))
+    values = dict(zip(known, _least_squares(residuals, len(known)), strict=True))
     factor = round(math.exp(values.get("activations", 0.0)), 4)
     return factor, int(scale * values.get("framework", 0.0)), left
 
 
-def _told(shares: list[list[float]], names: tuple[str, str], what: str) -> tuple[list[str], dict[str, str]]:
-    """Which of two unknowns the runs tell, the first one by preference, and why not the others.
+def _identified(shares: list[list[float]], names: tuple[str, str], what: str) -> tuple[list[str], dict[str, str]]:
+    """Return which of two unknowns the runs determine, the first one by preference, and why not the others.
 
     Args:
         shares: of each unknown, how much of each run's measurement it moves, relative.
     """
-    told, left = [], {}
+    known, left = [], {}
     for name, share in zip(names, shares, strict=True):
         if not share or max(share) < _SEEN:
             left[name] = f"it is less than {_SEEN:.0%} {what} in all of these runs"
         else:
-            told.append(name)
-    if len(told) == 2:
+            known.append(name)
+    if len(known) == 2:
         first, second = shares
         ratio = sum(a * b for a, b in zip(first, second, strict=True)) / sum(a * a for a in first)
         apart = math.sqrt(sum((b - ratio * a) ** 2 for a, b in zip(first, second, strict=True)) / len(first))
         if apart < _APART:
-            left[told.pop()] = f"these runs cannot tell it from {names[0]}: give some where its share differs"
-    return told, left
+            left[known.pop()] = f"these runs cannot tell it from {names[0]}: give some where its share differs"
+    return known, left
 
 
 def _least_squares(residuals: Callable[[Sequence[float]], list[float]], count: int) -> list[float]:
-    """At most two unknowns, from 0: Gauss-Newton with Huber's weights and a pull towards 0."""
+    """Solve for at most two unknowns, from 0: Gauss-Newton with Huber's weights and a pull towards 0."""
     unknowns = [0.0] * count
     if not count:
         return unknowns
@@ -260,7 +243,7 @@ def _least_squares(residuals: Callable[[Sequence[float]], list[float]], count: i
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """A system of one or two equations."""
+    """Solve one or two linear equations."""
     if len(right) == 1:
         return [right[0] / matrix[0][0]]
     (a, b), (c, d) = matrix

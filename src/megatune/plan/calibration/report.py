@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatune.plan.machine import Calibration
-from megatune.plan.pages.units import columns
-from megatune.plan.pages.wording import percent, size
+from megatune.plan.pages.words import columns, percent, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
+class PredictionErrors:
     """Predicted over measured, less 1: 0.25 is a quarter too much. None where nothing was measured."""
 
     before: float | None = None
@@ -25,14 +24,14 @@ class RunError:
     """One run's errors.
 
     Attributes:
-        name: of its folder, with the step it went on from where there are several processes in one.
+        name: of its folder, with the step it resumed from where there are several processes in one.
         time: of the seconds of a step; `left_out` with factors that were fitted to the other runs.
         memory: of the bytes of the fullest rank.
     """
 
     name: str
-    time: Errors
-    memory: Errors
+    time: PredictionErrors
+    memory: PredictionErrors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +72,16 @@ class CalibrationReport:
         head = ("error of", "step before", "after", "left out", "memory before", "after", "left out")
         rows = [head, *(self._row(run.name, run.time, run.memory) for run in self.runs)]
         if len(self.runs) > 1:
-            of = {
-                name: Errors(**{when: self.median(name, when) for when in ("before", "after", "left_out")})
-                for name in ("time", "memory")
-            }
-            rows.append(self._row("median size", of["time"], of["memory"], sign=False))
+            time, memory = (
+                PredictionErrors(**{when: self.median(of, when) for when in _WHENS}) for of in ("time", "memory")
+            )
+            rows.append(self._row("median size", time, memory, sign=False))
         yield from columns(rows)
         if len(self.runs) > 1:
             yield "left out: predicted with factors that were fitted to the other runs"
 
     @staticmethod
-    def _row(name: str, time: Errors, memory: Errors, *, sign: bool = True) -> tuple[str, ...]:
+    def _row(name: str, time: PredictionErrors, memory: PredictionErrors, *, sign: bool = True) -> tuple[str, ...]:
         def shown(error: float | None) -> str:
             return "—" if error is None else ("+" if sign and error > 0 else "") + percent(error)
 

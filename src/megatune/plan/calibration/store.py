@@ -12,15 +12,15 @@ from typing import Any
 import yaml
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.catalogue.own import user_folder
 from megatune.plan.machine import Calibration
-from megatune.plan.user_folder import user_folder
 
 _HEAD = "# Written by megatune plan --calibrate; docs/trouble.md says what the numbers are.\n"
 _NAMES = tuple(field.name for field in fields(Calibration))
 
 
 def default_path(device: str, env: Mapping[str, str] = os.environ) -> Path:
-    """Where the planner looks for the calibration of a device."""
+    """Return where the planner looks for the calibration of a device."""
     return user_folder(env) / "calibration" / f"{device}.yaml"
 
 
@@ -45,7 +45,7 @@ def write(calibration: Calibration, path: str | Path, device: str = "") -> None:
 
 
 def read(path: str | Path) -> Calibration:
-    """The factors of a file.
+    """Read the factors of a file.
 
     Raises:
         MegatuneError: INPUT, with everything that is wrong with it.
@@ -54,7 +54,7 @@ def read(path: str | Path) -> Calibration:
 
 
 def calibration_for(device: str, path: str | Path | None = None) -> Calibration:
-    """The calibration of a device: of the file, or of the default one where that is there; the neutral one else.
+    """Read the calibration of a device: of the file, or of the default one where that is there; the neutral one else.
 
     Raises:
         MegatuneError: INPUT; a file that was asked for and is of another device, too.

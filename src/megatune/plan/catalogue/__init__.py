@@ -1,6 +1,6 @@
 """Devices, links and well-known models, by name."""
 
-from megatune.plan.catalogue.devices import DEVICES
+from megatune.plan.catalogue.devices import DEVICES, LINKS
 from megatune.plan.catalogue.find import (
     cpu_machine,
     device_by_driver_name,
@@ -8,7 +8,6 @@ from megatune.plan.catalogue.find import (
     find_machine,
     machine_assumptions,
 )
-from megatune.plan.catalogue.links import LINKS
 from megatune.plan.catalogue.models import MODELS, find_model
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,8 +10,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, DTYPES, CatalogueDevice, Peaks
-from megatune.plan.catalogue.links import CATALOGUE_LINKS, LINKS, CatalogueLink, split_ports
+from megatune.plan.catalogue.devices import (
+    CATALOGUE_DEVICES,
+    CATALOGUE_LINKS,
+    DTYPES,
+    LINKS,
+    CatalogueDevice,
+    CatalogueLink,
+    Peaks,
+    split_ports,
+)
 from megatune.plan.catalogue.own import own_catalogue
 from megatune.plan.machine import Calibration, Device, Link, Machine
 
@@ -27,13 +34,13 @@ _CORE_BANDWIDTH = 12e9
 
 
 def plain_name(name: str) -> str:
-    """A device's name as it is compared: "NVIDIA A100-SXM4-80GB" -> "a100sxm480g"."""
+    """Return a device's name as it is compared: "NVIDIA A100-SXM4-80GB" -> "a100sxm480g"."""
     words = re.sub(r"[^a-z0-9]+", " ", _NOISE.sub(" ", name.lower()))
     return re.sub(r"\b(\d+)gb\b", r"\1g", words).replace(" ", "")
 
 
 def find_device(name: str, devices_file: str | Path | None = None) -> Device:
-    """The device of this name: of the catalogue, an alias ("a100", "4090"), or what its driver calls it.
+    """Find the device of this name: of the catalogue, an alias ("a100", "4090"), or what its driver calls it.
 
     Args:
         devices_file: YAML with devices of one's own (`own_catalogue`).
@@ -45,8 +52,10 @@ def find_device(name: str, devices_file: str | Path | None = None) -> Device:
 
 
 def device_by_driver_name(name: str) -> Device | None:
-    """The catalogue's device that the driver calls so, "NVIDIA H100 80GB HBM3"; None where it is not known."""
-    return _by_driver_name().get(plain_name(name))
+    """Find a device by the name that its driver reports, "NVIDIA H100 80GB HBM3"; None where it is not known."""
+    wanted = plain_name(name)
+    entries = CATALOGUE_DEVICES.values()
+    return next((each.device for each in entries if wanted in map(plain_name, each.driver_names)), None)
 
 
 def find_machine(
@@ -58,7 +67,7 @@ def find_machine(
     devices_file: str | Path | None = None,
     calibration: Calibration | None = None,
 ) -> Machine:
-    """Machines with this device; what is None is as most machines of the kind have it (`machine_assumptions`).
+    """Return machines with this device; what is None is as most machines of the kind have it (`machine_assumptions`).
 
     Args:
         link: what joins the devices of one machine, by its name in the catalogue.
@@ -94,7 +103,7 @@ def find_machine(
 def machine_assumptions(
     machine: Machine, *, gpus_per_node: int | None = None, link: str | None = None, network: str | None = None
 ) -> tuple[str, ...]:
-    """What `find_machine` assumed where it was given None, one line each, with the flag that says otherwise."""
+    """Say what `find_machine` assumed where it was given None, one line each, with the flag that says otherwise."""
     inside, between = machine.link, machine.network
     lines = (
         (gpus_per_node, f"{machine.gpus_per_node} GPUs a machine (--gpus_per_node)"),
@@ -105,7 +114,7 @@ def machine_assumptions(
 
 
 def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
-    """This host, its memory and cores shared evenly by the processes of a run.
+    """Return this host, its memory and cores shared evenly by the processes of a run.
 
     Speeds are rough: one core of 3 GHz with AVX2 and one memory channel's traffic for every core of a process.
     """
@@ -120,9 +129,6 @@ def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
     )
     network = replace(LINKS["ethernet-10g"], bandwidth=LINKS["ethernet-10g"].bandwidth / processes)
     return Machine(device=device, gpus_per_node=processes, link=LINKS["loopback"], network=network)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _gigabytes(link: Link) -> str:
@@ -158,16 +164,10 @@ def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
 
 
 def _nearest(wanted: str, names: Mapping[str, object]) -> list[str]:
-    """The names most like it, those of its chip first."""
+    """Return the names most like it, those of its chip first."""
     chip = re.match(r"[a-z]+\d{1,3}", wanted)
     same = [name for name in names if chip and name.startswith(chip[0])]
     return [*same[:4], *difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)]
-
-
-@functools.cache
-def _by_driver_name() -> dict[str, Device]:
-    entries = CATALOGUE_DEVICES.values()
-    return {plain_name(name): entry.device for entry in entries for name in entry.driver_names}
 
 
 def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, network: bool) -> Link:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import load_architecture, read_architecture, read_config
+from megatune.families import read_architecture, read_config
 from megatune.plan.case import PlannedModel
-from megatune.plan.catalogue.vision import is_vision_language, read_vision_language
 
 # Members of a family that were trained further have the same numbers.
 _FURTHER = re.compile(r"-(instruct|thinking|chat|base|hf)(?=-|$)")
@@ -22,7 +21,7 @@ _VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{4})$")
 
 @functools.cache
 def _published() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
-    """Aliases and config.json of each model, by its repository."""
+    """Return aliases and config.json of each model, by its repository."""
     models = {}
     for file in sorted(files(__package__).joinpath("configs").iterdir(), key=lambda file: file.name):
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -33,20 +32,20 @@ def _published() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
 
 @functools.cache
 def _by_name() -> dict[str, str]:
-    """Repositories by every name that `find_model` knows."""
+    """Return repositories by every name that `find_model` knows."""
     return {
         _plain(name): repository for repository, (aliases, _) in _published().items() for name in (repository, *aliases)
     }
 
 
 def _plain(name: str) -> str:
-    """A model's name as it is compared: "meta-llama/Meta-Llama-3-8B-Instruct" -> "llama38b"."""
+    """Return a model's name as it is compared: "meta-llama/Meta-Llama-3-8B-Instruct" -> "llama38b"."""
     short = name.lower().replace("_", "-").rstrip("/").split("/")[-1].removeprefix("meta-")
     return re.sub(r"[- ]", "", _VERSION.sub("", _FURTHER.sub("", short)))
 
 
 def find_model(name_or_path: str | Path) -> PlannedModel:
-    """A model by its folder, its config.json, or its published name, with or without the organisation, "-Instruct"
+    """Find a model by its folder, its config.json, or its published name, with or without the organisation, "-Instruct"
     and the like.
 
     Raises:
@@ -55,22 +54,14 @@ def find_model(name_or_path: str | Path) -> PlannedModel:
     name = str(name_or_path)
     path = Path(name).expanduser()
     if path.is_dir():
-        config = read_config(path)
-        if is_vision_language(config):
-            return read_vision_language(name, config, str(path / "config.json"))
-        return PlannedModel(name=name, architecture=load_architecture(path))
-    if path.is_file():
-        return _read(name, _read_file(path), str(path))
-    repository = _by_name().get(_plain(name))
-    if repository is None:
+        config, where = read_config(path), str(path / "config.json")
+    elif path.is_file():
+        config, where = _read_file(path), str(path)
+    elif (repository := _by_name().get(_plain(name))) is not None:
+        config, where = _published()[repository][1], repository
+    else:
         raise _unknown(name)
-    return _read(name, _published()[repository][1], repository)
-
-
-def _read(name: str, config: dict[str, Any], where: str) -> PlannedModel:
-    if is_vision_language(config):
-        return read_vision_language(name, config, where)
-    return PlannedModel(name=name, architecture=read_architecture(config, where))
+    return PlannedModel(name=name, architecture=read_architecture(config, where, vision=True))
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -97,7 +88,7 @@ def _unknown(name: str) -> MegatuneError:
 
 
 def published_names() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The repository of each well-known model and its other names."""
+    """Return the repository of each well-known model and its other names."""
     return tuple((repository, aliases) for repository, (aliases, _) in _published().items())
 
 

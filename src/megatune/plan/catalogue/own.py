@@ -5,19 +5,32 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from megatune.config.values import compose, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, DTYPES, GENERATIONS, CatalogueDevice, Peaks
-from megatune.plan.catalogue.links import CATALOGUE_LINKS, CatalogueLink, split_ports
+from megatune.plan.catalogue.devices import (
+    CATALOGUE_DEVICES,
+    CATALOGUE_LINKS,
+    DTYPES,
+    GENERATIONS,
+    CatalogueDevice,
+    CatalogueLink,
+    Peaks,
+    split_ports,
+)
 from megatune.plan.machine import Device, Link
-from megatune.plan.user_folder import user_folder
+
+
+def user_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder megatune below XDG_CONFIG_HOME, which is ~/.config where it is not set."""
+    return Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "~").expanduser() / ".config") / "megatune"
+
 
 VARIABLE = "MEGATUNE_DEVICES"
 _DEVICE_KEYS = (
@@ -36,7 +49,7 @@ class OwnCatalogue:
 
 
 def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.environ) -> OwnCatalogue:
-    """The devices and links of one file: this one, or that of MEGATUNE_DEVICES, or devices.yaml in the user's
+    """Read the devices and links of one file: this one, or that of MEGATUNE_DEVICES, or devices.yaml in the user's
     folder where there is one.
 
     Raises:
@@ -59,9 +72,8 @@ def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.en
     return own
 
 
-@dataclass(slots=True)
-class _Fields:
-    """The keys of one device or link, each with its node, and where it stands."""
+class _Fields(NamedTuple):
+    """The keys of one device or link, each with its node, and its place in the file."""
 
     name: str
     where: str
@@ -94,9 +106,6 @@ class _Reader:
                 devices[device.device.name] = device
         return OwnCatalogue(devices, {name: link for name, link in links.items() if link})
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Nodes
-
     def _where(self, node: yaml.Node) -> str:
         return f"{self.file}:{node.start_mark.line + 1}"
 
@@ -116,9 +125,8 @@ class _Reader:
             elif key in found:
                 self._refuse(key_node, f"{key} stands twice", fix="keep one of the two")
             elif known is not None and key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                fix = f"{near[0]}" if near else f"one of {', '.join(known)}"
-                self._refuse(key_node, f"unknown key {key!r} in {what}", fix=fix)
+                near = difflib.get_close_matches(key, known, n=1) or [f"one of {', '.join(known)}"]
+                self._refuse(key_node, f"unknown key {key!r} in {what}", fix=near[0])
             else:
                 found[key] = value_node
         return found
@@ -130,9 +138,6 @@ class _Reader:
             _Fields(name, self._where(node), self._mapping(node, f"{part}: {name}", keys))
             for name, node in self._mapping(parts[part], part).items()
         ]
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Values
 
     def _number(self, fields: _Fields, key: str) -> float | None:
         """A number above 0; None where it is absent or refused."""
@@ -154,7 +159,7 @@ class _Reader:
             return None
         return None if value is None else int(value)
 
-    def _choice(self, fields: _Fields, key: str, known: Mapping[str, object] | tuple[str, ...]) -> str | None:
+    def _choice(self, fields: _Fields, key: str, known: Collection[str]) -> str | None:
         if (node := fields.nodes.get(key)) is None:
             return None
         text = node.value if isinstance(node, yaml.ScalarNode) else ""
@@ -169,9 +174,6 @@ class _Reader:
             return value_of(node).data
         except yaml.YAMLError as error:
             return getattr(error, "problem", None) or str(error)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Links and devices
 
     def _link(self, fields: _Fields) -> CatalogueLink | None:
         before = len(self.findings)
@@ -193,18 +195,19 @@ class _Reader:
         before = len(self.findings)
         like = self._choice(fields, "like", devices)
         base = devices[like] if like else None
-        inside = {name: each for name, each in links.items() if not each.between_machines}
-        between = {name: each for name, each in links.items() if each.between_machines}
+        kinds: dict[bool, list[str]] = {False: [], True: []}
+        for name, each in links.items():
+            kinds[each.between_machines].append(name)
         memory, bandwidth = self._number(fields, "memory_gib"), self._number(fields, "bandwidth_gb_per_s")
-        numbers = {
+        numbers: dict[str, Any] = {
             "generation": self._choice(fields, "generation", GENERATIONS),
             "memory": None if memory is None else int(memory * 2**30),
             "flops": self._peaks(fields, base),
             "bandwidth": None if bandwidth is None else bandwidth * 1e9,
-            "link": self._choice(fields, "link", inside),
+            "link": self._choice(fields, "link", kinds[False]),
         }
-        machine = {
-            "network": self._choice(fields, "network", between),
+        machine: dict[str, Any] = {
+            "network": self._choice(fields, "network", kinds[True]),
             "gpus_per_node": self._count(fields, "gpus_per_node"),
         }
         aliases = self._texts(fields, "aliases")
@@ -212,7 +215,13 @@ class _Reader:
             self._require(fields, ("generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "link"))
         if len(self.findings) > before:
             return None
-        return _entry(fields.name, base, numbers, machine, aliases)
+        numbers = {key: value for key, value in numbers.items() if value is not None}
+        machine = {key: value for key, value in machine.items() if value is not None}
+        if base is None:
+            device = Device(name=fields.name, **numbers)
+            return CatalogueDevice(device=device, aliases=aliases, **{"network": "ethernet-25g", **machine})
+        device = replace(base.device, name=fields.name, **numbers)
+        return replace(base, device=device, aliases=aliases, driver_names=(), **machine)
 
     def _peaks(self, fields: _Fields, base: CatalogueDevice | None) -> Peaks | None:
         if (node := fields.nodes.get("tflops")) is None:
@@ -235,19 +244,3 @@ class _Reader:
     def _require(self, fields: _Fields, keys: tuple[str, ...]) -> None:
         if missing := [key for key in keys if key not in fields.nodes]:
             self.findings.append(Finding(f"{fields.name} has no {', '.join(missing)}", fields.where, fix=_EXAMPLE))
-
-
-def _entry(
-    name: str,
-    base: CatalogueDevice | None,
-    numbers: Mapping[str, Any],
-    machine: Mapping[str, Any],
-    aliases: tuple[str, ...],
-) -> CatalogueDevice:
-    """A device of what was given, the rest as `base` has it."""
-    given = {key: value for key, value in numbers.items() if value is not None}
-    usual = {key: value for key, value in machine.items() if value is not None}
-    if base is not None:
-        device = replace(base.device, name=name, **given)
-        return replace(base, device=device, aliases=aliases, driver_names=(), **usual)
-    return CatalogueDevice(device=Device(name=name, **given), aliases=aliases, **{"network": "ethernet-25g", **usual})

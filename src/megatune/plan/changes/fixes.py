@@ -10,11 +10,11 @@ from typing import Any
 from megatune.plan.case import Case
 from megatune.plan.changes.variation import smaller_micro_batch, varied, with_settings, written
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.pages.wording import change, seconds, size
+from megatune.plan.pages.words import change, seconds, size
+from megatune.plan.search import TIGHT, SearchRequest, search
 
 Changes = Mapping[str, Any]
 
-TIGHT = 0.95  # of the device's memory; above it the planner's error may tip a run over
 # A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.
 _LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
 # Changes of what is computed, not only of how: offered after those that leave the numbers of the run as they are.
@@ -51,14 +51,12 @@ class Fix:
 
     def __str__(self) -> str:
         memory = f"{size(self.after.fullest.total)} ({size(abs(self.saving))} {'less' if self.saving > 0 else 'more'})"
-        pace = change(
-            self.before.time.tokens_per_second / self.after.time.tokens_per_second, "slower", "faster", "as fast"
-        )
+        pace = change(1 - self.gain, "slower", "faster", "as fast")
         return f"{written(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"
 
 
 def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[Fix]:
-    """The cheapest changes after which the run fits, by time; those that help most where none is enough.
+    """Find the cheapest changes after which the run fits, by time; those that help most where none is enough.
 
     Single changes come before pairs of them, and those that leave the run's numbers as they are before others.
 
@@ -70,16 +68,13 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
     def fits(found: Fix) -> bool:
         return found.after.fullest.total <= room
 
-    candidates = [each for each in _less_memory(before.case) if each]
-    useful = [
-        (candidate, found)
-        for candidate in candidates
-        if (found := fix(before, candidate)) is not None and found.saving >= _LEAST_SAVING * before.fullest.total
-    ]
+    asked = [(each, fix(before, each)) for each in _less_memory(before.case) if each]
+    least = _LEAST_SAVING * before.fullest.total
+    useful = [(each, found) for each, found in asked if found is not None and found.saving >= least]
     enough = _distinct(sorted((found for _, found in useful if fits(found)), key=_cost))
     if len(enough) < count:
         # A pair of which one half is enough offers nothing new.
-        halves = [candidate for candidate, found in useful if not fits(found)]
+        halves = [each for each, found in useful if not fits(found)]
         pairs = ({**one, **other} for one, other in combinations(halves, 2) if not one.keys() & other.keys())
         enough += _distinct(sorted(filter(fits, _fixes(before, pairs)), key=_cost))
     if not enough:
@@ -88,22 +83,17 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
 
 
 def speedups(before: Estimate, count: int = 3) -> list[Fix]:
-    """The changes that gain most time and still fit."""
-    found = [
-        each
-        for each in _fixes(before, filter(None, _less_time(before.case)))
-        if each.after.fits and each.gain >= _LEAST_GAIN
-    ]
+    """Find the changes that gain most time and still fit."""
+    asked = _fixes(before, filter(None, _less_time(before.case)))
+    found = [each for each in asked if each.after.fits and each.gain >= _LEAST_GAIN]
     return _distinct(sorted(found, key=_cost))[:count]
 
 
 def searched(before: Estimate) -> Fix | None:
-    """The fastest layout of the same devices and rows that fits, whatever it changes; None where none does."""
-    from megatune.plan.search import Request, search
-
+    """Search for the fastest layout of the same devices and rows that fits; None where none does."""
     case = before.case
     found = search(
-        Request(
+        SearchRequest(
             model=case.model,
             machine=case.machine,
             world_size=case.world_size,
@@ -127,23 +117,20 @@ def searched(before: Estimate) -> Fix | None:
 
 
 def more_devices(too_large: Sequence[Estimate]) -> Estimate | None:
-    """The fastest of the nearest misses' layouts that twice as many devices make fit, or four, eight, sixteen times as
-    many: they make up more stages, share out more experts, or train more rows at a time. None where that is too few."""
+    """Find the fastest of the nearest misses' layouts that fits on two, four, eight or sixteen times as many devices.
+
+    These make up more stages, shard more experts, or train more rows at a time. None where sixteen times are too few.
+    """
+    cases = [near.case for near in too_large if near.case.machine.device.generation != "cpu"]
     for factor in (2, 4, 8, 16):
-        found = [
-            after
-            for near in too_large
-            if near.case.machine.device.generation != "cpu"
-            for case in _on_more(near.case, factor)
-            if (after := estimate(case)).fits
-        ]
-        if found:
+        asked = (estimate(more) for case in cases for more in _on_more(case, factor))
+        if found := [after for after in asked if after.fits]:
             return min(found, key=lambda after: after.time.total)
     return None
 
 
 def _on_more(case: Case, factor: int) -> Iterator[Case]:
-    """The layout on `factor` times as many devices, shared by its kinds of parallelism in every way."""
+    """Yield the layout on `factor` times as many devices, shared by its kinds of parallelism in every way."""
     parallel = case.settings.parallel
     settings = with_settings(case.settings, {"run.num_processes": None})
     wider = replace(case, settings=settings, world_size=factor * case.world_size)
@@ -162,7 +149,7 @@ def _on_more(case: Case, factor: int) -> Iterator[Case]:
 
 
 def _distinct(found: Iterable[Fix]) -> list[Fix]:
-    """The first of those that change the same settings to different values."""
+    """Keep the first of those that change the same settings to different values."""
     first: dict[frozenset[str], Fix] = {}
     for each in found:
         first.setdefault(frozenset(each.changes) - {"batch.gradient_accumulation_steps"}, each)
@@ -170,7 +157,7 @@ def _distinct(found: Iterable[Fix]) -> list[Fix]:
 
 
 def fix(before: Estimate, changes: Changes) -> Fix | None:
-    """One change judged; None where it cannot be made."""
+    """Judge one change; None where it cannot be made."""
     return next(iter(_fixes(before, [changes])), None)
 
 
@@ -186,7 +173,7 @@ def _fixes(before: Estimate, candidates: Iterable[Changes]) -> Iterator[Fix]:
 
 
 def _less_memory(case: Case) -> Iterator[Changes]:
-    """What may save memory, {} for what is no change."""
+    """Yield what may save memory, {} for what is no change."""
     settings = case.settings
     parallel, recompute = settings.parallel, settings.recompute
     yield smaller_micro_batch(case)
@@ -211,22 +198,14 @@ def _less_memory(case: Case) -> Iterator[Changes]:
         yield {"data.cutoff_len": settings.data.cutoff_len // 2}
 
 
-_FULL = {
-    "recompute.recompute_granularity": "full",
-    "recompute.recompute_method": "uniform",
-    "recompute.recompute_num_layers": 1,
-}
+_METHODS = ("recompute.recompute_granularity", "recompute.recompute_method", "recompute.recompute_num_layers")
+_FULL = dict(zip(_METHODS, ("full", "uniform", 1), strict=True))
 OVERLAPS: Changes = {"parallel.overlap_grad_reduce": True, "parallel.overlap_param_gather": True}
-NO_RECOMPUTE: Changes = {
-    "recompute.recompute_granularity": None,
-    "recompute.recompute_method": None,
-    "recompute.recompute_num_layers": None,
-    "recompute.moe_layer_recompute": False,
-}
+NO_RECOMPUTE: Changes = {**dict.fromkeys(_METHODS), "recompute.moe_layer_recompute": False}
 
 
 def _modules(case: Case) -> Iterator[list[str]]:
-    """Modules to recompute, the cheapest first."""
+    """Yield modules to recompute, the cheapest first."""
     moe = case.model.architecture.moe
     feed_forward = ["mlp"] if moe is None else ["moe"] if all(moe.layers) else ["mlp", "moe"]
     yield ["core_attn"]
@@ -235,7 +214,7 @@ def _modules(case: Case) -> Iterator[list[str]]:
 
 
 def less_recompute(case: Case) -> Iterator[Changes]:
-    """None, and cheaper kinds than full."""
+    """Yield no recomputation, and cheaper kinds than full."""
     yield NO_RECOMPUTE
     if case.settings.recompute.recompute_granularity == "full":
         for modules in _modules(case):
@@ -245,11 +224,7 @@ def less_recompute(case: Case) -> Iterator[Changes]:
 
 def _more_parallel(case: Case) -> Iterator[Changes]:
     parallel = case.settings.parallel
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    tp, pp, cp = (parallel.sizes(case.world_size)[name] for name in ("tp", "pp", "cp"))
     for larger in (2 * tp, 4 * tp):
         if larger <= case.machine.gpus_per_node:
             yield {"parallel.tensor_model_parallel_size": larger, "parallel.sequence_parallel": True}
@@ -262,7 +237,7 @@ def _more_parallel(case: Case) -> Iterator[Changes]:
 
 
 def _less_time(case: Case) -> Iterator[Changes]:
-    """What may save time, {} for what is no change."""
+    """Yield what may save time, {} for what is no change."""
     settings = case.settings
     parallel, recompute, performance = settings.parallel, settings.recompute, settings.performance
     if recompute.recompute_granularity or recompute.moe_layer_recompute:

@@ -16,8 +16,14 @@ _MICRO_BATCH = "batch.per_device_train_batch_size"
 _ACCUMULATION = "batch.gradient_accumulation_steps"
 
 
+def setting_of(settings: Settings, path: str) -> Any:
+    """Return the value of "group.name"."""
+    group, _, name = path.partition(".")
+    return getattr(getattr(settings, group), name)
+
+
 def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Settings with others in their place, by "group.name"; no rule has looked at them."""
+    """Replace settings by "group.name"; no rule has looked at them."""
     groups: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         group, _, name = path.partition(".")
@@ -28,7 +34,7 @@ def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
 
 
 def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case] | None:
-    """The case with other settings and the same rows in a step.
+    """Change settings of a case, and keep the rows of a step.
 
     Args:
         changes: values by "group.name". Where they do not say gradient_accumulation_steps, it follows from the rows.
@@ -37,7 +43,7 @@ def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case
         What differs from the case, the accumulation with it, and the new case; None where nothing does, or where a
         rule, the world or the number of rows is against it.
     """
-    changes = {path: value for path, value in changes.items() if _value_of(case.settings, path) != value}
+    changes = {path: value for path, value in changes.items() if setting_of(case.settings, path) != value}
     settings = with_settings(case.settings, changes)
     if not changes or case.world_size % settings.parallel.smallest_world:
         return None
@@ -57,18 +63,13 @@ def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case
     return changes, replace(case, settings=settings)
 
 
-def _value_of(settings: Settings, path: str) -> Any:
-    group, _, name = path.partition(".")
-    return getattr(getattr(settings, group), name)
-
-
 def smaller_micro_batch(case: Case) -> dict[str, Any]:
-    """Half of the micro-batch, or the next size below it that makes up the rows of a step; {} where it is 1."""
+    """Return half of the micro-batch, or the next size below it that makes up the rows of a step; {} where it is 1."""
     rows = case.micro_batch_size * case.num_micro_batches
     sizes = [size for size in range(1, case.micro_batch_size // 2 + 1) if rows % size == 0]
     return {_MICRO_BATCH: sizes[-1]} if sizes else {}
 
 
 def written(changes: Mapping[str, Any]) -> str:
-    """Changes as a user writes them: `recompute_granularity: full, recompute_method: uniform`."""
+    """Write changes as a user does: `recompute_granularity: full, recompute_method: uniform`."""
     return ", ".join(f"{LLAMAFACTORY.key_of(path)}: {shown(value)}" for path, value in changes.items())

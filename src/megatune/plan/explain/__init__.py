@@ -2,9 +2,8 @@
 
 from megatune.plan.explain.file import explain_file
 from megatune.plan.explain.ground import Ground, default_grounds, ground_of_file
-from megatune.plan.explain.key import explain_key
+from megatune.plan.explain.key import explain_key, settings_page
 from megatune.plan.explain.language import LANGUAGES, Language, language_of
-from megatune.plan.explain.page import settings_page
 
 __all__ = [
     "LANGUAGES",

@@ -46,7 +46,6 @@ CHINESE = Words(
     does_not_fit="放不下",
     uncertainty="时间的不确定度为 ±{percent}；权重、梯度和优化器状态是精确的",
     beside="并设 {changes}",
-    nothing_here="在此场景中没有影响；{ground}：",
     none="无：规划的显存和时间都不变",
     not_compared="无法比较：此处没有其他有效取值",
     not_here="此处无效：{why}",

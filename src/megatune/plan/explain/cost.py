@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import with_settings
+from megatune.plan.changes.variation import setting_of, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.ground import COMPANIONS, Ground, problems
 from megatune.plan.memory.estimate import MEMORY_PARTS
@@ -85,7 +86,7 @@ class Weighed:
 
 
 def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
-    """The first case in which the setting changes memory or time; where it never does, one without effects.
+    """Find the first case in which the setting changes memory or time; where it never does, one without effects.
 
     None where no case could be planned.
     """
@@ -110,7 +111,7 @@ def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
 
 
 def against(case: Case, path: str, value: Any) -> Effect | None:
-    """The case as it is against the same with `value`; None where that cannot be.
+    """Compare the case as it is with the same with `value`; None where that cannot be.
 
     What else differs, `Effect.beside`, is of the other case.
     """
@@ -121,18 +122,12 @@ def against(case: Case, path: str, value: Any) -> Effect | None:
 
 
 def value_of(case: Case, path: str) -> Any:
-    """A setting's value; the number of processes is that of the plan, and its model is the model."""
+    """Return a setting's value; the number of processes is that of the plan, and its model is the model."""
     return case.world_size if path == _PROCESSES else setting_of(case.settings, path)
 
 
-def setting_of(settings: Settings, path: str) -> Any:
-    """The value of "group.name"."""
-    group, _, name = path.partition(".")
-    return getattr(getattr(settings, group), name)
-
-
 def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
-    """The effect of each value worth comparing, and why the first of those that are not valid is not."""
+    """Return the effect of each value worth comparing, and why the first of those that are not valid is not."""
     effects: list[Effect] = []
     refused, before = "", estimate(case)
     for value in alternatives(info, case):
@@ -145,17 +140,20 @@ def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
     return effects, refused
 
 
-def alternatives(info: SettingInfo, case: Case) -> Iterator[Any]:
-    """Values worth comparing: the other truth, each other choice, half and double of a number."""
+def alternatives(info: SettingInfo, case: Case) -> list[Any]:
+    """Return values worth comparing: the other truth, each other choice, half and double of a number."""
     now = value_of(case, info.path)
-    for value in _candidates(info, now, case):
-        if value != now and all(_in_range(value, bound, limit) for bound, limit in info.bounds.items()):
-            yield value
+    compare = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+    return [
+        value
+        for value in _candidates(info, now, case)
+        if value != now and all(compare[bound](value, limit) for bound, limit in info.bounds.items())
+    ]
 
 
 def _candidates(info: SettingInfo, now: Any, case: Case) -> Iterable[Any]:
     if info.name == "pipeline_model_parallel_layout":
-        return _written_layouts(case)
+        return _moved_layer(case)
     if info.choices:
         return [[choice] for choice in info.choices] if list in info.kinds else info.choices
     if bool in info.kinds and str not in info.kinds:
@@ -170,36 +168,30 @@ def _candidates(info: SettingInfo, now: Any, case: Case) -> Iterable[Any]:
     return ()
 
 
-def _in_range(value: Any, bound: str, limit: float) -> bool:
-    return bool({"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound])
-
-
-def _written_layouts(case: Case) -> Iterator[str]:
-    """The layout of the case with the last stage's layer moved to the first."""
+def _moved_layer(case: Case) -> list[str]:
+    """Return the layout of the case with the last stage's layer moved to the first."""
     parallel = case.settings.parallel
     if parallel.pipeline_model_parallel_size == 1:
-        return
+        return []
     chunks = [chunk.num_layers for chunk in pipeline_chunks(parallel, case.model.architecture.num_layers)]
     chunks[0], chunks[-1] = chunks[0] + 1, chunks[-1] - 1
-    parts = [f"t*{count}" for count in chunks]
-    yield "E" + "|".join(parts) + "L"
+    return ["E" + "|".join(f"t*{count}" for count in chunks) + "L"]
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
 
 
 def _laid_over(case: Case, info: SettingInfo, companions: Mapping[str, Any]) -> Case | None:
-    """The case with companions; None where they change nothing, are about the setting itself, or are not valid."""
+    """Return the case with companions; None where they change nothing, concern the setting itself, or are not valid."""
     if not companions:
         return case
-    new = {path: value for path, value in companions.items() if value_of(case, path) != value}
-    if not new or info.path in companions:
+    if info.path in companions or all(value_of(case, path) == value for path, value in companions.items()):
         return None
     return _changed(case, companions)
 
 
 def _changed(case: Case, changes: Mapping[str, Any]) -> Case | None:
-    """The case with other settings, and the same rows in a step where they can be dealt.
+    """Return the case with other settings, and the same rows in a step where these can be split.
 
     Settings that a rule has against the new values go back to their defaults, a few at most.
     """
@@ -224,7 +216,7 @@ def _changed(case: Case, changes: Mapping[str, Any]) -> Case | None:
 
 
 def _same_rows(case: Case, settings: Settings, changes: Mapping[str, Any]) -> Case | None:
-    """The case with these settings, gradient_accumulation_steps such that a step has as many rows as before."""
+    """Return the case with these settings, gradient_accumulation_steps such that a step has as many rows as before."""
     world = changes.get(_PROCESSES, case.world_size)
     if world % settings.parallel.smallest_world:
         return None
@@ -236,7 +228,7 @@ def _same_rows(case: Case, settings: Settings, changes: Mapping[str, Any]) -> Ca
 
 
 def _beside(case: Case, other: Case, path: str) -> dict[str, Any]:
-    """What differs between two cases, but for one setting."""
+    """Return what differs between two cases, but for one setting."""
     differing = [group for group in GROUPS if getattr(other.settings, group) != getattr(case.settings, group)]
     paths = (f"{group}.{name}" for group in differing for name in GROUPS[group].model_fields)
     new = {each: setting_of(other.settings, each) for each in paths if each != path}
@@ -244,7 +236,7 @@ def _beside(case: Case, other: Case, path: str) -> dict[str, Any]:
 
 
 def _unread(info: SettingInfo, ground: Ground) -> bool:
-    """Whether the planner says the same with other text, or other names, that no rule has looked at."""
+    """Return whether the planner says the same with other text, or other names, that no rule has looked at."""
     case = ground.case
     samples = {str: "text", list: [0.5] if info.items is float else ["text"], dict: {"name": 1}}
     kind = next((kind for kind in samples if kind in info.kinds), None)
@@ -254,5 +246,4 @@ def _unread(info: SettingInfo, ground: Ground) -> bool:
         other = estimate(replace(case, settings=with_settings(case.settings, {info.path: samples[kind]})))
     except ValueError:
         return False
-    before = estimate(case)
-    return other.stages == before.stages and other.time == before.time
+    return Effect(None, {}, estimate(case), other).is_none

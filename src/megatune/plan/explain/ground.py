@@ -1,4 +1,4 @@
-"""The case that costs are told for: a model, its settings and its machines."""
+"""The case that costs are computed for: a model, its settings and its machines."""
 
 from __future__ import annotations
 
@@ -59,11 +59,7 @@ COMPANIONS: tuple[Mapping[str, Any], ...] = (
     {_TP: 2, _SP: True},
     {_PP: 2},
     {_PP: 2, "parallel.virtual_pipeline_model_parallel_size": 2},
-    {
-        _TP: 1,
-        _SP: False,
-        _PP: 8,
-    },
+    {_TP: 1, _SP: False, _PP: 8},
     {"parallel.context_parallel_size": 2},
     {"recompute.recompute_granularity": "full"},
     {"recompute.recompute_granularity": "full", "recompute.recompute_method": "block"},
@@ -84,7 +80,7 @@ class Ground:
 
     Attributes:
         assumed: what nobody named, the model and all else or the machines; said with every number.
-        why_not: what keeps the case from being planned; no costs are told then.
+        why_not: what keeps the case from being planned; there are no costs then.
         architecture, world_size: as far as they are known all the same, for the rules.
     """
 
@@ -96,7 +92,7 @@ class Ground:
 
 
 def default_grounds(model: str | None = None, gpus: int | None = None, gpu: str | None = None) -> list[Ground]:
-    """The cases that a setting is weighed in where no file says more, the first one first.
+    """Return the cases that a setting is weighed in where no file says more, the first one first.
 
     Without a model there are several: a dense one, and for what needs experts some that have them.
 
@@ -110,8 +106,10 @@ def default_grounds(model: str | None = None, gpus: int | None = None, gpu: str 
 
 
 def _usual(model: PlannedModel, world_size: int | None, machine: Machine) -> Case:
-    """A model as it is usually trained: on as few GPUs as it fits on in one of the usual layouts, or on those named, in
-    the layout that takes least memory where none fits."""
+    """Return a model as it is usually trained, on the GPUs named or on as few as it fits on in a usual layout.
+
+    Where none fits it is the layout that takes least memory.
+    """
     fewest = DEFAULT_GPUS if model.architecture.moe is None else 2 * DEFAULT_GPUS
     worlds = [world_size] if world_size else [fewest * 2**power for power in range(_DOUBLINGS + 1)]
     smallest: list[Estimate] = []
@@ -126,7 +124,7 @@ def _usual(model: PlannedModel, world_size: int | None, machine: Machine) -> Cas
 
 
 def _usual_cases(model: PlannedModel, world: int, machine: Machine) -> list[Case]:
-    """The usual layouts, the simplest first, and last the defaults."""
+    """Return the usual layouts, the simplest first, and last the defaults."""
     moe = model.architecture.moe
     usual = {**_USUAL, "data.cutoff_len": min(_LENGTH, model.architecture.max_position_embeddings)}
     if moe is None:
@@ -152,7 +150,7 @@ def ground_of_file(
     trainable: Trainable = Trainable(),  # noqa: B008 (frozen)
     is_assumed: bool = False,
 ) -> Ground:
-    """The case of a settings file.
+    """Return the case of a settings file.
 
     Args:
         world_size: processes of the whole run; None takes num_processes, or as many as one usual machine has, made
@@ -182,6 +180,6 @@ def _plannable(case: Case, assumed: Assumed) -> Ground:
 
 
 def problems(case: Case) -> list[Problem]:
-    """What the rules have against a case, as far as it is planned."""
+    """Return what the rules have against a case, as far as it is planned."""
     context = Context(case.settings, case.model.architecture, case.world_size)
     return [problem for rule in _RULES for problem in rule(context)]

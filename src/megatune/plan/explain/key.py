@@ -1,4 +1,4 @@
-"""One setting explained."""
+"""One setting explained, and the reference of all of them in Markdown."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Iterator, Sequence
 from megatune.config.dialects.dialect import Dialect, Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.setting import SettingInfo
-from megatune.config.settings import all_settings
+from megatune.config.settings import GROUPS, all_settings
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.explain.cost import weigh
 from megatune.plan.explain.ground import Ground
-from megatune.plan.explain.language import Language, refusal_texts, texts_of
-from megatune.plan.explain.layout import columns_of, padded, wrapped
+from megatune.plan.explain.language import Language, columns_of, padded, refusal_texts, texts_of, wrapped
 from megatune.plan.explain.sentences import cost_lines
 from megatune.plan.explain.words import Words, words_of
 
 
 def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en", dialect: Dialect = LLAMAFACTORY) -> str:
-    """What a key is, how it works, when to change it, and what it costs; for a terminal.
+    """Explain what a key is, how it works, when to change it, and what it costs; for a terminal.
 
     Args:
         key: of the dialect, or "group.name"; a dash is an underscore.
@@ -37,7 +36,7 @@ def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en", 
         raise _unknown(key, dialect)
     lines: list[str] = []
     if path is not None:
-        lines += _setting(infos[path], grounds, language, dialect)
+        lines += _explained(infos[path], grounds, language, dialect)
         refused = refused or dialect.not_built.get(dialect.key_of(path))
     if refused is not None:
         lines += [""] if lines else [name]
@@ -69,18 +68,17 @@ def _unknown(key: str, dialect: Dialect) -> MegatuneError:
     names = [*dialect.keys, *dialect.not_built]
     name = key.lower().removeprefix("--").replace("-", "_").rpartition(".")[2]
     near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
-    if name not in _SHORT:
-        near += [each for each in names if name in each and each not in near][: 3 - len(near)]
+    near += [] if name in _SHORT else [each for each in names if name in each and each not in near][: 3 - len(near)]
     fix = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
     return MegatuneError(Finding(f"unknown setting {key!r}", fix=fix), ExitCode.SETTINGS)
 
 
-def _setting(info: SettingInfo, grounds: Sequence[Ground], language: Language, dialect: Dialect) -> Iterator[str]:
+def _explained(info: SettingInfo, grounds: Sequence[Ground], language: Language, dialect: Dialect) -> Iterator[str]:
     words, texts = words_of(language), texts_of(info, language)
     names = [key for key, path in dialect.keys.items() if path == info.path]
     yield wrapped(info.name + words.parentheses.format(f"{words.group}{words.colon}{info.group}"))
-    width = max(map(columns_of, (words.takes, words.default, words.also, words.what, words.when, words.cost))) + 2
-    width = max(width, columns_of(words.values) + 2, columns_of(words.how) + 2)
+    heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values, words.cost)
+    width = max(map(columns_of, heads)) + 2
 
     def paragraph(heading: str, text: str, hang: int = 0) -> str:
         return wrapped(text, indent=" " * (width + 2 + hang), first="  " + padded(heading, width))
@@ -114,3 +112,38 @@ def _refusal(key: str, refused: Refused, words: Words, language: Language) -> It
         yield wrapped(
             words.instead + words.colon + fix.removeprefix("write ").removeprefix("写 "), indent="    ", first="  "
         )
+
+
+def settings_page(language: Language = "en", dialect: Dialect = LLAMAFACTORY) -> str:
+    """Return the reference of all settings: what `explain --all` prints, and the page of the documents."""
+    words = words_of(language)
+    parts = [f"# {words.title}\n\n{words.head}"]
+    for group in GROUPS:
+        parts.append(f"\n## {group}\n")
+        parts += [part for info in all_settings().values() if info.group == group
+                  for part in _setting(info, words, language, dialect)]  # fmt: skip
+    return "".join([*parts, "\n", words.refused_head, *_refused(words, language, dialect)])
+
+
+def _setting(info: SettingInfo, words: Words, language: Language, dialect: Dialect) -> Iterator[str]:
+    texts = texts_of(info, language)
+    names = [key for key, path in dialect.keys.items() if path == info.path]
+    yield f"\n### {names[0]}\n\n"
+    yield f"{texts.type}{words.semicolon}{words.default} `{shown(info.default)}`"
+    yield (
+        f"{words.semicolon}{words.also} {words.comma.join(f'`{name}`' for name in names)}\n\n" if names[1:] else "\n\n"
+    )
+    yield f"{texts.what}\n\n"
+    yield f"- **{words.how.capitalize()}**{words.colon}{texts.how}\n"
+    yield f"- **{words.when.capitalize()}**{words.colon}{texts.when}\n"
+    for value, text in texts.values.items():
+        yield f"- `{value}`{words.colon}{text}\n"
+
+
+def _refused(words: Words, language: Language, dialect: Dialect) -> Iterator[str]:
+    for key, refused in sorted(dialect.not_built.items()):
+        every = refused.values is None
+        values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.values or ())
+        passes = ", ".join(f"`{shown(v)}`" for v in refused.off) or ("`null`" if every else words.the_rest)
+        why, _ = refusal_texts(refused.why, refused.fix, language)
+        yield f"| `{key}` | {values} | {passes} | {why.replace('|', chr(92) + '|')} |\n"

@@ -1,8 +1,11 @@
-"""The languages that settings are explained in."""
+"""The languages that settings are explained in, and lines for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import textwrap
+import unicodedata
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -13,8 +16,8 @@ LANGUAGES: tuple[Language, ...] = get_args(Language)
 
 
 def language_of(environment: Mapping[str, str]) -> Language:
-    """The language that the environment asks for: Chinese where LC_ALL, LC_MESSAGES or LANG, the first that is set,
-    begins with zh."""
+    """Return the environment's language: Chinese where LC_ALL, LC_MESSAGES or LANG, the first that is set, begins with
+    zh."""
     said = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := environment.get(name))), "")
     return "zh" if said.lower().startswith("zh") else "en"
 
@@ -37,7 +40,7 @@ class Texts:
 
 
 def texts_of(info: SettingInfo, language: Language) -> Texts:
-    """A setting's texts."""
+    """Return a setting's texts."""
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(info.advice, info.how, info.when, info.expected + unit, info.values)
@@ -50,9 +53,51 @@ def texts_of(info: SettingInfo, language: Language) -> Texts:
 
 
 def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:
-    """Why a known key is refused, and what to write instead."""
+    """Say why a known key is refused, and what to write instead."""
     if language == "en":
         return why, fix
     from megatune.config.chinese.refusals import FIXES, REFUSALS
 
     return REFUSALS.get(why, why), FIXES.get(fix, fix)
+
+
+WIDTH = 100
+# What does not begin a line.
+_CLOSING = "，。；：、）！？”%"
+
+
+def columns_of(text: str) -> int:
+    """Count the columns that a text takes."""
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
+
+
+def padded(text: str, width: int) -> str:
+    """Pad a text to a width with spaces."""
+    return text + " " * (width - columns_of(text))
+
+
+def wrapped(text: str, indent: str = "", first: str | None = None) -> str:
+    """Wrap a paragraph in lines of `WIDTH`.
+
+    Args:
+        indent: before each line.
+        first: before the first line; None is `indent`.
+    """
+    head = indent if first is None else first
+    if text.isascii():
+        return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+    lines, line, used = [], head, columns_of(head)
+    for word in _words(text):
+        size = columns_of(word.rstrip())
+        if used + size > WIDTH and word[0] not in _CLOSING and line.strip():
+            lines.append(line.rstrip())
+            line, used, word = indent, columns_of(indent), word.lstrip()
+        line += word
+        used += columns_of(word)
+    return "\n".join([*lines, line.rstrip()])
+
+
+def _words(text: str) -> Iterator[str]:
+    """Split into what stays together: words of other scripts with their space, and single Chinese characters."""
+    for match in re.finditer(r"[^\s\u2e80-\uffef]+\s*|[\u2e80-\uffef]\s*|\s+", text):
+        yield match[0]

@@ -13,15 +13,13 @@ from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.cost import Effect, Weighed
 from megatune.plan.explain.ground import Ground
 from megatune.plan.explain.words import Words
-from megatune.plan.pages.units import bytes_unit
-from megatune.plan.pages.wording import percent, seconds
-from megatune.plan.pages.words import layout_words
+from megatune.plan.pages.words import bytes_unit, layout_words, percent, seconds
 
 _HARDLY_BYTES, _HARDLY_TIME = 2**20, 0.0005
 
 
 def ground_line(ground: Ground, words: Words) -> str:
-    """The case: model, machines, layout, and the rows of a step."""
+    """Name the case: model, machines, layout, and the rows of a step."""
     assert ground.case is not None
     case = ground.case
     text = words.ground.format(
@@ -32,7 +30,7 @@ def ground_line(ground: Ground, words: Words) -> str:
 
 
 def cost_lines(info: SettingInfo, weighed: Weighed | None, grounds: list[Ground], words: Words) -> Iterator[str]:
-    """What the setting costs: the case, the value now, and other values against it."""
+    """Say what the setting costs: the case, the value now, and other values against it."""
     if weighed is None:
         yield words.not_planned.format(why=grounds[0].why_not)
         return
@@ -58,7 +56,7 @@ def cost_lines(info: SettingInfo, weighed: Weighed | None, grounds: list[Ground]
 
 
 def against_words(effect: Effect, value: Any, words: Words) -> str:
-    """An effect against what else the setting could be."""
+    """Put an effect against what else the setting could be."""
     other = shown(value)
     if effect.beside:
         other += words.parentheses.format(words.beside.format(changes=written(effect.beside)))
@@ -67,7 +65,7 @@ def against_words(effect: Effect, value: Any, words: Words) -> str:
 
 
 def effect_words(effect: Effect, words: Words) -> str:
-    """An effect in a line: memory, time, what else had to change, and whether it fits."""
+    """Put an effect in a line: memory, time, what else had to change, and whether it fits."""
     memory = words.no_memory
     if abs(effect.memory) >= _HARDLY_BYTES:
         memory = words.memory.format(change=signed_bytes(effect.memory))

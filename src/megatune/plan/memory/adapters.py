@@ -58,9 +58,9 @@ def num_trained_parameters(model: PlannedModel, trainable: Trainable) -> int:
         len(layers_of(weight, architecture)) * _num_trained(weight, architecture, trainable)
         for weight in FAMILIES[architecture.model_type].weight_map(architecture)
     )
-    if model.vision is not None and trainable.kind == "full":
-        trained += 0 if trainable.freeze_vision_tower else model.vision.num_parameters
-        trained += 0 if trainable.freeze_multi_modal_projector else model.vision.num_projector_parameters
+    if model.architecture.vision is not None and trainable.kind == "full":
+        trained += 0 if trainable.freeze_vision_tower else model.architecture.vision.num_parameters
+        trained += 0 if trainable.freeze_multi_modal_projector else model.architecture.vision.num_projector_parameters
     return trained
 
 

@@ -37,7 +37,7 @@ def vision_memory(shapes: Shapes, images: Images) -> Memory:
     layer = memory_of(vision_layer(shapes, images))
     if not images.tower_trained:
         layer = Memory(0, layer.kept, 0)
-    return chain((repeat(layer, images.tower.num_layers), projectors(shapes, images).memory))
+    return chain((repeat(layer, images.tower.depth), projectors(shapes, images).memory))
 
 
 def _branch(shapes: Shapes, branch: Branch, inner: Memory, modules: tuple[str, ...]) -> Memory:

@@ -177,11 +177,11 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 
 def _vision(model: PlannedModel, trainable: Trainable) -> Iterator[HeldParameter]:
     """Encoder and projectors, each as one parameter: whole on every rank of the first stage."""
-    if model.vision is None:
+    if model.architecture.vision is None:
         return
     full = trainable.kind == "full"
-    yield HeldParameter(model.vision.num_parameters, trained=full and not trainable.freeze_vision_tower)
-    projectors = model.vision.num_projector_parameters
+    yield HeldParameter(model.architecture.vision.num_parameters, trained=full and not trainable.freeze_vision_tower)
+    projectors = model.architecture.vision.num_projector_parameters
     yield HeldParameter(projectors, trained=full and not trainable.freeze_multi_modal_projector)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatune.plan.case import Case, VisionTower
+from megatune.architecture import Vision
+from megatune.plan.case import Case
 from megatune.plan.operators.linear import elementwise, linear_work
 from megatune.plan.operators.operator import Attention, Memory, Operator
 from megatune.plan.operators.shapes import Shapes
@@ -30,7 +31,7 @@ class Images:
         tower_trained, projector_trained: whether they have gradients.
     """
 
-    tower: VisionTower
+    tower: Vision
     tokens: int
     tokens_of_image: int
     tower_trained: bool
@@ -44,7 +45,7 @@ class Images:
 
 def images_of(case: Case) -> Images | None:
     """What a micro-batch has of images; None where nothing."""
-    tower, trainable = case.model.vision, case.trainable
+    tower, trainable = case.model.architecture.vision, case.trainable
     if tower is None or not case.image_tokens:
         return None
     full = trainable.kind == "full"
@@ -60,7 +61,7 @@ def images_of(case: Case) -> Images | None:
 def vision_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
     """One layer of the tower. What is frozen keeps nothing, and holds a layer's tensors while it computes."""
     tower, size, patches = images.tower, shapes.size, images.tokens * images.merged
-    width, ffn = tower.hidden_size, tower.ffn_hidden_size
+    width, ffn = tower.hidden_size, tower.intermediate_size
     up = 2 * ffn if tower.gated else ffn
     hidden, inner = patches * width * size, patches * ffn * size
 
@@ -73,7 +74,7 @@ def vision_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
     # The peak is at the gradients of the widest operator: its output's, and its input's.
     layer = (
         product(Memory(2 * hidden), 3 * width, width),
-        Operator("vision", Memory(4 * hidden + 4 * patches * tower.num_attention_heads), attention, attention, 3),
+        Operator("vision", Memory(4 * hidden + 4 * patches * tower.num_heads), attention, attention, 3),
         product(Memory(0), width, width),
         product(Memory(2 * hidden), up, width),
         product(Memory(inner * (4 if tower.gated else 2), 2 * inner + hidden, 2 * inner + hidden), width, ffn),

@@ -9,9 +9,8 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import shown
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS
-from megatune.plan.pages.layouts import wrapped
-from megatune.plan.pages.units import Unit, bytes_unit, columns, seconds_unit
-from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS
+from megatune.plan.pages.tables import wrapped
+from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, Unit, bytes_unit, columns, seconds_unit
 from megatune.plan.time.estimate import TIME_PARTS
 
 # Settings whose difference explains a part's.
@@ -33,7 +32,7 @@ _WORTH_SAYING = 0.02  # of the step
 
 
 def changed_settings(mine: Estimate, other: Estimate) -> dict[str, tuple[object, object]]:
-    """Keys of layout, batch and recomputation that differ -> both values."""
+    """Return the keys of layout, batch and recomputation that differ, with both values."""
     changed = {}
     for group in ("parallel", "batch", "recompute"):
         first, second = getattr(mine.case.settings, group), getattr(other.case.settings, group)
@@ -45,7 +44,7 @@ def changed_settings(mine: Estimate, other: Estimate) -> dict[str, tuple[object,
 
 
 def _effective(recompute: RecomputeSettings) -> dict[str, object]:
-    """What the settings of recomputation come to: null is one of the values, and what is not recomputed is nothing."""
+    """Return what the settings of recomputation amount to: null is one of the values."""
     full = recompute.recompute_granularity == "full"
     block = full and recompute.recompute_method == "block"
     return {
@@ -56,7 +55,7 @@ def _effective(recompute: RecomputeSettings) -> dict[str, object]:
 
 
 def comparison_lines(mine: Estimate, better: Estimate, width: int = 80) -> Iterator[str]:
-    """What to write, both plans next to each other, and the largest reasons."""
+    """Print what to write, both plans next to each other, and the largest reasons."""
     changed = changed_settings(mine, better)
     yield from (f"  {key}: {shown(after)}" for key, (_, after) in changed.items())
     yield "Why, part by part:"
@@ -66,24 +65,21 @@ def comparison_lines(mine: Estimate, better: Estimate, width: int = 80) -> Itera
     for part in (*TIME_PARTS, "total"):
         first, second = getattr(mine.time, part), getattr(better.time, part)
         if first or second:
-            name = f"{TIME_WORDS.get(part, 'step')}, {unit.name}"
-            rows.append([name, unit.of(first), unit.of(second), _change(unit, first, second)])
+            rows.append(_row(TIME_WORDS.get(part, "step"), unit, first, second))
     for part in (*MEMORY_PARTS, "total"):
         first, second = getattr(mine.fullest, part), getattr(better.fullest, part)
         if abs(second - first) >= 0.1 * memory.size or part == "total":
-            name = f"{MEMORY_WORDS.get(part, 'fullest rank')}, {memory.name}"
-            rows.append([name, memory.of(first), memory.of(second), _change(memory, first, second)])
+            rows.append(_row(MEMORY_WORDS.get(part, "fullest rank"), memory, first, second))
     yield from ("  " + line for line in columns(rows))
     for reason in _reasons(mine, better, changed):
         yield from wrapped(reason, width - 2)  # arrows are two characters in ASCII
 
 
 def _reasons(mine: Estimate, better: Estimate, changed: dict[str, tuple[object, object]]) -> Iterator[str]:
-    """The parts that change most, each with the settings behind it."""
+    """Name the parts that change most, each with the settings behind it."""
     unit = seconds_unit(max(mine.time.total, better.time.total))
     gains = {part: getattr(mine.time, part) - getattr(better.time, part) for part in TIME_PARTS}
-    told = sorted(gains, key=lambda part: -abs(gains[part]))[:_MOST_REASONS]
-    for part in told:
+    for part in sorted(gains, key=lambda part: -abs(gains[part]))[:_MOST_REASONS]:
         if abs(gains[part]) < _WORTH_SAYING * mine.time.total:
             continue
         causes = [
@@ -96,8 +92,7 @@ def _reasons(mine: Estimate, better: Estimate, changed: dict[str, tuple[object, 
         yield f"{TIME_WORDS[part]} {does} {unit.with_name(abs(gains[part]))}{why}"
 
 
-def _change(unit: Unit, first: float, second: float) -> str:
+def _row(name: str, unit: Unit, first: float, second: float) -> list[str]:
     change = second - first
-    if abs(change) < 0.005 * unit.size:
-        return "0.00"
-    return f"{'+' if change > 0 else ''}{unit.of(change)}"
+    text = "0.00" if abs(change) < 0.005 * unit.size else f"{'+' if change > 0 else ''}{unit.of(change)}"
+    return [f"{name}, {unit.name}", unit.of(first), unit.of(second), text]

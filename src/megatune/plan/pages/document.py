@@ -1,32 +1,79 @@
-"""A plan as one JSON document: bytes, seconds, and the settings as a file has them."""
+"""A plan as one JSON document, and what every plan takes for granted."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.plan.answer import Answer
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.estimate import MEMORY_PARTS
-from megatune.plan.pages.assumptions import standing_notes
-from megatune.plan.pages.words import layout_words
+from megatune.plan.memory.workspace import COMMUNICATOR, CONTEXT, CPU_PROCESS
+from megatune.plan.pages.words import bytes_unit, count, layout_words
 from megatune.plan.question import Question
+from megatune.plan.routing import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.schedule import bubble_share
 from megatune.plan.search import SearchResult
 from megatune.plan.time.estimate import TIME_PARTS
 
-_GROUPS = ("parallel", "batch", "recompute")
+
+def standing_notes(question: Question) -> Iterator[str]:
+    """List what every plan takes for granted, and what this one cannot be trained with."""
+    machine = question.machine
+    device, dtype = machine.device, question.settings.precision.params_dtype
+    unit = bytes_unit(device.memory)
+    yield (
+        f"{device.name}: {unit.with_name(device.memory)} can be used, {device.flops[dtype] / 1e12:,.4g} TFLOP/s in "
+        f"{dtype}, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
+    )
+    yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
+    if device.generation == "cpu":
+        yield f"framework: a process takes {_mib(CPU_PROCESS)} before it makes a model"
+    else:
+        yield (
+            f"framework: a CUDA context with its libraries takes {_mib(CONTEXT)}; communication buffers: NCCL takes "
+            f"{_mib(COMMUNICATOR)} for each group of more than one rank; neither was measured"
+        )
+    yield "fragments of freed memory are not counted"
+    if (moe := question.model.architecture.moe) is not None:
+        # By an example: of the settings' own expert-parallel ranks, or of eight.
+        own, balanced = question.settings.parallel.expert_model_parallel_size, is_balanced(question.settings)
+        ranks = own if own > 1 else math.gcd(8, moe.num_experts)
+        settings = with_settings(question.settings, {"parallel.expert_model_parallel_size": ranks})
+        variation, other = BALANCED_VARIATION, FREE_VARIATION
+        where = f"{other:.0%} where nothing balances them"
+        if not balanced:
+            variation, where = other, f"{variation:.0%} where something balances them"
+        yield (
+            f"expert imbalance: an expert's tokens vary by {variation:.0%} of their mean ({where}), so the fullest of "
+            f"{ranks} expert-parallel ranks has {expert_imbalance(settings, moe):.2f} times an even share"
+        )
+    if runs := machine.calibration.num_runs:
+        yield f"efficiencies are fitted to {count(runs, 'run')} on this device"
+    else:
+        yield ("efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them")
+    if question.trainable.kind == "lora":
+        yield "LoRA can be planned, and not trained yet"
+    if question.model.architecture.vision is not None:
+        yield "vision-language models can be planned, and not trained yet"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def estimate_document(estimate: Estimate) -> dict[str, Any]:
-    """One plan: memory in bytes by stage and part, seconds by part."""
+    """Return one plan: memory in bytes by stage and part, seconds by part."""
     case, time = estimate.case, estimate.time
     settings = {
         LLAMAFACTORY.key_of(f"{group}.{name}"): getattr(getattr(case.settings, group), name)
-        for group in _GROUPS
+        for group in ("parallel", "batch", "recompute")
         for name in type(getattr(case.settings, group)).model_fields
     }
     return {
@@ -41,15 +88,10 @@ def estimate_document(estimate: Estimate) -> dict[str, Any]:
         "fullest_stage": estimate.fullest.stage,
         "fullest_bytes": estimate.fullest.total,
         "stages": [
-            {
-                "stage": stage.stage,
-                "num_layers": stage.num_layers,
-                **{part: getattr(stage, part) for part in MEMORY_PARTS},
-                "total": stage.total,
-            }
+            {name: getattr(stage, name) for name in ("stage", "num_layers", *MEMORY_PARTS, "total")}
             for stage in estimate.stages
         ],
-        "seconds": {**{part: getattr(time, part) for part in TIME_PARTS}, "total": time.total},
+        "seconds": {name: getattr(time, name) for name in (*TIME_PARTS, "total")},
         "uncertainty": time.uncertainty,
         "bubble_share": bubble_share(time.chunks, case.num_micro_batches),
         "tokens": time.tokens,
@@ -61,7 +103,7 @@ def estimate_document(estimate: Estimate) -> dict[str, Any]:
 
 
 def search_document(result: SearchResult, top: int) -> dict[str, Any]:
-    """What a search found."""
+    """Return what a search found."""
     return {
         "num_considered": result.num_considered,
         "ranked": [estimate_document(estimate) for estimate in result.ranked[:top]],
@@ -72,9 +114,9 @@ def search_document(result: SearchResult, top: int) -> dict[str, Any]:
     }
 
 
-def document(question: Question, found: Answer, top: int) -> str:
-    """The whole answer; numbers in bytes and seconds."""
-    machine = question.machine
+def document(found: Answer, top: int) -> str:
+    """Return the whole answer; numbers in bytes and seconds."""
+    question, machine = found.question, found.question.machine
     content = {
         "model": {
             "name": question.model.name,

@@ -1,39 +1,41 @@
-"""How layouts, parts and machines are called on every page."""
+"""Numbers, layouts, parts and machines, as every page writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.plan.case import Case
+from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
+from megatune.plan.memory import StageMemory
 from megatune.plan.memory.adapters import num_trained_parameters
-from megatune.plan.pages.units import amount, count
-from megatune.plan.question import Question
+from megatune.plan.memory.estimate import MEMORY_PARTS
 
-MEMORY_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "master_weights": "master weights (fp32)",
-    "optimizer_state": "optimizer state",
-    "activations": "activations",
-    "logits_and_loss": "logits and loss",
-    "communication": "communication buffers",
-    "expert_imbalance": "expert imbalance",
-    "framework": "framework",
+if TYPE_CHECKING:
+    from megatune.plan.question import Question
+
+# What a file or a narrow encoding may not show.
+_PLAIN = str.maketrans(
+    {"×": "x", "·": "-", "±": "+/-", "→": "->", "█": "#", "▏": "|", "─": "-", "…": "...", "≤": "<=", "–": "-"}
+)
+
+
+# Of each part, in a sentence and at the head of a narrow column.
+_PARTS = {
+    "weights": ("weights", "weights"),
+    "gradients": ("gradients", "grads"),
+    "master_weights": ("master weights (fp32)", "master"),
+    "optimizer_state": ("optimizer state", "optim"),
+    "activations": ("activations", "activ"),
+    "logits_and_loss": ("logits and loss", "logits"),
+    "communication": ("communication buffers", "comm"),
+    "expert_imbalance": ("expert imbalance", "uneven"),
+    "framework": ("framework", "frame"),
 }
-
-# Heads of narrow columns.
-SHORT_MEMORY_WORDS = {
-    "weights": "weights",
-    "gradients": "grads",
-    "master_weights": "master",
-    "optimizer_state": "optim",
-    "activations": "activ",
-    "logits_and_loss": "logits",
-    "communication": "comm",
-    "expert_imbalance": "uneven",
-    "framework": "frame",
-}
-
+MEMORY_WORDS = {part: words for part, (words, _) in _PARTS.items()}
+SHORT_MEMORY_WORDS = {part: word for part, (_, word) in _PARTS.items()}
 TIME_WORDS = {
     "compute": "computing",
     "recompute": "recomputing",
@@ -46,6 +48,129 @@ TIME_WORDS = {
     "overhead": "overhead",
 }
 
+
+class Unit(NamedTuple):
+    """A unit in which the numbers of one table are written."""
+
+    name: str
+    size: float
+
+    def of(self, number: float) -> str:
+        """Write three digits or more, the unit left to the table's head."""
+        value = number / self.size
+        size = abs(value)
+        if 0 < size < 0.005:
+            return "<0.01" if value > 0 else ">-0.01"
+        return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+    def with_name(self, number: float) -> str:
+        return f"{self.of(number)} {self.name}"
+
+
+GIB = Unit("GiB", 2**30)
+
+
+def bytes_unit(largest: float) -> Unit:
+    """Return the unit in which the largest of some byte counts reads best; GiB from a tenth of one on."""
+    return GIB if largest >= 0.1 * 2**30 else Unit("MiB", 2**20) if largest >= 0.1 * 2**20 else Unit("KiB", 2**10)
+
+
+def seconds_unit(largest: float) -> Unit:
+    """Return the unit in which the largest of some durations reads best."""
+    return Unit("s", 1) if largest >= 2 else Unit("ms", 1e-3)
+
+
+def amount(number: float) -> str:
+    """Write a large number: 8.03 B, 596 M, 12.3 k."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {suffix}" if number < 1000 * size else f"{number / size:,.0f} {suffix}"
+    return f"{number:g}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time in the unit that a person would use: 45 s, 12 min, 3.4 hours, 5.2 days."""
+    for name, size in (("days", 86400), ("hours", 3600), ("min", 60)):
+        if seconds >= (1.5 if name != "min" else 2) * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def count(number: int, noun: str) -> str:
+    """Write a count with its noun: 1 stage, 4 stages."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,), gap: str = "  ") -> Iterator[str]:
+    """Align rows under each other, numbers to the right.
+
+    Args:
+        left: columns of words, aligned at their left.
+    """
+    rows, left = list(rows), frozenset(left)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield gap.join(cells).rstrip()
+
+
+def plain(text: str) -> str:
+    """Return the text in ASCII."""
+    return text.translate(_PLAIN).encode("ascii", "replace").decode("ascii")
+
+
+def size(num_bytes: float) -> str:
+    """Write bytes: 23.4 GiB, 512 MiB."""
+    return bytes_unit(abs(num_bytes)).with_name(num_bytes)
+
+
+def seconds(value: float) -> str:
+    """Write a time with its unit, two digits: 85 ms, 1.9 s, 132 s."""
+    if value < 0.0995:
+        return f"{value * 1000:.2g} ms"
+    return f"{value:#.2g} s" if value < 9.95 else f"{value:,.0f} s"
+
+
+def percent(share: float) -> str:
+    """Write a share, 0 to 1: 12 %."""
+    return f"{share * 100:.0f} %" if abs(share) >= 0.0095 else f"{share * 100:.1g} %"
+
+
+def change(ratio: float, more: str, less: str, same: str) -> str:
+    """Write a ratio in words: `26 % slower`; beyond the double `2.6 times slower`."""
+    if 0.995 < ratio < 1.005:
+        return same
+    if ratio >= 2:
+        return f"{ratio:.1f} times {more}"
+    return f"{percent(abs(ratio - 1))} {more if ratio > 1 else less}"
+
+
+def fullest(planned: Estimate) -> str:
+    """Hold the fullest stage against the device: `23.4 of 79.2 GiB`, with its number where there are several."""
+    stage, memory = planned.fullest, planned.case.machine.device.memory
+    unit = bytes_unit(stage.total)
+    which = f" {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else ""
+    return f"{'fullest stage' if which else 'memory'}{which}: {unit.of(stage.total)} of {unit.of(memory)} {unit.name}"
+
+
+def parts(stage: StageMemory) -> str:
+    """Write what a stage holds of 1 % or more: `weights 3.8, gradients 7.6, …`, in the total's unit."""
+    unit = bytes_unit(stage.total)
+    sizes = {part: getattr(stage, part) for part in MEMORY_PARTS}
+    return ", ".join(
+        f"{MEMORY_WORDS[part]} {unit.of(held)}" for part, held in sizes.items() if held >= 0.01 * stage.total
+    )
+
+
+def largest_part(stage: StageMemory) -> tuple[str, int]:
+    """Return the part that takes most, in words, and its bytes."""
+    part = max(MEMORY_PARTS, key=lambda part: getattr(stage, part))
+    return MEMORY_WORDS[part], getattr(stage, part)
+
+
 _MODULES = {
     "core_attn": "attn",
     "layernorm": "norm",
@@ -56,7 +181,7 @@ _MODULES = {
 
 
 def layout_words(case: Case) -> str:
-    """Every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 dp4."""
+    """Name every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 dp4."""
     parallel = case.settings.parallel
     sizes = parallel.sizes(case.world_size)
     etp = parallel.expert_tensor_size
@@ -67,7 +192,7 @@ def layout_words(case: Case) -> str:
 
 
 def recompute_words(recompute: RecomputeSettings) -> str:
-    """none, full, block 8, or the modules of selective recomputation."""
+    """Write none, full, block 8, or the modules of selective recomputation."""
     if recompute.recompute_granularity == "full":
         if recompute.recompute_method == "block":
             return f"block {recompute.recompute_num_layers or 'all'}"
@@ -77,7 +202,7 @@ def recompute_words(recompute: RecomputeSettings) -> str:
 
 
 def machine_words(machine: Machine, world_size: int) -> str:
-    """32 × a100-80g: 4 nodes of 8, nvlink-3 inside, ib-200 between."""
+    """Write 32 × a100-80g: 4 nodes of 8, nvlink-3 inside, ib-200 between."""
     device, per_node = machine.device, machine.gpus_per_node
     if device.generation == "cpu":
         return f"{count(world_size, 'process')[:-1] + 'es' if world_size > 1 else '1 process'} on this machine's CPU"
@@ -89,39 +214,33 @@ def machine_words(machine: Machine, world_size: int) -> str:
     return f"{world_size:,} × {device.name}: {nodes:,} nodes{within}, {machine.network.name} between"
 
 
-# A dtype that the device computes this many times as fast is worth a word.
-_WORTH_SAYING = 1.5
-
-
 def slow_precision(question: Question) -> str:
-    """What to write where the device computes much faster in another precision; "" where it does not."""
+    """Say what to write where the device computes much faster in another precision; "" where it does not."""
     device, dtype = question.machine.device, question.settings.precision.params_dtype
     best = max(("bfloat16", "float16"), key=lambda each: device.flops.get(each, 0.0))
     if dtype not in device.flops or best not in device.flops:
         return ""
     ratio = device.flops[best] / device.flops[dtype]
     key = "bf16" if best == "bfloat16" else "fp16"
-    return f"({key}: true computes {ratio:.3g} times as fast on this device)" if ratio >= _WORTH_SAYING else ""
+    return f"({key}: true computes {ratio:.3g} times as fast on this device)" if ratio >= 1.5 else ""
 
 
 def trained_words(case: Case) -> str:
-    """What is trained, and in which precision."""
+    """Say what is trained, and in which precision."""
     trainable = case.trainable
     if trainable.kind == "lora":
         text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_target)}"
     else:
         text = "full fine-tuning"
-    if case.model.vision is not None:
-        frozen = [
-            name
-            for name, is_frozen in (
-                ("vision tower", trainable.freeze_vision_tower),
-                ("projector", trainable.freeze_multi_modal_projector),
-                ("language model", trainable.freeze_language_model),
-            )
-            if is_frozen
-        ]
-        text += f", frozen: {', '.join(frozen)}" if frozen else ""
-    if trainable.kind == "lora" or case.model.vision is not None:
+    has_vision = case.model.architecture.vision is not None
+    if has_vision:
+        parts = {
+            "vision tower": trainable.freeze_vision_tower,
+            "projector": trainable.freeze_multi_modal_projector,
+            "language model": trainable.freeze_language_model,
+        }
+        frozen = ", ".join(name for name, is_frozen in parts.items() if is_frozen)
+        text += f", frozen: {frozen}" if frozen else ""
+    if trainable.kind == "lora" or has_vision:
         text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

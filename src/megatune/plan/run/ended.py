@@ -1,16 +1,19 @@
-"""How a run ended, by what its launcher or its ranks left in OUTPUT/launch."""
+"""How a run ended, and what can be said of one whose plan is not there or cannot be read."""
 
 from __future__ import annotations
 
 import json
+import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatune.errors import ExitCode, Finding
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.pages.words import seconds, size
+from megatune.plan.run.record import PLAN_NAME, read_rank_memory
 
-_OUT_OF_MEMORY_KILL = "out-of-memory killer"
 _KINDS = ("error", "unavailable", "collective")  # what started the others first
 
 
@@ -34,7 +37,7 @@ class Ended:
 
 
 def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
-    """By report.json, or where torchrun started the ranks by what they noted themselves.
+    """Read report.json, or where torchrun started the ranks by what they noted themselves.
 
     Args:
         launch: OUTPUT/launch.
@@ -46,7 +49,7 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
         exit_code, rank, trace = int(report["exit_code"]), report["culprit"], str(report["traceback"])
     except (OSError, ValueError, LookupError, TypeError):
         return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
-    killed = any(_OUT_OF_MEMORY_KILL in each.why and "main memory" in each.why for each in said)
+    killed = any("out-of-memory killer" in each.why and "main memory" in each.why for each in said)
     return Ended(
         exit_code=exit_code,
         rank=rank,
@@ -57,7 +60,7 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
 
 
 def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
-    """Of each rank that noted one (`launch.failure.Failure`): how likely it started the others, when, and what."""
+    """Yield of each rank that noted one (`launch.failure.Failure`) how likely it was the first, when, and what."""
     for path in launch.glob("rank-*.error.json"):
         try:
             noted = json.loads(path.read_text(encoding="utf-8"))
@@ -78,3 +81,57 @@ def _of_rank(noted: dict[str, Any]) -> Ended:
         place = f"at step {step}" if step else "before the first step"
         what = f"rank {rank} on host {noted['host']} {verb} {place} ({noted['phase']}): {noted['summary']}"
     return Ended(exit_code, rank, what, out_of_memory, str(noted["traceback"]))
+
+
+def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
+    """Say how the run in `folder` ended, what it measured, why there is no plan to compare with, and what can be done.
+
+    Args:
+        folder: an output_dir with a run.yaml.
+        error: what reading its plan raised.
+    """
+    ended = how_it_ended(folder / "launch")
+    endings: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
+    what = f"{folder}: {ended.what or endings.get(ended.exit_code, 'how it ended is not noted')}"
+    peaks = [each.peak for each in read_rank_memory(folder / "launch")]
+    measured = [*_step(folder), *([size(max(peaks))] if any(peaks) else [])]
+    if measured:
+        what += f"; it took {' and '.join(measured)}"
+    fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start notes its plan"
+    settings = (folder / "run.yaml").read_text(encoding="utf-8", errors="replace")
+    if re.search(r"^memory_check: *[\"']?(off|false)\b", settings, re.MULTILINE):
+        end, why = "nothing was planned for it", "memory_check: off plans nothing"
+        fix += ", with memory_check: error or warn"
+    elif not (folder / PLAN_NAME).is_file():
+        end, why = "nothing was planned for it", f"there is no {PLAN_NAME} in {folder}"
+    else:
+        end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
+    return MegatuneError(Finding(f"{what}; {end}", why=why, fix=fix), ExitCode.INPUT)
+
+
+def _step(folder: Path) -> list[str]:
+    steps = [each for each in metrics(folder) if "grad_norm" in each]
+    try:
+        return [f"{seconds(statistics.median(each['seconds'] / each['num_steps'] for each in steps))} a step"]
+    except (LookupError, TypeError, ArithmeticError, statistics.StatisticsError):
+        return []
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read the lines of the newest process in metrics.jsonl."""
+    try:
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    records: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        # The clock of a process begins anew.
+        if records and record.get("elapsed_seconds", 0) < records[-1].get("elapsed_seconds", 0):
+            records = []
+        if "elapsed_seconds" in record:
+            records.append(record)
+    return records

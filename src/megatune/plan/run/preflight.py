@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatune.architecture import Architecture
 from megatune.config.load import Loaded
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -17,8 +16,8 @@ from megatune.plan.changes.fixes import savings, searched
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
-from megatune.plan.pages.wording import fullest, largest_part, parts, percent, seconds, size
-from megatune.plan.pages.words import layout_words
+from megatune.plan.memory.uncertainty import least_and_most
+from megatune.plan.pages.words import fullest, largest_part, layout_words, parts, percent, seconds, size
 from megatune.plan.run.warnings import warnings
 
 _SEARCHED = 256  # processes up to which a search for another layout takes no time to speak of
@@ -75,31 +74,33 @@ def preflight(
     settings = loaded.settings
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
         return Preflight(settings=settings)
-    planned = estimate(_case(settings, str(path), architecture, world_size, machine))
+    model, trainable = PlannedModel(name=str(path), architecture=architecture), settings.model.finetuning_type
+    planned = estimate(
+        Case(
+            model=model,
+            settings=settings,
+            world_size=world_size,
+            machine=machine,
+            trainable=Trainable(kind=trainable),
+        )
+    )
     if planned.fits:
         said: Iterable[str] = warnings(planned, idle_gpus)
     else:
         finding = too_large(planned)
-        if settings.run.memory_check == "error":
+        if may_fit(planned):
+            said = [str(finding)]
+        elif settings.run.memory_check == "error":
             raise MegatuneError(finding, ExitCode.SETTINGS)
-        said = [f"{finding.what}; memory_check: warn lets it start"]
+        else:
+            said = [f"{finding.what}; memory_check: warn lets it start"]
     return Preflight(
         settings=settings, planned=planned, lines=(*plan_lines(planned), *(f"warning    {each}" for each in said))
     )
 
 
-def _case(settings: Settings, name: str, architecture: Architecture, world_size: int, machine: Machine) -> Case:
-    return Case(
-        model=PlannedModel(name=name, architecture=architecture),
-        settings=settings,
-        world_size=world_size,
-        machine=machine,
-        trainable=Trainable(kind=settings.model.finetuning_type),
-    )
-
-
 def plan_lines(planned: Estimate) -> tuple[str, str]:
-    """Layout and batch, and below them memory and time."""
+    """Return layout and batch, and below them memory and time."""
     case, time = planned.case, planned.time
     runs = case.machine.calibration.num_runs
     fitted = f", fitted to {runs} run{'s' * (runs > 1)}" if runs else ""
@@ -113,22 +114,24 @@ def plan_lines(planned: Estimate) -> tuple[str, str]:
 
 
 def longest_row(planned: Estimate) -> int:
-    """Tokens of the longest rows that fit, with everything else as it is; 0 where hardly any do."""
+    """Return the tokens of the longest rows that fit, with everything else as it is; 0 where hardly any do."""
     multiple = math.lcm(planned.case.settings.parallel.sequence_multiple, _ROW_STEP)
 
-    def fits(count: int) -> bool:
+    def is_too_long(count: int) -> bool:
         settings = with_settings(planned.case.settings, {"data.cutoff_len": count * multiple})
-        return estimate(replace(planned.case, settings=settings)).fits
+        return not estimate(replace(planned.case, settings=settings)).fits
 
-    # The first count that does not fit, less one.
-    return (
-        bisect.bisect_left(range(1, planned.case.sequence_length // multiple + 1), True, key=lambda n: not fits(n))
-        * multiple
-    )
+    counts = range(1, planned.case.sequence_length // multiple + 1)
+    return multiple * bisect.bisect_left(counts, True, key=is_too_long)
+
+
+def may_fit(planned: Estimate) -> bool:
+    """Whether every rank's bytes are there at the lower end of the plan's uncertainty."""
+    return least_and_most(planned.case, planned.stages)[0] <= planned.case.machine.device.memory
 
 
 def too_large(planned: Estimate) -> Finding:
-    """What is said of a run that cannot fit: the largest part, and the cheapest changes with what they do."""
+    """Say why a planned run cannot fit, or may not: its largest part, and the cheapest changes with what they do."""
     stage, device = planned.fullest, planned.case.machine.device
     name, held = largest_part(stage)
     which = f"stage {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else "each rank"
@@ -148,12 +151,11 @@ def too_large(planned: Estimate) -> Finding:
         lines.append(
             f"        cutoff_len: {longest}, the longest rows that fit: memory is planned for rows of that length"
         )
-    lines += [
-        "        megatune plan searches all layouts for this machine, or for another one",
-        "        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len",
-    ]
-    return Finding(
-        f"this run cannot fit: {which} would hold {size(stage.total)}, and {device.name} has {size(device.memory)}",
-        why=why,
-        fix="\n".join(lines).strip(),
-    )
+    lines.append("        megatune plan searches all layouts for this machine, or for another one")
+    least, most = map(size, least_and_most(planned.case, planned.stages))
+    if may_fit(planned):
+        what = f"this run may not fit: {which} is planned to hold {size(stage.total)}, between {least} and {most}"
+    else:
+        what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
+        lines.append("        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len")
+    return Finding(f"{what}, and {device.name} has {size(device.memory)}", why=why, fix="\n".join(lines).strip())

@@ -1,10 +1,10 @@
-"""OUTPUT/plan.json: what was planned for a run, and what was measured."""
+"""OUTPUT/plan.json: what was planned for a run, what was measured, and how the two compare."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatune.plan.catalogue.devices import Peaks
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
+from megatune.plan.pages.words import seconds, size
 from megatune.plan.time.estimate import TIME_PARTS
 
 PLAN_NAME = "plan.json"
@@ -88,47 +89,42 @@ class RunRecord:
     measured: Measured | None = None
 
     def planned(self) -> Estimate:
-        """For the rows that the settings allow."""
+        """Plan the rows that the settings allow."""
         return estimate(self.case)
 
     def as_trained(self) -> tuple[Estimate, Estimate] | None:
-        """What the planner says of the rows as they were: of memory with the longest, of time with the mean; None
-        where none was trained."""
+        """Plan the rows as they were: memory with the longest, time with the mean; None where none was trained."""
         measured = self.measured
         if measured is None or not measured.longest_row:
             return None
-        longest = estimate(_with_rows(self.case, measured.longest_row, measured.document_tokens))
-        mean = estimate(_with_rows(self.case, math.ceil(measured.row_tokens), measured.document_tokens))
-        return longest, mean
 
+        def planned(tokens: int) -> Estimate:
+            settings = with_settings(self.case.settings, {"data.cutoff_len": tokens})
+            return estimate(replace(self.case, settings=settings, document_length=measured.document_tokens))
 
-def _with_rows(case: Case, tokens: int, document_tokens: float | None) -> Case:
-    return replace(
-        case, settings=with_settings(case.settings, {"data.cutoff_len": tokens}), document_length=document_tokens
-    )
+        return planned(measured.longest_row), planned(math.ceil(measured.row_tokens))
 
 
 def comparable(stage: StageMemory, counted: str) -> int:
-    """Planned bytes of what a measurement counts."""
+    """Return the planned bytes of what a measurement counts."""
     return stage.total - (stage.framework if counted == "allocated" else 0)
 
 
 def fullest_of(memory: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
-    """The rank of each stage that held most, the first stage first."""
+    """Return the rank of each stage that held most, the first stage first."""
     best: dict[int, RankMemory] = {}
-    for each in memory:
-        if each.stage not in best or each.peak > best[each.stage].peak:
-            best[each.stage] = each
+    for each in sorted(memory, key=lambda each: -each.peak):
+        best.setdefault(each.stage, each)
     return tuple(best[stage] for stage in sorted(best))
 
 
 def rank_memory_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank notes its memory, below the folder that its launcher writes in."""
+    """Return where a rank notes its memory, below the folder that its launcher writes in."""
     return run_dir / "memory" / f"rank-{rank}.json"
 
 
 def read_rank_memory(run_dir: Path) -> list[RankMemory]:
-    """What the ranks have noted, by rank; those that noted nothing, or nothing whole, are left out."""
+    """Read what the ranks have noted, by rank; those that noted nothing, or nothing whole, are left out."""
     found = []
     for path in (run_dir / "memory").glob("rank-*.json"):
         try:
@@ -139,12 +135,12 @@ def read_rank_memory(run_dir: Path) -> list[RankMemory]:
 
 
 def dump_records(records: Sequence[RunRecord]) -> str:
-    """The text of a plan.json."""
+    """Return the text of a plan.json."""
     return json.dumps({"format": FORMAT, "runs": [_to_json(record) for record in records]}, indent=1) + "\n"
 
 
 def read_records(path: Path) -> list[RunRecord]:
-    """The processes of a run, the first one first.
+    """Read the processes of a run, the first one first.
 
     Args:
         path: a plan.json, or the folder of a run.
@@ -164,13 +160,8 @@ def read_records(path: Path) -> list[RunRecord]:
             record.planned(), record.as_trained()
         return records
     except FileNotFoundError:
-        raise MegatuneError(
-            Finding(
-                f"there is no {path.name} in {path.parent}",
-                fix="give the output_dir of a run that was planned (memory_check: off notes no plan)",
-            ),
-            ExitCode.INPUT,
-        ) from None
+        fix = "give the output_dir of a run that was planned (memory_check: off notes no plan)"
+        raise MegatuneError(Finding(f"there is no {path.name} in {path.parent}", fix=fix), ExitCode.INPUT) from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
@@ -180,18 +171,17 @@ def read_records(path: Path) -> list[RunRecord]:
 
 
 def _hashable(record: RunRecord) -> RunRecord:
-    """With the peaks in a mapping that answers about a device can be cached by, as in the catalogue."""
+    """Return the record with a device whose peaks can be a key of caches, as in the catalogue."""
     machine = record.case.machine
     device = replace(machine.device, flops=Peaks(machine.device.flops))
     return replace(record, case=replace(record.case, machine=replace(machine, device=device)))
 
 
 def _to_json(record: RunRecord) -> dict[str, Any]:
-    """The record as it is read again, and beside it what it says, for people and scripts."""
-    summary: dict[str, Any] = {"planned": _summary(record.planned())}
-    if (trained := record.as_trained()) is not None:
-        summary["planned_for_longest_row"] = _summary(trained[0])
-        summary["planned_for_mean_row"] = _summary(trained[1])
+    """Return the record as it is read again, and beside it what it says, for people and scripts."""
+    names = ("planned_for_longest_row", "planned_for_mean_row")
+    summaries = {"planned": record.planned(), **dict(zip(names, record.as_trained() or (), strict=False))}
+    summary = {name: _summary(planned) for name, planned in summaries.items()}
     return {**summary, "record": _adapter().dump_python(record, mode="json")}
 
 
@@ -199,10 +189,9 @@ def _summary(planned: Estimate) -> dict[str, Any]:
     return {
         "sequence_length": planned.case.sequence_length,
         "memory_bytes": [
-            {"stage": stage.stage, "total": stage.total, **{part: getattr(stage, part) for part in MEMORY_PARTS}}
-            for stage in planned.stages
+            {name: getattr(stage, name) for name in ("stage", "total", *MEMORY_PARTS)} for stage in planned.stages
         ],
-        "step_seconds": {"total": planned.time.total, **{part: getattr(planned.time, part) for part in TIME_PARTS}},
+        "step_seconds": {name: getattr(planned.time, name) for name in ("total", *TIME_PARTS)},
         "uncertainty": planned.time.uncertainty,
     }
 
@@ -210,3 +199,29 @@ def _summary(planned: Estimate) -> dict[str, Any]:
 @cache
 def _adapter() -> TypeAdapter[RunRecord]:
     return TypeAdapter(RunRecord)
+
+
+def verdict(record: RunRecord) -> Iterator[str]:
+    """Say how the rows as they were came out: `planned 1.9 s a step, was 2.1 s; planned 23.4 GiB, was 22.9 GiB`."""
+    measured, trained = record.measured, record.as_trained()
+    if measured is None or trained is None:
+        return
+    said, rows = [], ""
+    if measured.step_seconds is not None:
+        said.append(f"planned {seconds(trained[1].time.total)} a step, was {seconds(measured.step_seconds)}")
+    if (memory := memory_of(record)) is not None:
+        said.append("planned {}, was {}".format(*map(size, memory)))
+    if trained[0].case.sequence_length != record.case.sequence_length:
+        rows = f" (rows of {measured.row_tokens:,.0f} tokens, {measured.longest_row:,} the longest;"
+        rows += f" {record.case.sequence_length:,} were allowed)"
+    if said:
+        yield f"plan       {'; '.join(said)}{rows}"
+
+
+def memory_of(record: RunRecord) -> tuple[int, int] | None:
+    """Return planned and measured bytes of the fullest rank, as far as the measurement counts them."""
+    measured, trained = record.measured, record.as_trained()
+    if measured is None or trained is None or not measured.stages:
+        return None
+    planned = max(comparable(stage, measured.counted) for stage in trained[0].stages)
+    return planned, max(stage.peak for stage in measured.stages)

@@ -7,17 +7,22 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.fixes import Fix, savings, speedups
-from megatune.plan.estimate import Estimate
 from megatune.plan.memory import StageMemory
-from megatune.plan.pages.wording import parts, percent, seconds, size
-from megatune.plan.pages.words import TIME_WORDS
-from megatune.plan.run.ended import Ended, how_it_ended
-from megatune.plan.run.record import PLAN_NAME, RankMemory, RunRecord, comparable, read_rank_memory, read_records
-from megatune.plan.run.unplanned import metrics, unplanned
-from megatune.plan.run.verdict import verdict
+from megatune.plan.pages.words import TIME_WORDS, parts, percent, seconds, size
+from megatune.plan.run.ended import Ended, how_it_ended, metrics, unplanned
+from megatune.plan.run.record import (
+    PLAN_NAME,
+    RankMemory,
+    RunRecord,
+    comparable,
+    read_rank_memory,
+    read_records,
+    verdict,
+)
 from megatune.plan.time.estimate import TIME_PARTS
 
 _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run counts as slow
@@ -37,7 +42,7 @@ class _Run:
 
 
 def diagnose(folder: str | Path) -> list[str]:
-    """What became of a run, as lines for a terminal.
+    """Say what became of a run, as lines for a terminal.
 
     Args:
         folder: its output_dir.
@@ -47,8 +52,8 @@ def diagnose(folder: str | Path) -> list[str]:
     """
     run = _read(Path(folder))
     if run.ended.out_of_memory:
-        return [*_head(run), *_out_of_memory(run)]
-    return [*_head(run), *verdict(run.record), *_memory_apart(run), *_pace(run)]
+        return [_head(run), *_out_of_memory(run)]
+    return [_head(run), *verdict(run.record), *_memory_apart(run), *_pace(run)]
 
 
 def _read(folder: Path) -> _Run:
@@ -73,26 +78,22 @@ def ran_out_of_memory(folder: Path) -> bool:
     return how_it_ended(folder / "launch").out_of_memory
 
 
-def _head(run: _Run) -> Iterator[str]:
-    """How it ended."""
-    if run.ended.what:
-        yield f"{run.folder}: {run.ended.what}"
-        return
+def _head(run: _Run) -> str:
+    """Say how it ended."""
     said = {
         "finished": "finished",
-        "stopped": "stopped on request; the same command goes on",
+        "stopped": "stopped on request; the same command resumes it",
         "failed": "failed",
         "running": "did not come to an end, or is still running",
     }
-    yield f"{run.folder}: {said[run.record.outcome]}"
+    return f"{run.folder}: {run.ended.what or said[run.record.outcome]}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """Bytes that one kind of thing was planned to take, and took."""
 
     name: str
@@ -105,31 +106,30 @@ class _Share:
 
 
 def _shares(memory: RankMemory, stage: StageMemory, counted: str) -> list[_Share]:
-    """What a rank held, as far as its moments tell kinds apart."""
+    """Split what a rank held, as far as its moments tell kinds apart."""
     state, name = stage.weights + stage.gradients + stage.master_weights, "weights, gradients, master weights"
-    stands = memory.loaded
+    held = memory.loaded
     if memory.stepped:
-        state, name, stands = state + stage.optimizer_state, "weights, gradients, optimizer", memory.stepped
+        state, name, held = state + stage.optimizer_state, "weights, gradients, optimizer", memory.stepped
+    if not held:
+        return []
     if counted == "resident":  # building the model loads libraries, too: nobody can tell the two apart
         state, name = state + stage.framework, f"framework, {name}"
     passing = stage.activations + stage.logits_and_loss + stage.communication + stage.expert_imbalance
-    if not stands:
-        return []
-    return [_Share(name, state, stands), _Share("activations, loss, exchanges", passing, max(0, memory.peak - stands))]
+    return [_Share(name, state, held), _Share("activations, loss, exchanges", passing, max(0, memory.peak - held))]
 
 
 def _table(memory: RankMemory, stage: StageMemory, counted: str) -> Iterator[str]:
-    rows = _shares(memory, stage, counted)
-    rows.append(_Share("all", comparable(stage, counted), memory.peak))
-    for row in rows:
+    for row in (*_shares(memory, stage, counted), _Share("all", comparable(stage, counted), memory.peak)):
         larger = f"  {row.measured / row.planned:.1f} times what was planned" if row.is_larger and row.planned else ""
         yield f"    {row.name:<47} planned {size(row.planned):>9}, was {size(row.measured):>9}{larger}"
 
 
 def _out_of_memory(run: _Run) -> Iterator[str]:
-    """What was there when memory ended, what was larger than planned, and what helps."""
-    planned = _as_it_was(run)
-    counted = run.record.measured.counted if run.record.measured else _counted(planned)
+    """Say what was there when memory ended, what was larger than planned, and what helps."""
+    planned = (run.record.as_trained() or (run.record.planned(),))[0]
+    on_cpu = planned.case.machine.device.generation == "cpu"
+    counted = run.record.measured.counted if run.record.measured else "resident" if on_cpu else "allocated"
     memory = next((each for each in run.memory if each.rank == run.ended.rank), None) or max(
         run.memory, key=lambda each: each.peak, default=None
     )
@@ -147,28 +147,14 @@ def _out_of_memory(run: _Run) -> Iterator[str]:
     if memory is None:
         yield "measured   nothing: it ended before any rank noted what it holds"
     else:
-        yield f"measured   rank {memory.rank}, {_moment(memory)}:"
+        moment = "before the end of its first step" if memory.loaded else "before its model was built"
+        moment = "as last noted, after its first step or later" if memory.stepped else moment
+        yield f"measured   rank {memory.rank}, {moment}:"
         yield from _table(memory, stage, counted)
         yield _reason(memory, stage, device.memory, asked, counted)
     need = max(comparable(stage, counted), (memory.peak if memory else 0) + asked)
     share = memory.peak / need if memory else 0.9
     yield from _listed("helps", savings(planned, room=int(share * min(planned.fullest.total, device.memory))))
-
-
-def _as_it_was(run: _Run) -> Estimate:
-    """The plan for the longest row that was trained, where that is known."""
-    trained = run.record.as_trained()
-    return trained[0] if trained is not None else run.record.planned()
-
-
-def _counted(planned: Estimate) -> str:
-    return "resident" if planned.case.machine.device.generation == "cpu" else "allocated"
-
-
-def _moment(memory: RankMemory) -> str:
-    if memory.stepped:
-        return "as last noted, after its first step or later"
-    return "before the end of its first step" if memory.loaded else "before its model stood"
 
 
 def _reason(memory: RankMemory, stage: StageMemory, available: int, asked: int, counted: str) -> str:
@@ -201,7 +187,7 @@ _DOING = (
 
 
 def _doing(traceback: str) -> str:
-    """What the program was about when it failed, by the names of files and functions; "" where it does not show."""
+    """Tell what the program was about when it failed from the names of files and functions; "" where they do not."""
     frames = re.findall(r'File "[^"]*?([^/"]+)\.py", line \d+, in (\w+)', traceback)
     for file, function in reversed(frames):
         for names, words in _DOING:
@@ -210,17 +196,15 @@ def _doing(traceback: str) -> str:
     return ""
 
 
-_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
 def _failed_allocation(text: str) -> int:
-    """Bytes that the failed allocation asked for, as torch says it; 0 where it does not."""
+    """Return the bytes that the failed allocation asked for, as torch says it; 0 where it does not."""
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[kmgt]ib)", text, re.IGNORECASE)
-    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+    units = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    return int(float(found[1]) * units[found[2].lower()]) if found else 0
 
 
 def _memory_apart(run: _Run) -> Iterator[str]:
-    """Where memory was planned too small, by kind."""
+    """Say where memory was planned too small, by kind."""
     measured, trained = run.record.measured, run.record.as_trained()
     if measured is None or trained is None:
         return
@@ -236,7 +220,7 @@ def _memory_apart(run: _Run) -> Iterator[str]:
 
 
 def _pace(run: _Run) -> Iterator[str]:
-    """Whether it was slow, of what a step consists, what else took time, and what helps."""
+    """Say whether it was slow, of what a step consists, what else took time, and what helps."""
     measured, trained = run.record.measured, run.record.as_trained()
     if measured is None or trained is None or measured.step_seconds is None:
         yield "nothing    was measured: no step came to its end"
@@ -261,7 +245,7 @@ def _pace(run: _Run) -> Iterator[str]:
 
 
 def _beside_steps(run: _Run) -> Iterator[str]:
-    """The share of the time that went into anything but steps: data, evaluation, saving."""
+    """Say what share of the time went into anything but steps: data, evaluation, saving."""
     steps = [each for each in metrics(run.folder) if "grad_norm" in each]
     if len(steps) < 2:
         return

@@ -1,18 +1,19 @@
 """What a run could do better, each with the planner's numbers and the setting to change.
 
-Only what matters is said: a warning's threshold stands beside it. On a CPU, where runs are tried and not paid for,
+Only what matters is said: each check states its threshold. On a CPU, where runs are tried and not paid for,
 nothing is said but that memory is tight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatune.plan.changes.fixes import OVERLAPS, TIGHT, Fix, fix, less_recompute
-from megatune.plan.changes.variation import smaller_micro_batch, written
+from megatune.plan.changes.fixes import OVERLAPS, Changes, Fix, fix, less_recompute
+from megatune.plan.changes.variation import setting_of, smaller_micro_batch, written
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.wording import percent, seconds, size
+from megatune.plan.pages.words import percent, seconds, size
+from megatune.plan.search import TIGHT
 
 # The least share of a step's time, and of the device's memory, that a warning is worth.
 _TIME, _MEMORY = 0.05, 0.01
@@ -21,42 +22,28 @@ _STATE = 0.1  # of the device's memory
 
 
 def warnings(planned: Estimate, idle_gpus: int = 0) -> list[str]:
-    """Everything worth a word, in one sentence or two each.
+    """Return everything worth a word, in one sentence or two each.
 
     Args:
         planned: a run that fits.
         idle_gpus: GPUs of this machine that the run leaves alone.
     """
-    checks: tuple[Callable[[Estimate], Iterator[str]], ...] = (_tight,)
-    if planned.case.machine.device.generation != "cpu":
-        checks = (
-            *checks,
-            lambda each: _idle(each, idle_gpus),
-            _single_precision,
-            _tensor_parallel_across_machines,
-            _no_sequence_parallel,
-            _bubble,
-            _nothing_to_share,
-            _recompute_not_needed,
-            _no_overlap,
-        )
-    return [warning for check in checks for warning in check(planned)]
-
-
-def _tight(planned: Estimate) -> Iterator[str]:
-    """Above 95 % of the device's memory."""
-    share = planned.fullest.total / planned.case.machine.device.memory
+    case = planned.case
+    found, share = [], planned.fullest.total / case.machine.device.memory
     if share > TIGHT:
-        yield f"memory is tight: {percent(share)} of the device's is planned, and the plan may be some percent off"
-
-
-def _idle(planned: Estimate, idle_gpus: int) -> Iterator[str]:
-    if idle_gpus:
-        used = planned.case.world_size
-        yield (
-            f"{idle_gpus} GPUs of this machine are idle: num_processes: {used + idle_gpus} would train on all of them,"
-            " with more rows in a step or fewer gradient_accumulation_steps"
+        found.append(
+            f"memory is tight: {percent(share)} of the device's is planned, and the plan may be some percent off"
         )
+    if case.machine.device.generation == "cpu":
+        return found
+    if idle_gpus:
+        found.append(
+            f"{idle_gpus} GPUs of this machine are idle: num_processes: {case.world_size + idle_gpus} would train on"
+            " all of them, with more rows in a step or fewer gradient_accumulation_steps"
+        )
+    checks = (_single_precision, _tensor_parallel_across_machines, _no_sequence_parallel, _bubble, _nothing_to_share,
+              _recompute_not_needed, _no_overlap)  # fmt: skip
+    return [*found, *(warning for check in checks for warning in check(planned))]
 
 
 def _single_precision(planned: Estimate) -> Iterator[str]:
@@ -72,6 +59,7 @@ def _tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
     """A tensor-parallel group that is not inside one machine, where its exchanges take 5 % of a step or more."""
     case = planned.case
     tp, inside = case.settings.parallel.tensor_model_parallel_size, case.machine.gpus_per_node
+    pp = case.settings.parallel.pipeline_model_parallel_size
     share = planned.time.tensor_parallel / planned.time.total
     if tp == 1 or case.world_size <= inside or inside % tp == 0 or share < _TIME:
         return
@@ -79,25 +67,27 @@ def _tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
         f"tensor_model_parallel_size {tp} goes across machines of {inside}: its exchanges wait for the network,"
         f" {seconds(planned.time.tensor_parallel)} of {seconds(planned.time.total)} a step"
     )
-    parallel, best = case.settings.parallel, None
-    for smaller in (each for each in range(inside, 0, -1) if inside % each == 0 and tp % each == 0):
-        stages = parallel.pipeline_model_parallel_size * tp // smaller
-        changes = {
-            "parallel.tensor_model_parallel_size": smaller,
-            "parallel.pipeline_model_parallel_size": stages,
-            "parallel.sequence_parallel": smaller > 1,
-        }
-        best = _better(best, fix(planned, changes))
+    best = _best(
+        planned,
+        (
+            {
+                "parallel.tensor_model_parallel_size": smaller,
+                "parallel.pipeline_model_parallel_size": pp * tp // smaller,
+                "parallel.sequence_parallel": smaller > 1,
+            }
+            for smaller in range(inside, 0, -1)
+            if inside % smaller == 0 and tp % smaller == 0
+        ),
+    )
     yield said + (f"; {best}" if best is not None else f"; sizes that divide {inside} stay inside")
 
 
-def _better(one: Fix | None, other: Fix | None) -> Fix | None:
-    """The faster of two that fit with something to spare."""
-    if other is None or other.gain <= 0:
-        return one
-    if other.after.fullest.total > TIGHT * other.after.case.machine.device.memory:
-        return one
-    return other if one is None or other.gain > one.gain else one
+def _best(planned: Estimate, candidates: Iterable[Changes]) -> Fix | None:
+    """Return the fastest of the changes that gain time and fit with something to spare."""
+    limit = TIGHT * planned.case.machine.device.memory
+    found = [each for changes in candidates if (each := fix(planned, changes)) is not None]
+    roomy = [each for each in found if each.gain > 0 and each.after.fullest.total <= limit]
+    return max(roomy, key=lambda each: each.gain, default=None)
 
 
 def _no_sequence_parallel(planned: Estimate) -> Iterator[str]:
@@ -106,12 +96,8 @@ def _no_sequence_parallel(planned: Estimate) -> Iterator[str]:
     if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
         return
     better = fix(planned, {"parallel.sequence_parallel": True})
-    if better is not None and (_saves(better) or better.gain >= _TIME):
+    if better is not None and (better.saving >= _MEMORY * planned.case.machine.device.memory or better.gain >= _TIME):
         yield f"tensor parallelism without sequence parallelism keeps whole what could be split: {better}"
-
-
-def _saves(found: Fix) -> bool:
-    return found.saving >= _MEMORY * found.before.case.machine.device.memory
 
 
 def _bubble(planned: Estimate) -> Iterator[str]:
@@ -126,9 +112,7 @@ def _bubble(planned: Estimate) -> Iterator[str]:
     candidates: list[dict[str, Any]] = [smaller_micro_batch(case)]
     if case.settings.parallel.virtual_stages is None:
         candidates += [{"parallel.virtual_pipeline_model_parallel_size": size} for size in (2, 3, 4)]
-    best = None
-    for changes in candidates:
-        best = _better(best, fix(planned, changes))
+    best = _best(planned, candidates)
     if best is not None and best.gain >= _TIME:
         yield f"{few} wait for each other {percent(share)} of a step: {best}"
         return
@@ -150,11 +134,9 @@ def _nothing_to_share(planned: Estimate) -> Iterator[str]:
     whole = stage.master_weights + stage.optimizer_state
     if case.shard_size > 1 or case.world_size == 1 or whole < _STATE * case.machine.device.memory:
         return
-    best = None
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        current = getattr(case.settings.parallel, name)
-        if current % 2 == 0:
-            best = _better(best, fix(planned, {f"parallel.{name}": current // 2}))
+    paths = ("parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size")
+    sizes = {path: setting_of(case.settings, path) for path in paths}
+    best = _best(planned, ({path: size // 2} for path, size in sizes.items() if size % 2 == 0))
     if best is not None and best.gain >= _TIME:
         yield (
             f"there is one replica of the model, so each rank keeps its optimizer's state whole, {size(whole)};"
@@ -164,11 +146,10 @@ def _nothing_to_share(planned: Estimate) -> Iterator[str]:
 
 def _recompute_not_needed(planned: Estimate) -> Iterator[str]:
     """It would fit without, or with less of it, and gain 5 % of the time."""
-    recompute, best = planned.case.settings.recompute, None
+    recompute = planned.case.settings.recompute
     if not recompute.recompute_granularity and not recompute.moe_layer_recompute:
         return
-    for changes in less_recompute(planned.case):
-        best = _better(best, fix(planned, changes))
+    best = _best(planned, less_recompute(planned.case))
     if best is not None and best.gain >= _TIME:
         some = best.after.case.settings.recompute.recompute_granularity is not None
         yield f"{'less recomputation would do' if some else 'recomputation is not needed'}: {best}"

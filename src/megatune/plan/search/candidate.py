@@ -1,7 +1,10 @@
-"""A layout, a batch and a way to recompute, whose memory and time are worked out when they are asked for."""
+"""Layouts whose memory and time are computed when they are asked for, and the frontier of the best."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from megatune.architecture import Architecture
@@ -15,6 +18,8 @@ from megatune.plan.time import StepTime, step_time
 
 # A tight layout is ranked before one that is not only where it is faster by more than this.
 _WORTH_BEING_TIGHT = 1.01
+# Differences below this are within what an estimate is worth.
+_TOLERANCE = 1.02
 
 
 class Candidate:
@@ -68,3 +73,42 @@ def _unlike_stages(parallel: ParallelSettings, architecture: Architecture) -> tu
         for stage in stage_chunks(parallel, architecture)
     ]
     return tuple(stage for stage in range(len(held)) if stage == 0 or held[stage] != held[stage - 1])
+
+
+@dataclass
+class Frontier:
+    """Candidates by bytes of the fullest rank, ascending; their seconds of a step descend."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    _bytes: list[int] = field(default_factory=list)
+
+    def dominates(self, memory: float, seconds: float) -> bool:
+        """Whether one is as small and as fast as this, or misses it by less than 2 %."""
+        position = bisect_right(self._bytes, memory * _TOLERANCE)
+        return position > 0 and self.candidates[position - 1].seconds <= seconds * _TOLERANCE
+
+    def add(self, candidate: Candidate, shortest: float = 0.0) -> None:
+        """Add a candidate that none dominates, and remove what it dominates.
+
+        Args:
+            shortest: seconds that it takes at least; they may spare computing its own.
+        """
+        memory = candidate.bytes
+        before = bisect_right(self._bytes, memory)
+        fastest = self.candidates[before - 1].seconds if before else math.inf
+        if fastest <= shortest or fastest <= candidate.seconds:
+            return
+        seconds = candidate.seconds
+        start = stop = bisect_left(self._bytes, memory)
+        while stop < len(self.candidates) and self.candidates[stop].seconds >= seconds:
+            stop += 1
+        self.candidates[start:stop] = [candidate]
+        self._bytes[start:stop] = [memory]
+
+    def thinned(self) -> list[Candidate]:
+        """Leave out those that another one misses by less than 2 %."""
+        kept: list[Candidate] = []
+        for candidate in reversed(self.candidates):  # the fastest first
+            if not kept or candidate.bytes * _TOLERANCE < kept[-1].bytes:
+                kept.append(candidate)
+        return kept[::-1]

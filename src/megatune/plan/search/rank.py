@@ -9,23 +9,22 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from megatune.config.groups.performance import RecomputeSettings
+from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings
 from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.search import recompute
-from megatune.plan.search.candidate import Candidate
-from megatune.plan.search.fit import fastest_fit
-from megatune.plan.search.frontier import Frontier
+from megatune.plan.search.candidate import Candidate, Frontier
 from megatune.plan.search.refusals import refusals
-from megatune.plan.search.request import Request, SearchResult
-from megatune.plan.search.space import NUM_RESHAPED, Batch, Layout, Space
+from megatune.plan.search.request import SearchRequest, SearchResult
+from megatune.plan.search.space import NUM_RESHAPED, CandidateBatch, CandidateLayout, Space
 from megatune.plan.time import micro_batch_seconds
 
 _NUM_TOO_LARGE = 10
 _ROUNDING = 1 - 1e-9  # keeps a bound below what it bounds, in whatever order its parts are added up
 
 
-def search(request: Request) -> SearchResult:
-    """All layouts of the request's processes that train its model in its global batch.
+def search(request: SearchRequest) -> SearchResult:
+    """Search all layouts of the request's processes that train its model in its global batch.
 
     They are judged in the order of a lower bound of their time: that of the same layout and batch with nothing
     recomputed and no bubble. Once `request.keep` are found, what cannot be faster than the last of them, nor be on the
@@ -55,8 +54,8 @@ class _Point:
     """
 
     space: Space
-    layout: Layout
-    batch: Batch
+    layout: CandidateLayout
+    batch: CandidateBatch
     state: int
     shortest: float
     _made: dict[tuple[int | None, bool], Candidate] = field(default_factory=dict)
@@ -80,22 +79,57 @@ class _Point:
         return self.space.virtual_stages(self.layout, self.batch)
 
     def candidate(self, virtual: int | None, how: RecomputeSettings) -> Candidate:
-        """With nothing or with everything recomputed; the same one every time."""
+        """Return the candidate with nothing or with everything recomputed; the same one every time."""
         key = virtual, how is recompute.FULL
         if key not in self._made:
             self._made[key] = self.space.candidate(self.layout, self.batch, virtual, how)
         return self._made[key]
 
+    def fitting(self, virtual: int | None) -> list[Candidate]:
+        """Return the ways to recompute that fit, and of which one may be the fastest that does."""
+        kept, least = self.candidate(virtual, recompute.NONE), self.candidate(virtual, recompute.FULL)
+        if kept.fits and not kept.is_tight:
+            return [kept]
+        found = [candidate for candidate in (kept, least) if candidate.fits]
+        enough: list[frozenset[str]] = []
+        for how in recompute.selective(self.space.request.model.architecture, self.space.request.settings.experts):
+            modules = frozenset(how.recompute_modules)
+            if any(smaller <= modules for smaller in enough):  # recomputes more than it must
+                continue
+            candidate = self.space.candidate(self.layout, self.batch, virtual, how)
+            if candidate.fits:
+                enough.append(modules)
+                found.append(candidate)
+        if not kept.fits and least.fits and (fewest := self._fewest_layers(virtual, kept, least)) is not None:
+            found.append(fewest)
+        return found
+
+    def _fewest_layers(self, virtual: int | None, kept: Candidate, least: Candidate) -> Candidate | None:
+        """Search for the fewest recomputed layers of each stage that fit; memory falls evenly with each of them."""
+        request = self.space.request
+        chunks = pipeline_chunks(least.case.settings.parallel, request.model.architecture.num_layers)
+        low, high = 0, max(chunk.num_layers for chunk in chunks)
+        more, less, best = kept, least, None
+        while high - low > 1:
+            share = (more.bytes - request.machine.device.memory) / max(more.bytes - less.bytes, 1)
+            number = min(max(low + round(share * (high - low) + 0.5), low + 1), high - 1)
+            candidate = self.space.candidate(self.layout, self.batch, virtual, recompute.block(number))
+            if candidate.fits:
+                high, less, best = number, candidate, candidate
+            else:
+                low, more = number, candidate
+        return best
+
 
 @dataclass
 class _Search:
-    request: Request
+    request: SearchRequest
     space: Space
     ranked: list[Candidate] = field(default_factory=list)
     frontier: Frontier = field(default_factory=Frontier)
     num_considered: int = 0
-    _without_room: list[tuple[int, Layout, Batch]] = field(default_factory=list)
-    _misses: dict[Layout, Candidate] = field(default_factory=dict)
+    _without_room: list[tuple[int, CandidateLayout, CandidateBatch]] = field(default_factory=list)
+    _misses: dict[CandidateLayout, Candidate] = field(default_factory=dict)
     _whole: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def points(self) -> Iterator[_Point]:
@@ -110,7 +144,7 @@ class _Search:
             for batch in batches:
                 yield _Point(self.space, layout, batch, state, self._shortest(layout, batch))
 
-    def _shortest(self, layout: Layout, batch: Batch) -> float:
+    def _shortest(self, layout: CandidateLayout, batch: CandidateBatch) -> float:
         """Seconds that a step takes at least: those of all layers, evenly shared by the stages."""
         key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
         if key not in self._whole:
@@ -138,7 +172,7 @@ class _Search:
         # A larger micro-batch does not fit where a smaller one does not.
         return miss is None or miss.case.micro_batch_size > point.batch.micro_batch
 
-    def _state(self, layout: Layout, batch: Batch) -> int:
+    def _state(self, layout: CandidateLayout, batch: CandidateBatch) -> int:
         """Bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
         case = self.space.candidate(layout, batch, None, recompute.FULL).case
         states = (state_bytes(case, stage) for stage in {0, layout.pp - 1})
@@ -164,8 +198,7 @@ class _Search:
         for kept, virtual in sorted(numbers, key=lambda pair: pair[0].seconds):
             if not self._may_be_ranked(kept.seconds) or (best is not None and kept.seconds >= best.rank_key[0]):
                 break
-            least = point.candidate(virtual, recompute.FULL)
-            for candidate in fastest_fit(self.space, point.layout, point.batch, virtual, kept, least):
+            for candidate in point.fitting(virtual):
                 self.frontier.add(candidate)
                 best = candidate if best is None else min(best, candidate, key=lambda candidate: candidate.rank_key)
         if not self.frontier.dominates(point.state, point.seconds):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from megatune.config.rules import check
 from megatune.config.rules.layout import tensor_parallel_fits
@@ -17,25 +17,25 @@ _TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "c
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
-@dataclass
-class _Group:
-    count: int
-    example: Mapping[str, int]
-
-
 def refusals(space: Space) -> tuple[Refusal, ...]:
-    """Of all ways to deal the processes out, tensor parallelism inside a machine, those that the rules refuse, grouped
-    by the first reason."""
-    groups: dict[str, _Group] = {}
-    for what, count, example in _impossible(space):
-        group = groups.setdefault(what, _Group(0, example))
-        group.count += count
-    found = [_refusal(space, what, group) for what, group in groups.items()]
-    return tuple(sorted(found, key=lambda refusal: -refusal.count))
+    """Group the layouts that the rules refuse by the first reason, the largest group first.
+
+    They are of all the processes' layouts with tensor parallelism inside a machine.
+    """
+    examples: dict[str, Mapping[str, int]] = {}
+    counts: Counter[str] = Counter()
+    for what, layout in _impossible(space):
+        examples.setdefault(what, layout)
+        counts[what] += 1
+    found = []
+    for what, count in counts.most_common():
+        example = _finding(space, examples[what])
+        found.append(Refusal(what=what, why=example.why, count=count, example=example))
+    return tuple(found)
 
 
-def _impossible(space: Space) -> Iterator[tuple[str, int, Mapping[str, int]]]:
-    """What is wrong, with how many layouts, and one of them as settings."""
+def _impossible(space: Space) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Yield layouts that cannot be, as settings, each with what is wrong."""
     request, architecture = space.request, space.request.model.architecture
     world = request.world_size
     inside = world if space.one_machine else request.machine.gpus_per_node
@@ -44,36 +44,31 @@ def _impossible(space: Space) -> Iterator[tuple[str, int, Mapping[str, int]]]:
             for cp in divisors(world // (tp * pp)):
                 layout = {_TP: tp, _PP: pp, _CP: cp}
                 if not tensor_parallel_fits(architecture, tp):
-                    yield "tensor parallelism does not split the model evenly", 1, layout
+                    yield "tensor parallelism does not split the model evenly", layout
                 elif pp > architecture.num_layers:
-                    yield "more pipeline stages than layers", 1, layout
+                    yield "more pipeline stages than layers", layout
                 elif request.rows % (world // (tp * pp * cp)):
-                    yield "the global batch is not dealt evenly to the data-parallel processes", 1, layout
+                    yield "the global batch is not split evenly over the data-parallel processes", layout
                 elif architecture.moe is not None:
                     yield from _impossible_experts(space, layout)
 
 
-def _impossible_experts(space: Space, layout: Mapping[str, int]) -> Iterator[tuple[str, int, Mapping[str, int]]]:
+def _impossible_experts(space: Space, layout: Mapping[str, int]) -> Iterator[tuple[str, Mapping[str, int]]]:
     moe, world = space.request.model.architecture.moe, space.request.world_size
     assert moe is not None
     for etp in sorted({1, layout[_TP]}):
         for ep in divisors(world // layout[_PP]):
             experts = {**layout, _EP: ep, _ETP: etp}
             if moe.moe_ffn_hidden_size % etp:
-                yield "expert tensor parallelism does not split the experts evenly", 1, experts
+                yield "expert tensor parallelism does not split the experts evenly", experts
             elif moe.num_experts % ep:
-                yield "expert parallelism does not deal the experts evenly", 1, experts
+                yield "expert parallelism does not shard the experts evenly", experts
             elif world % (ep * etp * layout[_PP]):
-                yield "the processes do not hold whole copies of the experts", 1, experts
-
-
-def _refusal(space: Space, what: str, group: _Group) -> Refusal:
-    example = _finding(space, group.example)
-    return Refusal(what=what, why=example.why, count=group.count, example=example)
+                yield "the processes do not hold whole copies of the experts", experts
 
 
 def _finding(space: Space, layout: Mapping[str, int]) -> Finding:
-    """What the rules say about the example, or, as no rule knows of a global batch, what is wrong with that."""
+    """Return what the rules say about a layout, or, as no rule knows of a global batch, what is wrong with that."""
     request = space.request
     base = request.settings
     parallel = ParallelSettings.model_validate({**layout, "sequence_parallel": 1 < layout[_TP] <= space.cutoff})

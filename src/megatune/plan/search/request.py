@@ -15,7 +15,7 @@ TIGHT = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SearchRequest:
     """What to search for.
 
     Attributes:

@@ -13,7 +13,7 @@ from megatune.config.rules.problem import divisors
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings
 from megatune.plan.search import recompute
 from megatune.plan.search.candidate import Candidate
-from megatune.plan.search.request import Request
+from megatune.plan.search.request import SearchRequest
 
 MOST_VIRTUAL_STAGES = 8
 LARGEST_MICRO_BATCH = 32
@@ -31,8 +31,8 @@ _EVEN_STAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How the processes are dealt out; expert sizes are 1 for a dense model."""
+class CandidateLayout:
+    """Sizes of each kind of parallelism; expert sizes are 1 for a dense model."""
 
     tp: int
     pp: int
@@ -42,7 +42,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class CandidateBatch:
     """How one process takes its rows of a step."""
 
     micro_batch: int
@@ -53,21 +53,20 @@ class Batch:
 class Space:
     """The candidates of a request. Groups of settings that many of them share are made once: keys of many caches."""
 
-    request: Request
-    _made: dict[tuple[Layout, int | None], ParallelSettings] = field(default_factory=dict, compare=False, repr=False)
-    _batches: dict[Batch, BatchSettings] = field(default_factory=dict, compare=False, repr=False)
+    request: SearchRequest
+    _made: dict[tuple[CandidateLayout, int | None], ParallelSettings] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _batches: dict[CandidateBatch, BatchSettings] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def tensor_sizes(self) -> list[int]:
         """Sizes that split the model and stay inside one machine."""
         request = self.request
         inside = request.world_size if self.one_machine else request.machine.gpus_per_node
-        return [
-            size
-            for size in divisors(inside)
-            if request.world_size % size == 0 and tensor_parallel_fits(request.model.architecture, size)
-            and (size == 1 or self.request.model.architecture.moe is None or size <= self.cutoff)
-        ]  # fmt: skip
+        longest = inside if request.model.architecture.moe is None else max(1, self.cutoff)
+        sizes = (size for size in divisors(inside) if size <= longest and request.world_size % size == 0)
+        return [size for size in sizes if tensor_parallel_fits(request.model.architecture, size)]
 
     @property
     def one_machine(self) -> bool:
@@ -78,7 +77,7 @@ class Space:
     def cutoff(self) -> int:
         return self.request.settings.data.cutoff_len
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[CandidateLayout]:
         """Tensor, pipeline, context and expert parallelism, each a whole share of the world and of the model."""
         world, architecture = self.request.world_size, self.request.model.architecture
         for tp in self.tensor_sizes:
@@ -89,13 +88,13 @@ class Space:
                     if not self._has_context(tp, cp) or self.request.rows % (world // (tp * pp * cp)):
                         continue
                     for ep, etp in self._experts(tp, pp):
-                        yield Layout(tp, pp, cp, ep, etp)
+                        yield CandidateLayout(tp, pp, cp, ep, etp)
 
     def _has_context(self, tp: int, cp: int) -> bool:
         if cp == 1:
             return True
         whole_rows = self.request.settings.performance.attention_backend == "fused"
-        if whole_rows and self._cp_comm_type(Layout(tp, 1, cp)) != "a2a":
+        if whole_rows and self._cp_comm_type(CandidateLayout(tp, 1, cp)) != "a2a":
             return False
         return self.cutoff >= cp * TOKENS_OF_A_CONTEXT_PART
 
@@ -112,13 +111,13 @@ class Space:
                 if self.request.world_size % (ep * etp * pp) == 0:
                     yield ep, etp
 
-    def batches(self, layout: Layout) -> list[Batch]:
+    def batches(self, layout: CandidateLayout) -> list[CandidateBatch]:
         """Micro-batches that make up the global batch, the smallest first."""
         rows = self.request.rows * layout.tp * layout.pp * layout.cp // self.request.world_size
-        return [Batch(size, rows // size) for size in divisors(rows) if size <= LARGEST_MICRO_BATCH]
+        return [CandidateBatch(size, rows // size) for size in divisors(rows) if size <= LARGEST_MICRO_BATCH]
 
-    def virtual_stages(self, layout: Layout, batch: Batch) -> list[int]:
-        """Numbers of virtual stages that there are micro-batches for: those that deal the layers out evenly, the
+    def virtual_stages(self, layout: CandidateLayout, batch: CandidateBatch) -> list[int]:
+        """Return numbers of virtual stages that there are micro-batches for: those that split the layers evenly, the
         embedding and the loss counted as layers or not; two and four where none does."""
         num_layers = self.request.model.architecture.num_layers
         if layout.pp == 1 or batch.accumulation % layout.pp:
@@ -132,27 +131,37 @@ class Space:
         return even or [virtual for virtual in (2, 4) if virtual <= most]
 
     def candidate(
-        self, layout: Layout, batch: Batch, virtual: int | None, how: RecomputeSettings = recompute.NONE
+        self,
+        layout: CandidateLayout,
+        batch: CandidateBatch,
+        virtual: int | None,
+        how: RecomputeSettings = recompute.NONE,
     ) -> Candidate:
         return Candidate(self.request.case(self.settings(layout, batch, virtual, how)))
 
-    def settings(self, layout: Layout, batch: Batch, virtual: int | None, how: RecomputeSettings) -> Settings:
-        """The request's settings in this layout."""
-        update = {
-            "parallel": self._parallel(layout, virtual),
-            "batch": self._batch(batch),
-            "recompute": how,
-            "run": self._run,
-        }
+    def settings(
+        self, layout: CandidateLayout, batch: CandidateBatch, virtual: int | None, how: RecomputeSettings
+    ) -> Settings:
+        """Return the request's settings in this layout."""
+        if batch not in self._batches:
+            rows = {"per_device_train_batch_size": batch.micro_batch, "gradient_accumulation_steps": batch.accumulation}
+            self._batches[batch] = self.request.settings.batch.model_copy(update=rows)
+        parallel = self._parallel(layout, virtual)
+        update = {"parallel": parallel, "batch": self._batches[batch], "recompute": how, "run": self._run}
         return self.request.settings.model_copy(update=update)
 
-    def _parallel(self, layout: Layout, virtual: int | None) -> ParallelSettings:
+    def _parallel(self, layout: CandidateLayout, virtual: int | None) -> ParallelSettings:
         if found := self._made.get((layout, virtual)):
             return found
-        dense = self.request.model.architecture.moe is None
+        dense, overlaps = self.request.model.architecture.moe is None, {}
+        # On a CPU nothing runs beside the computing: the settings' own stay.
+        if self.request.machine.device.generation != "cpu":
+            has_replicas = self.request.world_size > layout.tp * layout.pp * layout.cp
+            overlaps = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), has_replicas)
+            overlaps["use_distributed_optimizer"] = True
         update = {
             **_EVEN_STAGES,
-            **self._overlaps(self.request.world_size > layout.tp * layout.pp * layout.cp),
+            **overlaps,
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": virtual,
@@ -165,35 +174,19 @@ class Space:
         self._made[layout, virtual] = made = self.request.settings.parallel.model_copy(update=update)
         return made
 
-    def _batch(self, batch: Batch) -> BatchSettings:
-        if batch not in self._batches:
-            rows = {
-                "per_device_train_batch_size": batch.micro_batch,
-                "gradient_accumulation_steps": batch.accumulation,
-            }
-            self._batches[batch] = self.request.settings.batch.model_copy(update=rows)
-        return self._batches[batch]
-
-    def _overlaps(self, has_replicas: bool) -> dict[str, bool]:
-        """All of them between GPUs; on a CPU, where nothing runs beside the computing, what the settings say."""
-        if self.request.machine.device.generation == "cpu":
-            return {}
-        overlaps = {"overlap_grad_reduce": has_replicas, "overlap_param_gather": has_replicas}
-        return {"use_distributed_optimizer": True, **overlaps}
-
     @cached_property
     def _run(self) -> object:
         processes = self.request.world_size if self.one_machine else None
         return self.request.settings.run.model_copy(update={"num_processes": processes})
 
-    def _cp_comm_type(self, layout: Layout) -> str:
-        """The settings' own where it can be, or a ring."""
+    def _cp_comm_type(self, layout: CandidateLayout) -> str:
+        """Return the settings' own where it can be, or a ring."""
         asked = self.request.settings.parallel.cp_comm_type
         heads = self.request.model.architecture.num_attention_heads
         return "p2p" if asked == "a2a" and heads % (layout.tp * layout.cp) else asked
 
     def exchanged(self, settings: Settings) -> Iterator[Settings]:
-        """The same layout with the other ways in which context-parallel processes attend to each other's tokens."""
+        """Yield the same layout with the other exchanges of context parallelism."""
         parallel = settings.parallel
         if parallel.context_parallel_size == 1 or settings.performance.attention_backend == "fused":
             return  # what there is for whole rows is a2a
@@ -204,17 +197,13 @@ class Space:
                 yield settings.model_copy(update={"parallel": parallel.model_copy(update={"cp_comm_type": kind})})
 
     def reshaped(self, settings: Settings) -> Iterator[Settings]:
-        """The same layout with other numbers of layers in the first and the last stage."""
+        """Yield the same layout with other numbers of layers in the first and the last stage."""
         parallel, num_layers = settings.parallel, self.request.model.architecture.num_layers
         if parallel.pipeline_model_parallel_size == 1:
             return
         for embedding, loss in ((False, True), (True, True)):
-            shaped = parallel.model_copy(
-                update={
-                    "account_for_embedding_in_pipeline_split": embedding,
-                    "account_for_loss_in_pipeline_split": loss,
-                }
-            )
+            split = {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
+            shaped = parallel.model_copy(update=split)
             try:
                 pipeline_chunks(shaped, num_layers)
             except ValueError:  # too few layers for it
@@ -232,7 +221,7 @@ class Space:
             f"micro-batches of at most {LARGEST_MICRO_BATCH} rows, at most {MOST_VIRTUAL_STAGES} virtual stages",
             "experts are whole, or cut as the rest of a layer is",
             "the distributed optimizer and its overlaps are on, on GPUs",
-            "experts' tokens travel as moe_token_dispatcher_type says",
+            "experts' tokens are dispatched as moe_token_dispatcher_type says",
             f"first and last stages of other sizes, and other exchanges of context parallelism (cp_comm_type), are "
             f"tried for the first {NUM_RESHAPED} layouts",
         )

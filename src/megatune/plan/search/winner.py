@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.resolved import dump
 from megatune.config.settings import Settings, all_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
+from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import Estimate
 
 # What a search decides.
@@ -33,11 +33,10 @@ _PLACEHOLDERS = (
     ("optimizer.learning_rate", "1.0e-5", "5.0e-5 where nothing is written"),
     ("optimizer.num_train_epochs", "3.0", "as many where nothing is written"),
 )
-_COMMENT_COLUMN = 52
 
 
 def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
-    """A settings file that `megatune train` runs.
+    """Write a settings file that `megatune train` runs.
 
     Args:
         origins: "group.name" -> where a user wrote it, as `Loaded.origins`. Where some were written in a file, the text
@@ -56,23 +55,17 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
     chosen = {
         path: "plan"
         for path in _CHOSEN
-        if origins.get(path, "default") != "default" or value_of(settings, path) != infos[path].default
+        if origins.get(path, "default") != "default" or setting_of(settings, path) != infos[path].default
     }
     return dump(settings, {**origins, **chosen})
 
 
-def value_of(settings: Settings, path: str) -> Any:
-    """The value of "group.name"."""
-    group, _, name = path.partition(".")
-    return getattr(getattr(settings, group), name)
-
-
 def _not_built(case: Case) -> list[Finding]:
-    """What can be planned, and not trained."""
+    """Say what can be planned, and not trained."""
     problems = []
     if case.trainable.kind == "lora":
         problems.append(("training LoRA adapters is not built yet", "plan without --output, or full training"))
-    if case.model.vision is not None:
+    if case.model.architecture.vision is not None:
         problems.append(("training vision-language models is not built yet", "plan without --output"))
     elif case.trainable.freeze_language_model:
         problems.append(("a frozen language model leaves nothing to train", "plan without freeze_language_model"))
@@ -83,14 +76,14 @@ def _not_built(case: Case) -> list[Finding]:
 
 
 def _short(case: Case) -> str:
-    """Only what differs from the defaults, and comments in place of what is not known."""
+    """Write only what differs from the defaults, and comments in place of what is not known."""
     settings = case.settings
     lines = [f"# {case.model.name} on {case.world_size} processes, a global batch of {case.global_batch_size} rows"]
     missing = [entry for entry in _PLACEHOLDERS if not _is_written(settings, entry[0])]
     if missing:
         lines.append("# To be filled in:")
         lines += [
-            _line(f"# {LLAMAFACTORY.key_of(path)}: {example}", note.format(name=case.model.name))
+            f"{f'# {LLAMAFACTORY.key_of(path)}: {example}':<52}  # {note.format(name=case.model.name)}"
             for path, example, note in missing
         ]
     asked = {path: "asked for" for path in all_settings() if _is_written(settings, path)}
@@ -101,8 +94,4 @@ def _short(case: Case) -> str:
 
 
 def _is_written(settings: Settings, path: str) -> bool:
-    return bool(value_of(settings, path) != all_settings()[path].default)
-
-
-def _line(text: str, comment: str) -> str:
-    return f"{text:<{_COMMENT_COLUMN}}  # {comment}"
+    return bool(setting_of(settings, path) != all_settings()[path].default)

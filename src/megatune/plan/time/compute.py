@@ -57,7 +57,7 @@ def loss_seconds(shapes: Shapes, rates: Rates) -> Seconds:
 @lru_cache(maxsize=1024)
 def vision_seconds(shapes: Shapes, rates: Rates, images: Images) -> Seconds:
     """Time a vision tower and its projectors."""
-    operators = [*vision_layer(shapes, images) * images.tower.num_layers, projectors(shapes, images)]
+    operators = [*vision_layer(shapes, images) * images.tower.depth, projectors(shapes, images)]
     return _add_up(rates, operators, both_ways=images.tower_trained)
 
 

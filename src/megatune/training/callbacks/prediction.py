@@ -18,8 +18,8 @@ from megatune.plan.run.record import (
     dump_records,
     fullest_of,
     read_records,
+    verdict,
 )
-from megatune.plan.run.verdict import verdict
 from megatune.training.callbacks.base import Callback, StepReport, TrainSummary
 from megatune.training.storage import write_atomically
 

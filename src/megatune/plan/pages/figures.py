@@ -1,4 +1,4 @@
-"""Memory against time of all layouts as a picture: what fits, what does not, and which of them are worth choosing."""
+"""Memory against time, and the pipeline, as PNG files."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from megatune.picture import new_figure, write
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.layouts import spread, worth_seeing
-from megatune.plan.pages.units import Unit, bytes_unit, count, seconds_unit
-from megatune.plan.pages.words import layout_words, machine_words, recompute_words
+from megatune.plan.pages.tables import spread, worth_seeing
+from megatune.plan.pages.terminal import View, view
+from megatune.plan.pages.words import (
+    Unit,
+    bytes_unit,
+    count,
+    layout_words,
+    machine_words,
+    recompute_words,
+    seconds_unit,
+)
 from megatune.plan.search import SearchResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from megatune.plan.answer import Answer
+
+FRONTIER_NAME, PIPELINE_NAME = "plan_frontier.png", "plan_pipeline.png"
 _MOST_NAMED = 10
 # Named dots are at least so far from each other, in parts of the picture's width and height.
 _APART = 0.045
@@ -26,20 +37,30 @@ _BLUE, _ORANGE, _GREEN, _GREY, _RED = "#3b75af", "#e28b3d", "#4a9a5b", "#9aa0a6"
 _COLOURS = {"nothing": _BLUE, "some": _GREEN, "whole layers": _ORANGE}
 
 
-def draw_frontier(result: SearchResult, path: Path, own: Estimate | None = None) -> None:
-    """Write a PNG.
-
-    Args:
-        own: the plan of the user's own settings, marked.
+def draw(found: Answer, folder: Path) -> list[Path]:
+    """Write the pictures that an answer has: of all layouts, and of the pipeline of what was planned.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
     """
-    write(frontier_figure(result, own), path)
+    figures = {}
+    if found.result.ranked or found.result.too_large or found.own is not None:
+        figures[folder / FRONTIER_NAME] = frontier_figure(found.result, found.own)
+    if (planned := found.own or found.best) is not None:
+        batches = planned.case.num_micro_batches
+        shown = view(planned.time.chunks, batches)
+        title = f"{planned.case.model.name}, {layout_words(planned.case)}: a step of "
+        title += f"{batches:,} micro-batch{'es' * (batches != 1)}. "
+        waits = f"Stages wait {shown.bubble:.1%} of the time, the busiest of them {shown.least_bubble:.1%}"
+        title += waits if len(shown.drawn.stages) > 1 else "One stage never waits"
+        figures[folder / PIPELINE_NAME] = pipeline_figure(shown, title)
+    for path, figure in figures.items():
+        write(figure, path)
+    return list(figures)
 
 
 def frontier_figure(result: SearchResult, own: Estimate | None = None) -> Figure:
-    """Layouts as dots, what they recompute as colours, the frontier as a line; beside it the names of its layouts."""
+    """Draw layouts as dots coloured by what they recompute, the frontier as a line and its names beside it."""
     figure = new_figure(13, 6)
     axes, names = figure.subplots(1, 2, width_ratios=[3, 1.15])
     fitting = list({id(each): each for each in (*result.ranked, *worth_seeing(result.frontier))}.values())
@@ -169,3 +190,85 @@ def _finish(axes: Axes, scale: _Scale) -> None:
     axes.set_ylabel(f"time of a step ({scale.seconds.name})")
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right", fontsize=8.5, framealpha=0.9)
+
+
+_WIDTH, _ROW = 13.0, 0.42
+# Pale for the first virtual stage, dark for the last.
+_PALE_BLUE, _DARK_BLUE = (0.62, 0.78, 0.92), (0.10, 0.30, 0.55)
+_PALE_ORANGE, _DARK_ORANGE = (0.99, 0.80, 0.55), (0.75, 0.36, 0.05)
+_WAITING: dict[str, Any] = {"facecolor": "#f4f4f4", "hatch": "////", "edgecolor": "#cfcfcf"}
+_ROOM_FOR_A_DIGIT = 0.085  # inches
+
+
+def pipeline_figure(view: View, title: str) -> Figure:
+    """Draw stages as rows, the first at the top; forward passes blue, backward passes orange, waiting hatched."""
+    stages = len(view.drawn.stages)
+    figure = new_figure(_WIDTH, 1.55 + _ROW * max(stages, 2))
+    figure.suptitle(title, fontsize=11)
+    lengths = [end - begin for begin, end in view.windows]
+    panels: Sequence[Axes] = list(figure.subplots(1, len(lengths), sharey=True, squeeze=False, width_ratios=lengths)[0])
+    unit = seconds_unit(view.begins[-1] + lengths[-1])
+    vpp = 1 + max(slot.work.virtual_stage for slot in view.drawn.stages[0])
+    for window, axes in enumerate(panels):
+        _draw_window(axes, view, window, vpp, _WIDTH * 0.92 * lengths[window] / sum(lengths))
+        axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds / unit.size:.6g}")
+        axes.set_xlabel(f"time ({unit.name})")
+    panels[0].set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    panels[0].set_ylim(stages - 0.5, -0.5)
+    if len(panels) > 1:
+        panels[0].set_title("begin", fontsize=9)
+        panels[1].set_title("end", fontsize=9)
+        panels[0].spines["right"].set_linestyle((0, (4, 4)))
+        panels[1].spines["left"].set_linestyle((0, (4, 4)))
+        panels[1].tick_params(axis="y", left=False)
+    _legend(figure, vpp, waits=stages > 1)
+    return figure
+
+
+def _draw_window(axes: Axes, view: View, window: int, vpp: int, inches: float) -> None:
+    begin, end = view.windows[window]
+    per_second = inches / (end - begin)
+    skipped = view.num_left_out if window else 0
+    offset = view.begins[window] - begin  # from what is drawn to the real step
+    for stage in range(len(view.drawn.stages)):
+        axes.barh(stage, end - begin, left=begin + offset, height=0.86, linewidth=0, **_WAITING)
+        slots = list(view.slots(stage, window))
+        axes.barh(
+            [stage] * len(slots), [slot.end - slot.start for slot in slots],
+            left=[slot.start + offset for slot in slots], height=0.86,
+            color=[_colour(slot.work.forward, slot.work.virtual_stage, vpp) for slot in slots],
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
+        for slot in slots:
+            label = f"{slot.work.micro_batch + skipped + 1}"
+            room = (slot.end - slot.start) * per_second
+            inside = begin <= (slot.start + slot.end) / 2 <= end
+            if inside and room >= _ROOM_FOR_A_DIGIT * len(label):
+                dark = slot.work.virtual_stage > (vpp - 1) / 2
+                axes.text((slot.start + slot.end) / 2 + offset, stage, label, ha="center", va="center",
+                          fontsize=8 if room >= 1.5 * _ROOM_FOR_A_DIGIT * len(label) else 6,
+                          color="white" if dark else "black", clip_on=True)  # fmt: skip
+    axes.set_xlim(begin + offset, end + offset)
+
+
+def _colour(forward: bool, virtual: int, vpp: int) -> tuple[float, float, float]:
+    pale, dark = (_PALE_BLUE, _DARK_BLUE) if forward else (_PALE_ORANGE, _DARK_ORANGE)
+    share = virtual / (vpp - 1) if vpp > 1 else 0.0
+    red, green, blue = (a + (b - a) * share for a, b in zip(pale, dark, strict=True))
+    return red, green, blue
+
+
+def _legend(figure: Figure, vpp: int, *, waits: bool) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(
+            color=_colour(forward, virtual, vpp),
+            label=("forward" if forward else "backward") + ("" if vpp == 1 else f", virtual stage {virtual}"),
+        )
+        for forward in (True, False)
+        for virtual in sorted({0, vpp - 1})
+    ]
+    if waits:
+        handles.append(Patch(label="waiting", **_WAITING))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)

@@ -1,0 +1,172 @@
+"""Memory by part, time by part, and layouts below each other, as tables."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatune.plan.estimate import Estimate
+from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.pages.words import (
+    GIB,
+    MEMORY_WORDS,
+    SHORT_MEMORY_WORDS,
+    TIME_WORDS,
+    amount,
+    bytes_unit,
+    columns,
+    count,
+    duration,
+    largest_part,
+    layout_words,
+    recompute_words,
+    seconds_unit,
+)
+from megatune.plan.search import SearchResult, is_tight
+from megatune.plan.time.estimate import TIME_PARTS
+
+_MOST_REFUSED, _MOST_TOO_LARGE = 4, 3
+# Times the time of the fastest: what is slower would press the others together in a picture.
+SLOWEST = 4.0
+
+
+def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterator[str]:
+    """Print a row for each part and a column for each stage, or a row for each stage where there are many; the verdict.
+
+    Args:
+        lead: words before the heading.
+    """
+    unit, stages = bytes_unit(estimate.fullest.total), estimate.stages
+    parts = [part for part in MEMORY_PARTS if any(getattr(stage, part) for stage in stages)]
+    yield f"{lead}Memory, {unit.name}, of " + ("each rank" if len(stages) == 1 else "each stage's fullest rank")
+    layers, total = ([f"{stage.num_layers}" for stage in stages], [unit.of(stage.total) for stage in stages])
+    sizes = [[unit.of(held) if held else "0" for held in (getattr(stage, part) for stage in stages)] for part in parts]
+    head = [["", *(f"stage {stage.stage}" for stage in stages)]] if len(stages) > 1 else []
+    named = [[MEMORY_WORDS[part], *held] for part, held in zip(parts, sizes, strict=True)]
+    rows = list(columns([*head, ["layers", *layers], *named, ["total", *total]]))
+    if max(map(len, rows)) + 2 > width:
+        names = ["stage", "layers", *(SHORT_MEMORY_WORDS[part] for part in parts), "total"]
+        by_stage = [names, *zip((f"{stage.stage}" for stage in stages), layers, *sizes, total, strict=True)]
+        rows = list(columns(by_stage))
+        if max(map(len, rows)) + 2 > width:
+            rows = list(columns(by_stage, gap=" "))
+    yield from ("  " + row for row in rows)
+    limit, fullest = estimate.case.machine.device.memory, estimate.fullest
+    where = f"stage {fullest.stage} is the fullest: " if len(stages) > 1 else ""
+    said = f"{where}{unit.of(fullest.total)} of {unit.with_name(limit)}, {fullest.total / limit:.0%}."
+    if estimate.fits:
+        yield f"{said} It fits, with {unit.with_name(limit - fullest.total)} to spare."
+        if is_tight(estimate):
+            yield "That is tight: memory is known to a few percent, and fragments of freed memory take some."
+    else:
+        yield f"{said} IT DOES NOT FIT: {unit.with_name(fullest.total - limit)} too much."
+        name, held = largest_part(fullest)
+        yield f"The largest part is {name}, {unit.with_name(held)}."
+
+
+def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_steps: int | None = None) -> Iterator[str]:
+    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the data takes.
+
+    Args:
+        dataset_tokens: of the whole run; None where unknown.
+        max_steps: of the run, where the settings say so; used where the tokens are not known.
+    """
+    time = estimate.time
+    # Two of three published measurements of such cases lay within this factor: an uncertainty of 0.25 is 1.25.
+    unit, factor = seconds_unit(time.total), 1 + time.uncertainty
+    yield f"Time of a step, {unit.name}, of the slowest stage; exchanges as far as nothing hides them"
+    rows = []
+    for part in TIME_PARTS:
+        if seconds := getattr(time, part):
+            share = seconds / time.total
+            rows.append([TIME_WORDS[part], unit.of(seconds), f"{share:.1%}", "█" * round(30 * share)])
+    likely = f"likely {unit.of(time.total / factor)} to {unit.of(time.total * factor)}"
+    yield from ("  " + line for line in columns([*rows, ["total", unit.of(time.total), "", likely]], left=(0, 3)))
+    yield (
+        f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device; "
+        f"{time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
+    )
+    if dataset_tokens is not None:
+        seconds, what = dataset_tokens / time.tokens_per_second, f"{amount(dataset_tokens)} tokens"
+    elif max_steps is not None and max_steps > 0:
+        seconds, what = max_steps * time.total, f"{max_steps:,} steps"
+    else:
+        return
+    yield f"{what} take {duration(seconds)} ({duration(seconds / factor)} to {duration(seconds * factor)})"
+
+
+def distinct(estimates: Iterable[Estimate], most: int) -> list[Estimate]:
+    """Return of each layout and micro-batch the first estimate: its best virtual stages and recomputation."""
+    chosen: dict[object, Estimate] = {}
+    for each in estimates:
+        sizes = each.case.settings.parallel.sizes(each.case.world_size) | {"vpp": 1}
+        key = (*sizes.values(), each.case.settings.parallel.expert_tensor_size, each.case.micro_batch_size)
+        chosen.setdefault(key, each)
+    return list(chosen.values())[:most]
+
+
+def ranked_lines(estimates: Sequence[Estimate], width: int = 80, first: int = 1) -> Iterator[str]:
+    """Print a row for each layout, numbered from `first` on, if not 0; without tokens/s where these are too wide."""
+    if not estimates:
+        return
+    memory = bytes_unit(max(estimate.fullest.total for estimate in estimates))
+    seconds = seconds_unit(min(estimate.time.total for estimate in estimates))
+    rows = [["", "layout", "batch", "recompute", memory.name, f"step {seconds.name}", "tokens/s", "MFU"]]
+    for number, estimate in enumerate(estimates, first):
+        case, time = estimate.case, estimate.time
+        layout, recompute = layout_words(case), recompute_words(case.settings.recompute)
+        batch = f"{case.micro_batch_size}×{case.num_micro_batches}"
+        held = memory.of(estimate.fullest.total) + ("!" if estimate.fits and is_tight(estimate) else "")
+        speed = [seconds.of(time.total), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"]
+        rows.append([f"{number}" if first else "", layout, batch, recompute, held, *speed])
+    lines = list(columns(rows, left=(1, 3)))
+    if max(map(len, lines)) + 2 > width:
+        lines = list(columns([[*row[:6], row[7]] for row in rows], left=(1, 3)))
+    yield from ("  " + line for line in lines)
+
+
+def frontier_lines(result: SearchResult, width: int = 80, most: int = 8) -> Iterator[str]:
+    """Print the layouts that no other is both faster and smaller than."""
+    frontier = worth_seeing(result.frontier)
+    if len(frontier) < 2:
+        return
+    yield "Memory against time: each is the fastest of those that take no more memory"
+    yield from ranked_lines(spread(frontier, most), width, first=0)
+
+
+def worth_seeing(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Leave out those that are many times slower than the fastest."""
+    fastest = min((each.time.total for each in estimates), default=0.0)
+    return [each for each in estimates if each.time.total <= SLOWEST * fastest]
+
+
+def spread(estimates: Sequence[Estimate], most: int) -> list[Estimate]:
+    """Return `most` of them at most, evenly chosen, the first and the last among them."""
+    if len(estimates) <= most:
+        return list(estimates)
+    return [estimates[round(index * (len(estimates) - 1) / (most - 1))] for index in range(most)]
+
+
+def refused_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
+    """Say why other layouts are not among those ranked."""
+    if not result.refused:
+        return
+    yield "What cannot be"
+    for refusal in result.refused[:_MOST_REFUSED]:
+        text = f"{count(refusal.count, 'layout')}: {refusal.what}"
+        yield from wrapped(text + (f" ({refusal.why})" if refusal.why else ""), width)
+    if rest := result.refused[_MOST_REFUSED:]:
+        yield f"  {count(sum(refusal.count for refusal in rest), 'layout')} for {count(len(rest), 'other reason')}"
+
+
+def too_large_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
+    """Print the nearest misses."""
+    if result.too_large:
+        limit = result.too_large[0].case.machine.device.memory
+        yield f"Too large for {GIB.with_name(limit)}, the nearest first"
+        yield from ranked_lines(result.too_large[:_MOST_TOO_LARGE], width, first=0)
+
+
+def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
+    """Wrap a paragraph, its first line indented less than the others."""
+    return textwrap.wrap(text, max(width, 40), initial_indent=indent, subsequent_indent=indent + "    ")
