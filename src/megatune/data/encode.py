@@ -39,7 +39,7 @@ class Encoded:
 
 
 # The documents of one example as stretches, whether it was cut, and its tokens before.
-_Plan = tuple[list[list[Stretch]], bool, int]
+_Planned = tuple[list[list[Stretch]], bool, int]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Encoder:
         known = {"_bos": self._bos, **({"_text_ends": self._text_ends} if self.template is None else {})}
         return {**self.__dict__, **known, "tokenizer": None}
 
-    def _planned(self, example: Example, rendered: list[list[Turn]], tokens: list[TurnTokens]) -> _Plan | RowError:
+    def _planned(self, example: Example, rendered: list[list[Turn]], tokens: list[TurnTokens]) -> _Planned | RowError:
         try:
             if isinstance(example, str):
                 ((_, text),) = tokens[0]
@@ -153,13 +153,13 @@ class Encoder:
         except RowError as error:
             return error
 
-    def _text(self, tokens: list[int]) -> _Plan:
+    def _text(self, tokens: list[int]) -> _Planned:
         before, after = self._text_ends
         tokens = [*before, *tokens, *after]
         _check_trained([(tokens, True)], len(tokens), truncated=False)
         return [[(tokens, True)]], False, len(tokens)
 
-    def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Plan:
+    def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Planned:
         turns = []
         for number, (turn, (prompt, completion)) in enumerate(zip(rendered, tokens, strict=True), start=1):
             trained = turn.trained and (number == len(rendered) or not self.mask_history)
@@ -175,7 +175,7 @@ class Encoder:
         _check_trained(stretches, length, truncated=truncated)
         return [stretches], truncated, length
 
-    def _pair(self, tokens: list[TurnTokens]) -> _Plan:
+    def _pair(self, tokens: list[TurnTokens]) -> _Planned:
         """Plan both documents of a pair; where thoughts make its prompts differ, they belong to the completions."""
         prompts = [_context(turns) for turns in tokens]
         shared = _num_shared(*prompts)

@@ -29,7 +29,7 @@ _ANTHROPIC_PARTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class Messages:
     """A list of messages, read.
 
     Attributes:
@@ -60,7 +60,7 @@ def conversation(row: Mapping[str, Any], form: Form) -> Conversation:
     return Conversation(chat.messages, system, tools(row, columns.tools))
 
 
-def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Chat:
+def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
     """Read the list of messages in a column; `check_turns` checks that they take turns."""
     if column not in row:
         raise RowError("missing-field", f"field {column!r} is missing", f"the row has {listed(row)}")
@@ -86,7 +86,7 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Chat:
     if not messages:
         detail = "a system message only" if system is not None else ""
         raise RowError("no-messages", f"field {column!r}: no messages", detail)
-    return Chat(system, tuple(messages))
+    return Messages(system, tuple(messages))
 
 
 def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
@@ -114,7 +114,7 @@ _MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
 }
 
 
-def check_turns(chat: Chat, tags: Tags) -> None:
+def check_turns(chat: Messages, tags: Tags) -> None:
     """Check that users, or tools, and the assistant take turns, and that only tools return nothing.
 
     Raises:
@@ -212,7 +212,7 @@ def _trained(item: Mapping[str, Any], place: str) -> bool:
     return True
 
 
-def _number(chat: Chat, index: int) -> int:
+def _number(chat: Messages, index: int) -> int:
     """Return the number of a message in the row's list, from 1; the system message is counted there."""
     return index % len(chat.messages) + (1 if chat.system is None else 2)
 

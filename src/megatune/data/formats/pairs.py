@@ -17,7 +17,7 @@ from megatune.data.conversation import Message, PreferencePair
 from megatune.data.formats import strings
 from megatune.data.formats.fields import first_present, listed, string, tools
 from megatune.data.formats.form import REJECTED_NAMES, RESPONSE_NAMES, Form
-from megatune.data.formats.messages import Chat, check_turns, is_empty, messages_of, one_message
+from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
 from megatune.data.readers import json_type
 
 
@@ -30,7 +30,7 @@ class _Answer:
     """
 
     message: Message
-    before: Chat | None
+    before: Messages | None
     column: str
 
 
@@ -58,7 +58,7 @@ def preference_pair(row: Mapping[str, Any], form: Form) -> PreferencePair:
         chosen = chosen or _own_response(row, form)
         # A string next to whole conversations repeats what they begin with.
         stated = [chat for chat in (chosen.before, rejected.before) if chat is not None]
-        stated = stated or [Chat(None, tuple(strings.prompt(row, form)))]
+        stated = stated or [Messages(None, tuple(strings.prompt(row, form)))]
     if not stated:
         name = columns.messages or "messages"
         raise RowError("missing-field", f"field {name!r} is missing", f"the row has {listed(row)}")
@@ -96,16 +96,16 @@ def _answer(row: Mapping[str, Any], column: str, form: Form) -> _Answer:
     if last.role != "assistant":
         detail = f"field {column!r}: message {len(value)} has role {value[-1][form.tags.role_tag]!r}"
         raise RowError("answer-not-assistant", "an answer is not the assistant's", detail)
-    return _Answer(last, Chat(chat.system, tuple(before)), column)
+    return _Answer(last, Messages(chat.system, tuple(before)), column)
 
 
-def _own_answer(chat: Chat | None, row: Mapping[str, Any], form: Form) -> tuple[Chat, _Answer]:
+def _own_answer(chat: Messages | None, row: Mapping[str, Any], form: Form) -> tuple[Messages, _Answer]:
     """Take the row's last message as the chosen answer; return what is before it, and the answer."""
     if chat is None or len(chat.messages) < 2 or chat.messages[-1].role != "assistant":
         column = form.columns.chosen or "chosen"
         raise RowError("missing-field", f"field {column!r} is missing", f"the row has {listed(row)}")
     *before, last = chat.messages
-    return Chat(chat.system, tuple(before)), _Answer(last, None, form.columns.messages or "messages")
+    return Messages(chat.system, tuple(before)), _Answer(last, None, form.columns.messages or "messages")
 
 
 def _own_response(row: Mapping[str, Any], form: Form) -> _Answer:
@@ -116,7 +116,7 @@ def _own_response(row: Mapping[str, Any], form: Form) -> _Answer:
     return _Answer(strings.answer(row, column), None, column)
 
 
-def _agreed(stated: list[Chat], form: Form) -> Chat:
+def _agreed(stated: list[Messages], form: Form) -> Messages:
     """Return the one prompt that all of the row's fields give."""
     first = stated[0]
     check_turns(first, form.tags)
@@ -131,7 +131,7 @@ def _agreed(stated: list[Chat], form: Form) -> Chat:
     return first
 
 
-def _difference(one: Chat, other: Chat) -> str:
+def _difference(one: Messages, other: Messages) -> str:
     if one.system != other.system:
         return "the system messages differ"
     offset = 1 if one.system is None else 2

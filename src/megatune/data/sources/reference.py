@@ -20,7 +20,7 @@ _REPOSITORY_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class DatasetReference:
     """One item of `dataset`, parsed.
 
     Attributes:
@@ -36,7 +36,7 @@ class Reference:
     num_samples: int | None = None
 
 
-def parse_reference(text: str, known: Callable[[str], bool]) -> Reference:
+def parse_reference(text: str, known: Callable[[str], bool]) -> DatasetReference:
     """Parse an item of `dataset`.
 
     Args:
@@ -51,13 +51,13 @@ def parse_reference(text: str, known: Callable[[str], bool]) -> Reference:
     if prefixed := _PREFIX.fullmatch(text):
         hub, name = ("hf" if prefixed[1].lower() == "hf" else "ms"), prefixed[2]
     if hub is None and known(name):
-        return Reference(name)
+        return DatasetReference(name)
     body, mark, number = name.rpartition("#")
     num_samples = None
     if mark and not _PATH_CHARACTERS.search(number):
         name, num_samples = body, _number(number, text)
         if hub is None and known(name):
-            return Reference(name, num_samples=num_samples)
+            return DatasetReference(name, num_samples=num_samples)
     subsets: tuple[str, ...] = ()
     if ":" in name and (hub or data_suffix(Path(name)) is None):
         name, subset = _cut_subset(name, known)
@@ -66,7 +66,7 @@ def parse_reference(text: str, known: Callable[[str], bool]) -> Reference:
             raise _refused(text, "a subset's name is empty")
     if not name:
         raise _refused(text, "the name is empty")
-    return Reference(name, hub, subsets, num_samples)
+    return DatasetReference(name, hub, subsets, num_samples)
 
 
 def is_repository_id(name: str, *, owner: bool) -> bool:

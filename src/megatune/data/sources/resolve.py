@@ -12,7 +12,7 @@ from megatune.data.formats import Form, detect
 from megatune.data.readers import Position, RawRow, data_suffix, read_rows
 from megatune.data.sources.data_files import local_files
 from megatune.data.sources.hub import Repository, fetch_all, hub_files, open_repository
-from megatune.data.sources.reference import Hub, Reference, is_repository_id, parse_reference
+from megatune.data.sources.reference import DatasetReference, Hub, is_repository_id, parse_reference
 from megatune.data.sources.registry import (
     DATASET_INFO,
     DatasetEntry,
@@ -161,14 +161,14 @@ def _resolved(text: str, directory: _DatasetDir, stage: str) -> DatasetSource:
     return _detected(text, reference, files, stage)
 
 
-def _from_entry(text: str, reference: Reference, directory: _DatasetDir, stage: str) -> DatasetSource:
+def _from_entry(text: str, reference: DatasetReference, directory: _DatasetDir, stage: str) -> DatasetSource:
     entry = parse_entry(directory.info[reference.name], f"{directory.where}: {reference.name}")
     _check_stage(entry.form, stage, entry.where, 'add "ranking": true, if its rows have two answers')
     files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
     return _source(text, files, entry.form, reference.num_samples or entry.num_samples)
 
 
-def _detected(text: str, reference: Reference, files: tuple[Path, ...], stage: str) -> DatasetSource:
+def _detected(text: str, reference: DatasetReference, files: tuple[Path, ...], stage: str) -> DatasetSource:
     """Resolve a data set that no entry describes: the form is that of its first readable row whose fields are known."""
     readable = (row.fields for file in files for row in read_rows(file) if row.error is None)
     rows = list(islice(readable, 1))
