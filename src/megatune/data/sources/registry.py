@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,8 +19,8 @@ from megatune.data.sources.dataset import (
     default_tags,
 )
 from megatune.data.sources.layout import DEFAULT_SPLIT
-from megatune.data.sources.reference import Hub
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.repository import Hub, use_modelscope
 
 DATASET_INFO = "dataset_info.json"
 
@@ -65,11 +64,6 @@ class Entry:
     tags: Tags
     num_samples: int | None
     ranking: bool
-
-
-def use_modelscope() -> bool:
-    """Whether ids that are on no named hub are ModelScope's, as LLaMA-Factory and SWIFT are told."""
-    return os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "true", "y", "yes")
 
 
 def read_registry(path: Path, where: str) -> dict[str, Any]:

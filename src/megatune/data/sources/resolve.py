@@ -10,18 +10,18 @@ from typing import Any
 
 from megatune.data.readers import data_suffix, read_rows
 from megatune.data.sources.dataset import DatasetSource
-from megatune.data.sources.hub import fetch_all, hub_files, open_repository
+from megatune.data.sources.hub import hub_files
 from megatune.data.sources.paths import local_files
-from megatune.data.sources.reference import Hub, Reference, is_repository_id, parse_reference
+from megatune.data.sources.reference import Reference, parse_reference
 from megatune.data.sources.registry import (
     DATASET_INFO,
     Entry,
     nearest,
     parse_entry,
     read_registry,
-    use_modelscope,
 )
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.repository import Hub, fetch_all, is_repository_id, open_repository, use_modelscope
 
 ONLINE = "ONLINE"
 REMOTE = "REMOTE:"
