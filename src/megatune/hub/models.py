@@ -13,7 +13,6 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.repository import (
     MAIN,
     MODEL,
-    Repository,
     fetch_all,
     is_repository_id,
     open_repository,
@@ -32,7 +31,32 @@ def no_folder(name: str) -> MegatuneError:
     return MegatuneError(Finding(f"model_name_or_path: no folder {name!r}", fix=fix), ExitCode.INPUT)
 
 
-class HubModel:
+class Model:
+    """A model in a folder.
+
+    Attributes:
+        commit: what names these very files; "" where nothing does.
+    """
+
+    commit = ""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def config_dir(self) -> Path:
+        """The folder with config.json, which may hold nothing else yet."""
+        return self._folder
+
+    def tokenizer_dir(self) -> Path:
+        """The folder with the files of configuration and tokenizer."""
+        return self._folder
+
+    def fetch(self) -> Path:
+        """The folder with all that a run reads: config.json, tokenizer, safetensors and their index."""
+        return self._folder
+
+
+class HubModel(Model):
     """A model on a hub at one commit. Nothing is fetched but the list of its files and config.json, until asked for.
 
     Args:
@@ -56,18 +80,10 @@ class HubModel:
             findings = [replace(each, what=f"no folder {name!r} here, and {each.what}") for each in error.findings]
             raise MegatuneError(findings, error.exit_code) from error
 
-    @property
-    def commit(self) -> str:
-        """What names these very files."""
-        return self._repository.commit
-
-    @property
-    def host(self) -> str:
-        """The hub, as messages name it."""
-        return self._repository.host
+        self.commit = self._repository.commit
+        self.host = self._repository.host
 
     def config_dir(self) -> Path:
-        """The folder with config.json, which may hold nothing else yet."""
         if CONFIG not in self._repository.sizes:
             raise self._refused(
                 f"has no {CONFIG}", "it says what the model is", "choose the repository of a checkpoint"
@@ -75,7 +91,6 @@ class HubModel:
         return fetch_all(self._repository, [CONFIG])[0].parent
 
     def tokenizer_dir(self) -> Path:
-        """The folder with the files of configuration and tokenizer."""
         folder = self.config_dir()
         fetch_all(self._repository, self._small())
         return folder
@@ -94,11 +109,6 @@ class HubModel:
             raise self._refused(f"has no {WEIGHTS}", why, fix)
 
     def fetch(self) -> Path:
-        """Fetch all that a run reads, several files at once.
-
-        Returns:
-            The folder: config.json, tokenizer, safetensors and their index.
-        """
         folder = self.config_dir()
         fetch_all(self._repository, [*self._small(), *self._weights()])
         return folder
@@ -134,7 +144,7 @@ class HubModel:
         return MegatuneError(Finding(f"{name} {what}", MODEL.key, why, fix), ExitCode.INPUT)
 
 
-def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None) -> HubModel | Path:
+def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None) -> Model:
     """A model by its folder, or by its id on a hub: a folder wins.
 
     Raises:
@@ -148,7 +158,7 @@ def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None) ->
         what, why = f"model_revision: {revision} says nothing", f"{name} is a folder, which has no revisions"
         fix = "remove it, or give the id of a model on a hub"
         raise MegatuneError(Finding(what, MODEL.key, why, fix), ExitCode.SETTINGS)
-    return Path(name)
+    return Model(Path(name))
 
 
 def is_hub_id(name: str) -> bool:
@@ -156,4 +166,4 @@ def is_hub_id(name: str) -> bool:
     return is_repository_id(name, owner=True) and not Path(name).exists()
 
 
-__all__ = ["CONFIG", "INDEX", "MAIN", "WEIGHTS", "HubModel", "Repository", "is_hub_id", "no_folder", "open_model"]
+__all__ = ["MAIN", "HubModel", "Model", "is_hub_id", "no_folder", "open_model"]
