@@ -128,7 +128,7 @@ class HubModel(Model):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._refused(f"has an {INDEX} that is no index of weights: {error}") from None
+            raise self._refused(f"has a {INDEX} that is no index of weights: {error}") from None
         wrong = sorted(str(name) for name in shards if not str(name).endswith(".safetensors"))
         if wrong:
             raise self._refused(f"has weights that are no safetensors: {', '.join(wrong[:3])}")

@@ -231,7 +231,8 @@ class HuggingFaceRepository(Repository):
             # Without a network, and fetched by a library that keeps no list. A model's config.json and index say
             # whether all of it is there; of a data set nothing does.
             if self.kind is MODEL:
-                return {file.name: file.stat().st_size for file in self.folder.iterdir() if file.is_file()}
+                files = (file for file in self.folder.rglob("*") if file.is_file())
+                return {file.relative_to(self.folder).as_posix(): file.stat().st_size for file in files}
             with explained(self):
                 raise error
         return {file.path: file.size for file in tree if _is_inside(file.path)}
