@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import pytest
 from hub_server import COMMIT, OLDER, TOKEN, Files, Hub, running
 
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.hub.progress import Progress
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 CODE = 'open("canary", "w").write("code ran")\n'
@@ -264,6 +268,37 @@ def test_a_full_disk(hub: Hub, tmp_path: Path) -> None:
     assert "cannot keep the files of team/sharded: File too large" in result["error"]
 
 
+def test_progress(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar on a terminal, and lines elsewhere."""
+    terminal, client = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLIENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=client,
+        env=hub.environment(tmp_path, TERM="xterm"),
+        cwd=tmp_path,
+    )
+    os.close(client)
+    process.communicate(json.dumps([("fetch", "team/large", "main", None)]).encode(), timeout=120)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's end
+        while piece := os.read(terminal, 1 << 16):
+            shown += piece
+    os.close(terminal)
+    assert b"fetching 1 file (25.0 MB) of team/large from" in shown
+    assert b"25.0/25.0 MB" in shown
+
+    done = call(hub, tmp_path, CLIENT, [("fetch", "team/sharded", "main", None)])
+    assert "\x1b" not in done.stderr
+    assert "\r" not in done.stderr
+    progress = Progress("team/large", 25_000_000)
+    progress._next_line = 0.0  # ten seconds have passed
+    progress.add(5_000_000)
+    progress.add(5_000_000)
+    assert capsys.readouterr().err == "fetched 5.0 MB of 25.0 MB of team/large\n"
+
+
 def test_modelscope(hub: Hub, tmp_path: Path) -> None:
     results = ask(hub, tmp_path, "team/sharded", "team/missing", "team/pickles", USE_MODELSCOPE_HUB="1")
     try:
@@ -302,6 +337,7 @@ def test_the_verbs_take_an_id(hub: Hub, tmp_path: Path) -> None:
         "verify": ["verify", "team/tiny", "--samples", "2", "--length", "8", "--model_revision", COMMIT],
         "infer": ["infer", "team/tiny", "--prompt", "Who are you?", "--max_new_tokens", "2", "--raw"],
         "typo": ["infer", "team/tinny", "--prompt", "x"],
+        "revision": ["infer", "here", "--prompt", "x", "--model_revision", "v1"],
     }
     sent: dict[str, list[str]] = {}
     done = call(hub, tmp_path, VERBS, [calls["plan"]])
@@ -311,9 +347,11 @@ def test_the_verbs_take_an_id(hub: Hub, tmp_path: Path) -> None:
     done = call(hub, tmp_path, VERBS, [calls["preview"], calls["stats"]])
     sent["data"] = [path for path, _ in hub.sent]
     assert done.stdout.count("code 0") == 2, done.stdout + done.stderr
-    done = call(hub, tmp_path, VERBS, [calls["verify"], calls["infer"], calls["typo"]])
+    (tmp_path / "here").mkdir()
+    done = call(hub, tmp_path, VERBS, [calls["verify"], calls["infer"], calls["typo"], calls["revision"]])
     assert done.stdout.count("code 0") == 2, done.stdout + done.stderr
     assert "code 66" in done.stdout
+    assert "code 64" in done.stdout
     assert "no folder 'team/tinny' here, and no model team/tinny on" in done.stderr
     assert sent["plan"] == ["config.json"]
     assert "model.safetensors" not in sent["data"]

@@ -88,12 +88,12 @@ def _model_dir(args: argparse.Namespace) -> Path:
     from megatune.hub.models import is_hub_id, open_model
 
     path = Path(args.model)
-    if not is_hub_id(args.model) and (not path.is_dir() or args.model_revision == "main"):
+    if not is_hub_id(args.model) and not path.is_dir():
         return path  # `find_model` says what is wrong with it
     try:
         return open_model(args.model, args.model_revision, args.cache_dir).fetch()
     except MegatuneError as error:
-        if (near := nearest_folder(path)) is None:
+        if path.is_dir() or (near := nearest_folder(path)) is None:
             raise
         findings = [replace(each, fix=f"did you mean {near}? Else {each.fix}") for each in error.findings]
         raise MegatuneError(findings, ExitCode.INPUT) from error

@@ -60,7 +60,7 @@ def find_model(name_or_path: str | Path, revision: str = MAIN, cache_dir: str | 
     name = str(name_or_path)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _read(name, read_config(path), str(path / "config.json"))
+        return _read(name, read_config(open_model(str(path), revision).config_dir()), str(path / "config.json"))
     if path.is_file():
         return _read(name, _read_file(path), str(path))
     repository = _by_name().get(_plain(name)) if revision == MAIN else None
