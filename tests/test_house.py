@@ -23,10 +23,10 @@ FLOORS = {
     2: {"bridge", "objectives", "demo"},
     1: {"engine", "data", "plan", "launch"},
     0: {"config", "families"},
-    -1: {"errors", "architecture", "picture", ""},
+    -1: {"errors", "architecture", "picture", "hub", ""},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-WITHOUT_TORCH = {"config", "families", "launch", "plan", "errors", "architecture", "picture", ""}
+WITHOUT_TORCH = {"config", "families", "launch", "plan", "errors", "architecture", "picture", "hub", ""}
 MOST_LINES = 500
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|work|farm|opt|tmp|Users)/[A-Za-z]")
 

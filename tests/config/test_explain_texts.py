@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-from megatune.config.chinese.refusals import FIXES, REFUSALS
-from megatune.config.chinese.texts import translations
-from megatune.config.chinese.types import UNITS, expected
+from megatune.config.chinese import expected, phrases, translations
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.setting import Group, describe, setting
 from megatune.config.settings import all_settings
@@ -38,7 +36,7 @@ def test_chinese_is_of_this_english(info):
     for each in (text.what, text.how, text.when):
         assert each.endswith("。"), each
         assert not re.search(r"[\u4e00-\u9fff][,;:]|[,;:][\u4e00-\u9fff]", each), each
-    assert info.unit == "" or info.unit in UNITS
+    assert info.unit == "" or info.unit in phrases("units")
     assert re.search(r"[\u4e00-\u9fff]", expected(info))
 
 
@@ -69,9 +67,9 @@ def test_digest_sees_every_text():
 
 def test_refusals_are_translated():
     for key, refused in LLAMAFACTORY.not_built.items():
-        assert refused.why in REFUSALS, key
-        assert not refused.fix or refused.fix in FIXES, key
-    assert set(REFUSALS) == {refused.why for refused in LLAMAFACTORY.not_built.values()}
+        assert refused.why in phrases("refusals"), key
+        assert not refused.fix or refused.fix in phrases("fixes"), key
+    assert set(phrases("refusals")) == {refused.why for refused in LLAMAFACTORY.not_built.values()}
 
 
 def test_chinese_is_imported_only_when_asked_for():
@@ -81,7 +79,7 @@ def test_chinese_is_imported_only_when_asked_for():
         "explain_key('cutoff_len', default_grounds())\n"
         "print([name for name in sys.modules if 'chinese' in name or name in ('torch', 'numpy', 'matplotlib')])\n"
         "explain_key('cutoff_len', default_grounds(), 'zh')\n"
-        "print('megatune.config.chinese.texts' in sys.modules)"
+        "print('megatune.config.chinese' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split("\n")[:2] == ["[]", "True"]

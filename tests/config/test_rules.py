@@ -242,7 +242,8 @@ WRONG = [
     ),
     (
         ["model_name_or_path=null"],
-        "model_name_or_path is missing\n    fix: write model_name_or_path: FOLDER, a Hugging Face checkpoint",
+        "model_name_or_path is missing\n    fix: write model_name_or_path: FOLDER, a Hugging Face checkpoint, or the "
+        "id of a model on a hub",
     ),
     (
         ["output_dir="],

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from hub_server import TOKEN, Hub, running
 
-TOKEN = "hf_aSecretThatIsNowhereElse"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CANARY = 'open("{path}", "w").write("a script ran")\n'
 
 
@@ -93,90 +87,6 @@ def repositories(canary: Path) -> dict[str, dict[str, str]]:
             "deep/rows.pkl": "pickle",
         },
     }
-
-
-class Hub(ThreadingHTTPServer):
-    """Answers what `huggingface_hub` and `modelscope_hub` ask for a data set's repository."""
-
-    def __init__(self, files: dict[str, dict[str, str]]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files = {repo: {path: text.encode() for path, text in each.items()} for repo, each in files.items()}
-        self.asked: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Hub
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        path = unquote(url.path).strip("/")
-        self.server.asked.append(path)
-        if path.startswith("api/v1/datasets/"):
-            self.modelscope(path.removeprefix("api/v1/datasets/"), parse_qs(url.query))
-        elif path.startswith("api/datasets/"):
-            self.api(path.removeprefix("api/datasets/"))
-        elif path.startswith("datasets/") and "/resolve/" in path:
-            repo, _, rest = path.removeprefix("datasets/").partition("/resolve/")
-            self.file(self.server.files.get(repo, {}).get(rest.partition("/")[2]))
-        else:
-            self.answer(404, b"{}")
-
-    def api(self, path: str) -> None:
-        repo = next((name for name in self.server.files if path.startswith(f"{name}/")), "")
-        if path.startswith("team/gated/"):
-            self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
-        elif path.startswith("team/down/"):
-            self.answer(500, f"{TOKEN}".encode())
-        elif path.startswith("team/dropped/"):
-            self.close_connection = True
-        elif not repo:
-            self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": f"token {TOKEN}"})
-        elif path.removeprefix(f"{repo}/").startswith("tree/"):
-            tree = [
-                {"type": "file", "path": name, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
-                for name, text in self.server.files[repo].items()
-            ]
-            self.answer(200, json.dumps(tree).encode())
-        else:
-            self.answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": []}).encode())
-
-    def modelscope(self, path: str, query: dict[str, list[str]]) -> None:
-        repo, _, what = path.partition("/repo")
-        if repo not in self.server.files:
-            self.answer(404, json.dumps({"Code": 404, "Message": f"not there {TOKEN}"}).encode())
-        elif what.startswith("/tree"):
-            files = [
-                {"Path": name, "Size": len(text), "Sha256": hashlib.sha256(text).hexdigest(), "Type": "blob"}
-                for name, text in self.server.files[repo].items()
-            ]
-            self.answer(200, json.dumps({"Code": 200, "Success": True, "Data": {"Files": files}}).encode())
-        else:
-            self.file(self.server.files[repo].get(query["FilePath"][0]))
-
-    def file(self, content: bytes | None) -> None:
-        if content is None:
-            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-        else:
-            self.answer(200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT})
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 # Runs in its own process, since the client reads its environment when it is imported.
@@ -303,29 +213,17 @@ OFFLINE: list[tuple[Case, str, int]] = [
 class Session:
     """A hub, and what its clients were told by it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hub: Hub) -> None:
         self.folder = folder
+        self.hub = hub
         self.canary = folder / "canary"
-        self.hub = Hub(repositories(self.canary))
-        Thread(target=self.hub.serve_forever, daemon=True).start()
         self.stderr = ""
 
     def ask(self, cases: list[Case], **environment: str) -> list[dict[str, Any]]:
-        own = {
-            "HF_ENDPOINT": self.hub.url,
-            "HF_HOME": str(self.folder / "hf"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_TOKEN": TOKEN,
-            "MODELSCOPE_ENDPOINT": self.hub.url,
-            "MODELSCOPE_CACHE": str(self.folder / "ms"),
-            "MODELSCOPE_HOME": str(self.folder / "ms-home"),
-            **environment,
-        }
-        inherited = {name: value for name, value in os.environ.items() if "PROXY" not in name.upper()}
         done = subprocess.run(
             [sys.executable, "-c", CLIENT],
             input=json.dumps(cases),
-            env={**inherited, **own},
+            env=self.hub.environment(self.folder, **environment),
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -340,10 +238,9 @@ class Session:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    session = Session(tmp_path_factory.mktemp("hub"))
-    yield session
-    session.hub.shutdown()
-    session.hub.server_close()
+    folder = tmp_path_factory.mktemp("hub")
+    with running(Hub(repositories(folder / "canary"))) as hub:
+        yield Session(folder, hub)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def test_a_model_is_itself_and_a_run_is_its_newest_checkpoint(qwen3: Path, tmp_p
 
 def test_a_missing_folder_names_the_nearest(model: Path) -> None:
     assert f"did you mean {model}?" in refusal(model.with_name("modle"))
-    assert "hf download Qwen/Qwen3-0.6B" in refusal(Path("Qwen/Qwen3-0.6B"))
+    assert "or the id of a model on a hub" in refusal(Path("Qwen/Qwen3-0.6B"))
     assert "is a file" in refusal(model / "config.json")
 
 

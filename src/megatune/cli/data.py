@@ -167,7 +167,12 @@ def _settings(words: Arguments, wrong: list[Finding]) -> Settings:
 
 
 def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    from megatune.hub.models import open_model
+
+    model = settings.model
+    assert model.model_name_or_path is not None, "required by the rules of the data"
+    folder = open_model(model.model_name_or_path, model.model_revision, model.cache_dir).tokenizer_dir()
+
     from megatune.data.tokenizer import load_tokenizer
 
-    assert settings.model.model_name_or_path is not None, "required by the rules of the data"
-    return load_tokenizer(settings.model.model_name_or_path)
+    return load_tokenizer(folder)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from megatune.errors import ExitCode
+from megatune.errors import ExitCode, MegatuneError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,8 +17,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="chat or complete, from a Hugging Face or a training checkpoint",
         description="Answers --prompt; without one, chats on a terminal, or answers each line of its input.",
     )
-    parser.add_argument("model", type=Path, metavar="MODEL",
-                        help="a Hugging Face model, a checkpoint-N, or a run's output_dir")  # fmt: skip
+    parser.add_argument("model", metavar="MODEL",
+                        help="a Hugging Face model, a checkpoint-N, a run's output_dir, or an id on a hub")  # fmt: skip
+    parser.add_argument("--model_revision", "--model-revision", default="main", metavar="REVISION",
+                        help="branch, tag or commit of a model on a hub (main)")  # fmt: skip
+    parser.add_argument("--cache_dir", "--cache-dir", metavar="DIR",
+                        help="where files of a hub are kept (the hub's own cache)")  # fmt: skip
     parser.add_argument("--prompt", metavar="TEXT", help="what to answer")
     parser.add_argument("--system", metavar="TEXT", help="the system message (the chat template's own)")
     parser.add_argument("--stream", action="store_true", help="print the answer while it is written")
@@ -42,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Loads the model and answers.
 
     Raises:
-        MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks; (DATA) a prompt that is empty or too long.
+        MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks; (DATA) a prompt that is empty or too long; what a
+            hub refuses the model with.
     """
     from megatune.generation.options import GenerationOptions, check_options
 
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     from megatune.generation.locate import find_model
 
-    folder = find_model(args.model)
+    folder = find_model(_model_dir(args))
 
     from megatune.generation.chat import answer_prompts, chat, print_reply
     from megatune.generation.infer import Generator
@@ -74,3 +80,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         answer_prompts(generator, sys.stdin, stream=args.stream)
     return ExitCode.DONE
+
+
+def _model_dir(args: argparse.Namespace) -> Path:
+    """The folder that is named, or that a model on a hub is fetched into."""
+    from megatune.generation.locate import nearest_folder
+    from megatune.hub.models import is_hub_id, open_model
+
+    path = Path(args.model)
+    if not is_hub_id(args.model) and not path.is_dir():
+        return path  # `find_model` says what is wrong with it
+    try:
+        return open_model(args.model, args.model_revision, args.cache_dir).fetch()
+    except MegatuneError as error:
+        if path.is_dir() or (near := nearest_folder(path)) is None:
+            raise
+        findings = [replace(each, fix=f"did you mean {near}? Else {each.fix}") for each in error.findings]
+        raise MegatuneError(findings, ExitCode.INPUT) from error

@@ -13,6 +13,7 @@ from megatune.config.arguments import Arguments
 from megatune.config.rules import check
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.models import is_hub_id
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import amount, count
@@ -51,7 +52,8 @@ class _Reader:
     options: argparse.Namespace
     words: Arguments
     findings: list[Finding]
-    missing: list[Finding] = field(default_factory=list)  # what ends with INPUT
+    missing: list[Finding] = field(default_factory=list)  # what ends with `missing_code`
+    missing_code: ExitCode = ExitCode.INPUT
     notes: list[str] = field(default_factory=list)
 
     def question(self) -> Question:
@@ -60,13 +62,11 @@ class _Reader:
         self.file = source if source is not None and source.endswith((".yaml", ".yml")) else None
         self._numbers()
         asked = self._settings()
-        written = asked.loaded.settings.model.model_name_or_path
-        name = written if self.file is not None else source or written
-        if name is None:
-            what = "model_name_or_path is missing" if self.file else "what is to be planned?"
-            fix = "write model_name_or_path: FOLDER" if self.file else "megatune plan FILE.yaml, or megatune plan MODEL"
-            self.findings.append(Finding(what, self.file or "", fix=fix))
-        model = None if name is None else self._found(lambda: find_model(name))
+        name = self._model_name(asked)
+        of_hub = asked.loaded.settings.model
+        model = None
+        if name is not None:
+            model = self._found(lambda: find_model(name, of_hub.model_revision, of_hub.cache_dir))
         world, machine = self._machine(asked.loaded.settings)
         self._stop()
         assert model is not None
@@ -111,18 +111,35 @@ class _Reader:
         self.findings += [*asked.loaded.findings, *asked.findings]
         return asked
 
+    def _model_name(self, asked: Asked) -> str | None:
+        written = asked.loaded.settings.model.model_name_or_path
+        name = written if self.file is not None else self.words.source or written
+        if name is None:
+            what = "model_name_or_path is missing" if self.file else "what is to be planned?"
+            fix = (
+                "write model_name_or_path: FOLDER, or an id on a hub"
+                if self.file
+                else "megatune plan FILE.yaml, or megatune plan MODEL"
+            )
+            self.findings.append(Finding(what, self.file or "", fix=fix))
+        return name
+
     def _found(self, find: Callable[[], T]) -> T | None:
         try:
             return find()
         except MegatuneError as error:
-            (self.missing if error.exit_code == ExitCode.INPUT else self.findings).extend(error.findings)
+            if error.exit_code == ExitCode.SETTINGS:
+                self.findings += error.findings
+            else:
+                self.missing += error.findings
+                self.missing_code = error.exit_code
             return None
 
     def _stop(self) -> None:
         if self.findings:
             raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
         if self.missing:
-            raise MegatuneError(self.missing, ExitCode.INPUT)
+            raise MegatuneError(self.missing, self.missing_code)
 
     def _machine(self, settings: Settings) -> tuple[int | None, Machine | None]:
         options = self.options
@@ -179,7 +196,8 @@ class _Reader:
         plans_own = self.file is not None or asked.has_layout
         settings, rows = self._batch(self._precision(asked, machine), asked, world, plans_own)
         if self.file is None:
-            given = model.name if Path(model.name).expanduser().is_dir() else None
+            is_known = Path(model.name).expanduser().is_dir() or is_hub_id(model.name)
+            given = model.name if is_known else None
             named = settings.model.model_copy(update={"model_name_or_path": given})
             settings = settings.model_copy(update={"model": named})
         if plans_own:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.launch.world import RankEnv, World
     from megatune.plan.run.preflight import Preflight
+    from megatune.training.source import RunModel
 
 _EPILOG = """Settings are LLaMA-Factory's keys. From a file, with changes to it:
 
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
     from megatune.plan.run.trouble import ran_out_of_memory
+    from megatune.training.source import RunModel
     from megatune.training.storage import OutputLock
 
     words = split_arguments(args.words)
@@ -66,13 +68,14 @@ def run(args: argparse.Namespace) -> int:
     place = joined(os.environ)
     num_gpus = count_gpus()
     world, problems = (None, ()) if place else _decide_world(loaded.settings, num_gpus)
-    checked = _preflight(loaded, place or world, num_gpus, problems)
-    settings = checked.settings
+    model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
+    checked = _preflight(loaded, place or world, num_gpus, problems, model)
+    settings = model.settings
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
     payload = {
         "settings": settings,
-        "run_yaml": dump(settings, loaded.origins),
+        "run_yaml": dump(settings, {**loaded.origins, **model.origins}),
         "case": checked.planned.case if checked.planned else None,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
@@ -88,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         if place is not None:
             return run_joined(target, payload, place, run_dir, stop_file=stop_file, out_of_memory_advice=advice)
         assert world is not None, "its findings ended the preflight"
+        if world.nnodes == 1:  # of several machines none may wait in vain for one that fetches: their ranks fetch
+            payload["model_dir"] = model.fetch()
         # Files in the wild set ddp_timeout to years; a rank that shows no step for half an hour hangs all the same.
         hang_timeout = min(settings.run.ddp_timeout, HANG_SECONDS)
         code = run_ranks(target, payload, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
@@ -98,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _preflight(
-    loaded: Loaded, place: RankEnv | World | None, num_gpus: int, problems: tuple[Finding, ...]
+    loaded: Loaded, place: RankEnv | World | None, num_gpus: int, problems: tuple[Finding, ...], model: RunModel
 ) -> Preflight:
     """Everything that can be known before a process is started.
 
@@ -107,17 +112,18 @@ def _preflight(
         num_gpus: of this machine.
 
     Raises:
-        MegatuneError: SETTINGS or INPUT.
+        MegatuneError: SETTINGS, INPUT or what a hub refuses the model with.
     """
     from megatune.cli.this_machine import this_machine
     from megatune.launch.world import World
     from megatune.plan.run.preflight import preflight
 
     if place is None or loaded.settings.run.memory_check == "off":
-        return preflight(loaded, place.world_size if place else None, problems)
+        return preflight(loaded, place.world_size if place else None, problems, model_dir=model.config_dir)
     local = place.nproc_per_node if isinstance(place, World) else place.local_world_size
     machine, unknown = this_machine(local, num_gpus)
-    checked = preflight(loaded, place.world_size, problems, machine, idle_gpus=max(0, num_gpus - local))
+    idle = max(0, num_gpus - local)
+    checked = preflight(loaded, place.world_size, problems, machine, idle_gpus=idle, model_dir=model.config_dir)
     return replace(checked, lines=(f"plan       none: {unknown}",)) if unknown else checked
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # What a comparison depends on; any other setting would be without effect, and is refused.
 _GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
-_SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout")
+_OF_HUB = ("model.model_revision", "model.cache_dir")
+_SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout", *_OF_HUB)
 _NO_PART = ("experts.moe_router_bias_update_rate", "performance.manual_gc", "performance.manual_gc_interval")
 # What two layouts have in common, and so the first one says.
 _SHARED = ("run.seed", "run.ddp_timeout")
@@ -40,7 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "value or key=value: --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --bf16; also --seed and "
         "--num_processes. Without any: fp32 in one process.",
     )
-    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder of the checkpoint")
+    parser.add_argument(
+        "words", nargs="*", metavar="MODEL", help="folder of the checkpoint, or the id of a model on a hub"
+    )
     _add_options(parser)
     parser.set_defaults(run=run)
 
@@ -64,12 +67,14 @@ def run(args: argparse.Namespace) -> int:
         that failed.
 
     Raises:
-        MegatuneError: SETTINGS or INPUT, before any process is started.
+        MegatuneError: SETTINGS, INPUT or what a hub refuses the model with, before any process is started.
     """
     from megatune.families import load_architecture, read_config
+    from megatune.hub.models import open_model
 
-    model_dir, loaded, other = _read(args)
-    architecture = load_architecture(model_dir)
+    name, loaded, other = _read(args)
+    model = open_model(name, loaded.settings.model.model_revision, loaded.settings.model.cache_dir)
+    architecture = load_architecture(model.config_dir())
     settings, world = _checked(loaded, architecture, args)
     against = None if other is None else _checked(other, architecture, args)
 
@@ -78,11 +83,12 @@ def run(args: argparse.Namespace) -> int:
     from megatune.verify.samples import random_samples, uneven_lengths
 
     lengths = uneven_lengths(args.samples, args.length)
-    padding: Any = read_config(model_dir).get("pad_token_id")
+    padding: Any = read_config(model.config_dir()).get("pad_token_id")
     samples = random_samples(architecture.vocab_size, lengths, settings.run.seed, padding=padding)
     described = _describe(settings, world) + (f" against {_describe(*against)}" if against else "")
     precision, rows = settings.precision.params_dtype, f"{args.samples} rows of {min(lengths)} to {max(lengths)} tokens"
-    print(f"{model_dir}: {described}, {precision}, {rows}", flush=True)
+    model_dir = model.fetch()
+    print(f"{name}: {described}, {precision}, {rows}", flush=True)
     if against is None:
         verdict = verify_layout(model_dir, settings, samples, world)
     else:
@@ -102,7 +108,7 @@ def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
     other = None if args.against is None else _read_against(args.against, loaded.settings)
     findings = list(loaded.findings)
     if words.source is None:
-        findings.append(Finding("which checkpoint?", fix="megatune verify MODEL: the folder comes first"))
+        findings.append(Finding("which checkpoint?", fix="megatune verify MODEL: its folder or id comes first"))
     findings += [
         Finding(f"{flag} {value} is too few", fix=f"{flag} {least} or more")
         for flag, value, least in (("--samples", args.samples, 1), ("--length", args.length, 2))
@@ -132,7 +138,7 @@ def _read_against(text: str, first: Settings) -> Loaded:
     findings += [
         Finding(f"{path.partition('.')[2]} is the same in both layouts", "--against", fix="write it before --against")
         for path, origin in loaded.origins.items()
-        if origin != "default" and (path in _SHARED or path.startswith("precision."))
+        if origin != "default" and (path in _SHARED or path.startswith(("precision.", "model.")))
     ]
     shared = {path.partition(".")[2]: getattr(first.run, path.partition(".")[2]) for path in _SHARED}
     settings = loaded.settings.model_copy(

@@ -23,6 +23,7 @@ from megatune.families import (
 )
 from megatune.families.family import Config, Family
 from megatune.families.vision import VisionFamily
+from megatune.hub.models import no_folder
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
@@ -43,13 +44,7 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
     folder = Path(model_dir)
     path = folder / "config.json"
     if not folder.is_dir():
-        raise MegatuneError(
-            Finding(
-                f"model_name_or_path: no folder {str(model_dir)!r}",
-                fix="give the folder of a Hugging Face checkpoint on this machine; nothing is downloaded",
-            ),
-            ExitCode.INPUT,
-        )
+        raise no_folder(str(model_dir))
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -49,17 +49,17 @@ def _newest_checkpoint(path: Path) -> Path | None:
 def _no_folder(path: Path) -> Finding:
     if path.exists():
         return Finding(what=f"{path} is a file", fix=f"name the folder: {path.parent}")
+    if (near := nearest_folder(path)) is not None:
+        return Finding(what=f"there is no folder {path}", fix=f"did you mean {near}?")
+    fix = "name the folder of a Hugging Face model or of a run, or the id of a model on a hub"
+    return Finding(what=f"there is no folder {path}", fix=fix)
+
+
+def nearest_folder(path: Path) -> Path | None:
+    """The folder beside `path` whose name is most like its name."""
     siblings = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
     nearest = difflib.get_close_matches(path.name, siblings, n=1)
-    if nearest:
-        return Finding(what=f"there is no folder {path}", fix=f"did you mean {path.parent / nearest[0]}?")
-    if not path.is_absolute() and len(path.parts) == 2:  # the form of a name on the Hub
-        return Finding(
-            what=f"there is no folder {path}",
-            why="models are read from folders, not from the Hub",
-            fix=f"hf download {path} --local-dir {path.name}, then name that folder",
-        )
-    return Finding(what=f"there is no folder {path}", fix="name the folder of a Hugging Face model or of a run")
+    return path.parent / nearest[0] if nearest else None
 
 
 def _missing_weights(folder: Path) -> Iterator[Finding]:

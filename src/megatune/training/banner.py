@@ -16,6 +16,7 @@ from megatune.engine import device
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.attention.choice import describe
 from megatune.engine.optimizer import shards_optimizer
+from megatune.hub.models import MAIN
 from megatune.plan.flops import num_parameters
 from megatune.training.checkpoint import TrainState
 from megatune.training.course import Course
@@ -37,9 +38,11 @@ def banner(
         data: what there is to say of the training and the evaluation rows.
     """
     architecture, place, parallel = assembly.architecture, assembly.place, settings.parallel
+    revision = settings.model.model_revision
+    version = "" if revision == MAIN else f" at {revision[:12]}"
     yield (
-        f"model      {settings.model.model_name_or_path}: {architecture.model_type}, {architecture.num_layers} layers, "
-        f"{num_parameters(architecture):,} parameters"
+        f"model      {settings.model.model_name_or_path}{version}: {architecture.model_type}, "
+        f"{architecture.num_layers} layers, {num_parameters(architecture):,} parameters"
     )
     yield (
         f"layout     {' × '.join(_layout(parallel, place, architecture))} on {place.world_size} × {device.name()} "

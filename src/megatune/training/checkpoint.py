@@ -80,7 +80,10 @@ def save_checkpoint(
         if assembly.place.rank == 0:
             files += _copy_model_files(source, folder, settings)
     digests = [digest for part in groups.gather(store.digest(state.step, files)) for digest in part]
-    metadata = {"megatune": __version__, "layout": _layout(assembly, settings), "consumed_rows": _consumed(state)}
+    model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
+    metadata = {
+        "megatune": __version__, **model, "layout": _layout(assembly, settings), "consumed_rows": _consumed(state),
+    }  # fmt: skip
     return on_rank_0(lambda: store.commit(state.step, digests, metadata))
 
 

@@ -25,6 +25,7 @@ from megatune.training.course import Course
 from megatune.training.feed import RunData, opened_data
 from megatune.training.loop import Trainer
 from megatune.training.memory import MemoryLog
+from megatune.training.model_files import model_on_node
 from megatune.training.schedule import LearningRateSchedule, warmup_steps_of
 from megatune.training.storage import (
     CheckpointStore,
@@ -44,7 +45,8 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     """The target that `launch` runs in every rank.
 
     Args:
-        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None.
+        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
+            "model_dir", where the launcher put the files of a model on a hub.
 
     Returns:
         DONE or STOPPED.
@@ -64,15 +66,16 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         timeout=settings.run.ddp_timeout,
     )
     try:
-        return _train(context, settings, payload["run_yaml"], payload.get("case"))
+        return _train(context, settings, payload["run_yaml"], payload.get("case"), payload.get("model_dir"))
     finally:
         groups.leave()
 
 
-def _train(context: RankContext, settings: Settings, run_yaml: str, case: Case | None = None) -> int:
+def _train(
+    context: RankContext, settings: Settings, run_yaml: str, case: Case | None = None, model_dir: str | None = None
+) -> int:
     assert settings.run.output_dir is not None
-    assert settings.model.model_name_or_path is not None
-    output_dir, source = Path(settings.run.output_dir), Path(settings.model.model_name_or_path)
+    output_dir = Path(settings.run.output_dir)
     memory = MemoryLog(context.run_dir, context.rank)
     memory.joined()
     on_rank_0(lambda: _open_output(output_dir, run_yaml))
@@ -81,9 +84,10 @@ def _train(context: RankContext, settings: Settings, run_yaml: str, case: Case |
         on_rank_0(lambda: _note_plan(output_dir, case, resumed))
     else:  # an earlier run's plan is not this one's
         on_rank_0(lambda: (output_dir / PLAN_NAME).unlink(missing_ok=True))
+    source = model_on_node(context, settings, model_dir, resumed)
     try:
         with opened_data(context, settings, source, resumed) as data:
-            return _train_on(data, context, settings, resumed, notes, memory, planned=case is not None)
+            return _train_on(data, context, settings, source, resumed, notes, memory, planned=case is not None)
     finally:
         memory.note()
 
@@ -92,6 +96,7 @@ def _train_on(
     data: RunData,
     context: RankContext,
     settings: Settings,
+    source: Path,
     resumed: Path | None,
     notes: Sequence[str],
     memory: MemoryLog,
@@ -99,8 +104,7 @@ def _train_on(
     planned: bool,
 ) -> int:
     assert settings.run.output_dir is not None
-    assert settings.model.model_name_or_path is not None
-    output_dir, source = Path(settings.run.output_dir), Path(settings.model.model_name_or_path)
+    output_dir = Path(settings.run.output_dir)
     context.beat("load", 0, limit=settings.run.ddp_timeout)
     assembly = assemble(resumed or source, settings)
     course = Course.plan(settings, data.num_rows, assembly.place.dp_size)

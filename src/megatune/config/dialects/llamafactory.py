@@ -19,6 +19,8 @@ KEYS: dict[str, str] = {
     "run_name": "run.run_name",
     # model
     "model_name_or_path": "model.model_name_or_path",
+    "model_revision": "model.model_revision",
+    "cache_dir": "model.cache_dir",
     "trust_remote_code": "model.trust_remote_code",
     "finetuning_type": "model.finetuning_type",
     # data

@@ -121,11 +121,28 @@ class RunSettings(Group):
 class ModelSettings(Group):
     model_name_or_path: str | None = setting(
         None,
-        advice="Folder of the Hugging Face checkpoint to train: config.json, safetensors and tokenizer.",
-        how="Each process reads only the slices of the safetensors that it holds, without a conversion step. The "
-        "final model has the same form and the same keys.",
+        advice="The Hugging Face checkpoint to train: a folder with config.json, safetensors and tokenizer, or the id "
+        "of a model on a hub, such as Qwen/Qwen3-0.6B.",
+        how="A folder wins over an id. Of a hub (ModelScope's with USE_MODELSCOPE_HUB=1) only safetensors and the "
+        "files of configuration and tokenizer are fetched, once a machine, into the hub's own cache. Each process "
+        "reads only the slices of the safetensors that it holds; the final model has the same form and the same keys.",
         when="Required. Start from an instruction-tuned model for behaviour, from a base model for continued "
         "pretraining.",
+    )
+    model_revision: str = setting(
+        "main",
+        advice="Which version of a model on a hub: a branch, a tag or a commit.",
+        how="It is resolved to a commit when the run starts; run.yaml and the checkpoints name that commit, so that "
+        "the same files can be had again.",
+        when="Set it to a commit where a later change of the model must not reach this run. A folder has no revisions: "
+        "anything but main is refused there.",
+    )
+    cache_dir: str | None = setting(
+        None,
+        advice="Folder for files of models that are fetched from a hub. null is the hub's own cache.",
+        how="The hub's own cache is shared with every program that uses the hub; HF_HOME, HF_HUB_CACHE or "
+        "MODELSCOPE_CACHE move it.",
+        when="Set it where the home folder is too small for the model.",
     )
     trust_remote_code: Literal[False] = setting(
         False,

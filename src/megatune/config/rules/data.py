@@ -15,7 +15,7 @@ def required(context: Context) -> Iterator[Problem]:
     """Rows are made of data, by a model's tokenizer."""
     settings = context.settings
     if not settings.model.model_name_or_path:
-        fix = "write model_name_or_path: FOLDER, a Hugging Face checkpoint"
+        fix = "write model_name_or_path: FOLDER, a Hugging Face checkpoint, or the id of a model on a hub"
         yield Problem(("model.model_name_or_path",), "model_name_or_path is missing", "", fix)
     if not settings.data.dataset:
         fix = "write dataset: NAME, one or more of the names in dataset_info.json"

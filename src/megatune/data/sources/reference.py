@@ -6,17 +6,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from megatune.data.readers import data_suffix
 from megatune.errors import ExitCode, Finding, MegatuneError
-
-Hub = Literal["hf", "ms"]
+from megatune.hub.repository import Hub
 
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
 # A number after "#" is never written with these; a path that has a "#" in it often continues so.
 _PATH_CHARACTERS = re.compile(r"[/.\\]")
-_REPOSITORY_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +64,6 @@ def parse_reference(text: str, known: Callable[[str], bool]) -> DatasetReference
     if not name:
         raise _refused(text, "the name is empty")
     return DatasetReference(name, hub, subsets, num_samples)
-
-
-def is_repository_id(name: str, *, owner: bool) -> bool:
-    """Whether a hub could have a data set of this id: OWNER/NAME, or NAME alone where no owner is asked for."""
-    match = _REPOSITORY_ID.fullmatch(name)
-    return match is not None and not (owner and match[1] is None)
 
 
 def _cut_subset(name: str, known: Callable[[str], bool]) -> tuple[str, str]:

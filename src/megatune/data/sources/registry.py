@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 from megatune.data.formats.form import DEFAULT_FORMS, FORMATTINGS, Form, Formatting
 from megatune.data.readers import json_type
 from megatune.data.sources.data_files import DEFAULT_SPLIT
-from megatune.data.sources.reference import Hub
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.repository import Hub, use_modelscope
 
 DATASET_INFO = "dataset_info.json"
 
@@ -55,11 +54,6 @@ class DatasetEntry:
     folder: str
     form: Form
     num_samples: int | None
-
-
-def use_modelscope() -> bool:
-    """Whether ids that are on no named hub are ModelScope's, as LLaMA-Factory and SWIFT are told."""
-    return os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "true", "y", "yes")
 
 
 def read_registry(path: Path, where: str) -> dict[str, Any]:

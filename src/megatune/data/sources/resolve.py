@@ -11,17 +11,17 @@ from typing import Any
 from megatune.data.formats import Form, detect
 from megatune.data.readers import Position, RawRow, data_suffix, read_rows
 from megatune.data.sources.data_files import local_files
-from megatune.data.sources.hub import Repository, fetch_all, hub_files, open_repository
-from megatune.data.sources.reference import DatasetReference, Hub, is_repository_id, parse_reference
+from megatune.data.sources.hub import hub_files
+from megatune.data.sources.reference import DatasetReference, parse_reference
 from megatune.data.sources.registry import (
     DATASET_INFO,
     DatasetEntry,
     nearest,
     parse_entry,
     read_registry,
-    use_modelscope,
 )
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id, open_repository, use_modelscope
 
 ONLINE = "ONLINE"
 REMOTE = "REMOTE:"

@@ -16,6 +16,7 @@ from megatune.data.rows import Arrangement, TokenRows
 from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
+from megatune.hub.models import open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,9 +186,11 @@ def _tokens_by_dataset(rows: TokenRows, datasets: Sequence[DatasetReport]) -> tu
 
 
 def _vocab_size(settings: Settings) -> int | None:
-    assert settings.model.model_name_or_path is not None
+    model = settings.model
+    assert model.model_name_or_path is not None
     try:
-        return load_architecture(settings.model.model_name_or_path).vocab_size
+        folder = open_model(model.model_name_or_path, model.model_revision, model.cache_dir).config_dir()
+        return load_architecture(folder).vocab_size
     except MegatuneError:
         return None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_architecture, read_config
+from megatune.hub.models import MAIN, is_hub_id, open_model
 from megatune.plan.case import PlannedModel
 
 # Members of a family that were trained further have the same numbers.
@@ -44,23 +45,33 @@ def _plain(name: str) -> str:
     return re.sub(r"[- ]", "", _VERSION.sub("", _FURTHER.sub("", short)))
 
 
-def find_model(name_or_path: str | Path) -> PlannedModel:
-    """Find a model by its folder, its config.json, or its published name, with or without the organisation, "-Instruct"
-    and the like.
+def find_model(name_or_path: str | Path, revision: str = MAIN, cache_dir: str | None = None) -> PlannedModel:
+    """Find a model by its folder, its config.json, its published name, with or without the organisation, "-Instruct"
+    and the like, or its id on a hub, of which config.json is fetched.
+
+    Args:
+        revision, cache_dir: as `hub.models.open_model` takes them; another revision than the default asks the hub.
 
     Raises:
-        MegatuneError: INPUT, with the nearest names; or with everything that keeps this engine from computing it.
+        MegatuneError: INPUT, with the nearest names; or with everything that keeps this engine from computing it; what
+            a hub refuses with.
     """
     name = str(name_or_path)
     path = Path(name).expanduser()
     if path.is_dir():
-        config, where = read_config(path), str(path / "config.json")
+        config, where = read_config(open_model(str(path), revision).config_dir()), str(path / "config.json")
     elif path.is_file():
         config, where = _read_file(path), str(path)
-    elif (repository := _by_name().get(_plain(name))) is not None:
+    elif (repository := _by_name().get(_plain(name))) is not None and revision == MAIN:
         config, where = _published()[repository][1], repository
-    else:
+    elif not is_hub_id(name):
         raise _unknown(name)
+    else:
+        try:
+            folder = open_model(name, revision, cache_dir).config_dir()
+        except MegatuneError as error:
+            raise _unknown(name, error) from error
+        config, where = read_config(folder), f"{name}: config.json"
     return PlannedModel(name=name, architecture=read_architecture(config, where, vision=True))
 
 
@@ -74,16 +85,15 @@ def _read_file(path: Path) -> dict[str, Any]:
     return config
 
 
-def _unknown(name: str) -> MegatuneError:
+def _unknown(name: str, of_hub: MegatuneError | None = None) -> MegatuneError:
     names = {_plain(model): model for model in MODELS}
     near = [names[each] for each in difflib.get_close_matches(_plain(name), names, n=3, cutoff=0.5)]
+    what = f"model {name!r} is neither a folder, nor a config.json, nor a name that ships with megatune"
+    why = f"nearest: {', '.join(near)}" if near else f"names that ship: {', '.join(MODELS)}"
+    fix = "give one of these names, the folder of the checkpoint, of which config.json is enough, or its id on a hub"
     return MegatuneError(
-        Finding(
-            f"model {name!r} is neither a folder, nor a config.json, nor a name that ships with megatune",
-            why=f"nearest: {', '.join(near)}" if near else f"names that ship: {', '.join(MODELS)}",
-            fix="give one of these names, or the folder of the checkpoint; its config.json is enough",
-        ),
-        ExitCode.INPUT,
+        [Finding(what, why=why, fix=fix), *(of_hub.findings if of_hub else ())],
+        of_hub.exit_code if of_hub else ExitCode.INPUT,
     )
 
 

@@ -44,11 +44,10 @@ def texts_of(info: SettingInfo, language: Language) -> Texts:
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(info.advice, info.how, info.when, info.expected + unit, info.values)
-    from megatune.config.chinese.texts import translations
-    from megatune.config.chinese.types import UNITS, expected
+    from megatune.config.chinese import expected, phrases, translations
 
     text = translations()[info.path]
-    unit = f"（单位：{UNITS[info.unit].removeprefix('个').strip()}）" if info.unit else ""
+    unit = f"（单位：{phrases('units')[info.unit].removeprefix('个').strip()}）" if info.unit else ""
     return Texts(text.what, text.how, text.when, expected(info) + unit, text.values)
 
 
@@ -56,9 +55,9 @@ def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:
     """Say why a known key is refused, and what to write instead."""
     if language == "en":
         return why, fix
-    from megatune.config.chinese.refusals import FIXES, REFUSALS
+    from megatune.config.chinese import phrases
 
-    return REFUSALS.get(why, why), FIXES.get(fix, fix)
+    return phrases("refusals").get(why, why), phrases("fixes").get(fix, fix)
 
 
 WIDTH = 100

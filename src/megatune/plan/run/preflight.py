@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatune.config.load import Loaded
 from megatune.config.settings import Settings
@@ -46,6 +47,7 @@ def preflight(
     machine: Machine | None = None,
     *,
     idle_gpus: int = 0,
+    model_dir: Callable[[str], Path | None] = Path,
 ) -> Preflight:
     """Hold the settings against the model, the world and the machine.
 
@@ -54,16 +56,18 @@ def preflight(
         extra: what was found wrong on the way here, reported along.
         machine: what the run is started on; None where that is not known, so that nothing is planned.
         idle_gpus: GPUs that the run leaves alone.
+        model_dir: the folder with config.json of a model_name_or_path; None where it is not to be read here.
 
     Raises:
-        MegatuneError: SETTINGS with everything that is wrong, or with what cannot fit; INPUT where only the model
-            cannot be used.
+        MegatuneError: SETTINGS with everything that is wrong, or with what cannot fit; what the model is refused with
+            where nothing else is wrong.
     """
     architecture, refusal = None, None
     path = loaded.settings.model.model_name_or_path
     if path is not None:
         try:
-            architecture = load_architecture(path)
+            folder = model_dir(path)
+            architecture = load_architecture(folder) if folder is not None else None
         except MegatuneError as error:
             refusal = error
     findings = [*loaded.check(architecture, world_size), *extra]

@@ -1,0 +1,150 @@
+"""What a hub's library raises, as findings. They never quote it: its messages may hold URLs with credentials."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.hub.repository import Repository
+
+_LOG_IN = "log in: hf auth login, or set HF_TOKEN"
+
+
+@contextmanager
+def explained(repository: Repository) -> Iterator[None]:
+    """Turn what the hub's library raises in the block into findings.
+
+    Raises:
+        MegatuneError: the id is none (exit code 64); the repository or revision is missing, private or gated (66); the
+            hub cannot be reached and the cache does not have all that is needed (69); the cache cannot be written (73).
+    """
+    try:
+        yield
+    except MegatuneError:
+        raise
+    except Exception as error:
+        explain = _of_huggingface if repository.hub == "hf" else _of_modelscope
+        found = explain(repository, error) or _of_system(repository, error)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError | None:
+    import httpx
+    from huggingface_hub import errors
+
+    kind, name = repository.kind, f"{repository.repo_id} on {repository.host}"
+    if isinstance(error, errors.HFValidationError):
+        finding = Finding(
+            f"{repository.repo_id!r} is no id of a {kind.noun} on a hub", kind.key, fix="write OWNER/NAME"
+        )
+        return MegatuneError(finding, ExitCode.SETTINGS)
+    if isinstance(error, errors.GatedRepoError):
+        return _missing(
+            repository, f"access to {name} has to be asked for", f"ask for access on its page, then {_LOG_IN}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError) and kind.revision_key:
+        return _no_revision(repository)
+    if isinstance(error, errors.RepositoryNotFoundError | errors.DisabledRepoError | errors.RevisionNotFoundError):
+        fix = f"check the name; for a private one {_LOG_IN}"
+        return _missing(repository, f"no {kind.noun} {name}, or it is private", fix)
+    unreachable = (
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        errors.CachedRepoTreeNotFoundError,
+        errors.FileMetadataError,
+        httpx.HTTPError,
+        httpx.InvalidURL,
+    )
+    if not isinstance(error, unreachable):
+        return None
+    if any(status in (401, 403) for status in map(_status, _chain(error))):
+        return _missing(repository, f"{repository.host} refuses the token for {repository.repo_id}", _LOG_IN)
+    if any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error)):
+        why = "HF_HUB_OFFLINE is set, and not all of it is in the cache"
+    else:
+        why = _why(error)
+    return _unavailable(repository, why, "HF_ENDPOINT to a mirror")
+
+
+def _of_modelscope(repository: Repository, error: Exception) -> MegatuneError | None:
+    from modelscope_hub import AuthenticationError, HubError, NotExistError, PermissionDeniedError
+
+    if isinstance(error, NotExistError | AuthenticationError | PermissionDeniedError):
+        revision = f" at revision {repository.revision}" if repository.kind.revision_key else ""
+        what = f"no {repository.kind.noun} {repository.repo_id}{revision} on {repository.host}, or it is private"
+        return _missing(repository, what, "check the name; for a private one set MODELSCOPE_API_TOKEN")
+    if isinstance(error, HubError):
+        return _unavailable(repository, _why(error), "MODELSCOPE_ENDPOINT to one")
+    return None
+
+
+def _of_system(repository: Repository, error: Exception) -> MegatuneError | None:
+    """Of the network, or of the disk that has the cache."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno is None or isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
+        endpoint = "HF_ENDPOINT to a mirror" if repository.hub == "hf" else "MODELSCOPE_ENDPOINT to one"
+        return _unavailable(repository, _why(error), endpoint)
+    what = f"cannot keep the files of {repository.repo_id}: {error.strerror or type(error).__name__}"
+    return not_kept(repository, what, str(error.filename or ""))
+
+
+def not_kept(repository: Repository, what: str, where: str) -> MegatuneError:
+    """The cache cannot be written."""
+    fix = "set HF_HOME or MODELSCOPE_CACHE to a folder that can be written"
+    if repository.kind.revision_key:
+        fix += ", or write cache_dir"
+    return MegatuneError(Finding(what, where, fix=fix), ExitCode.CANNOT_WRITE)
+
+
+def _no_revision(repository: Repository) -> MegatuneError:
+    what = f"{repository.repo_id} on {repository.host} has no revision {repository.revision}"
+    fix = f"write {repository.kind.revision_key}: main, or another branch, a tag or a commit of it"
+    return MegatuneError(Finding(what, repository.kind.revision_key, fix=fix), ExitCode.INPUT)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, to the root."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _why(error: BaseException) -> str:
+    """The kind of the error at the root, in a few words that quote nothing."""
+    chain = _chain(error)
+    if status := next(filter(None, map(_status, chain)), None):
+        return f"it answered HTTP {status}"
+    root = chain[-1]
+    if isinstance(root, socket.gaierror):
+        return "its address cannot be found: is there a network?"
+    if isinstance(root, ConnectionRefusedError):
+        return "it refuses the connection"
+    if type(root) is OSError:
+        return "what it sent is cut short"
+    return "it does not answer in time" if "Timeout" in type(root).__name__ else type(root).__name__
+
+
+def _missing(repository: Repository, what: str, fix: str) -> MegatuneError:
+    return MegatuneError(Finding(what, repository.kind.key, fix=fix), ExitCode.INPUT)
+
+
+def _unavailable(repository: Repository, why: str, endpoint: str) -> MegatuneError:
+    fix = f"set {endpoint} that answers, or {repository.kind.by_hand}"
+    what = f"cannot get {repository.repo_id} from {repository.host}"
+    return MegatuneError(Finding(what, repository.kind.key, why, fix), ExitCode.UNAVAILABLE)

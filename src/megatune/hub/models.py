@@ -1,0 +1,169 @@
+"""A model by its folder, or by its id on a hub: which of a repository's files are fetched, and when.
+
+Only safetensors with their index, and the small files of configuration and tokenizer: no pickles, no code.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.repository import (
+    MAIN,
+    MODEL,
+    fetch_all,
+    is_repository_id,
+    open_repository,
+    use_modelscope,
+)
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# Of configuration, tokenizer and chat templates: as text, or SentencePiece's protocol buffer.
+_SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def no_folder(name: str) -> MegatuneError:
+    """What is said of a name that is no folder here, and that no hub can know."""
+    fix = "give the folder of a Hugging Face checkpoint, or the id of a model on a hub, such as Qwen/Qwen3-0.6B"
+    return MegatuneError(Finding(f"model_name_or_path: no folder {name!r}", fix=fix), ExitCode.INPUT)
+
+
+class Model:
+    """A model in a folder.
+
+    Attributes:
+        commit: what names these very files; "" where nothing does.
+    """
+
+    commit = ""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def config_dir(self) -> Path:
+        """The folder with config.json, which may hold nothing else yet."""
+        return self._folder
+
+    def tokenizer_dir(self) -> Path:
+        """The folder with the files of configuration and tokenizer."""
+        return self._folder
+
+    def fetch(self) -> Path:
+        """The folder with all that a run reads: config.json, tokenizer, safetensors and their index."""
+        return self._folder
+
+
+class HubModel(Model):
+    """A model on a hub at one commit. Nothing is fetched but the list of its files and config.json, until asked for.
+
+    Args:
+        name: OWNER/NAME, of something that is no folder here.
+        revision: a branch, a tag or a commit.
+        cache_dir: where fetched files are kept; None for the hub library's own place.
+
+    Raises:
+        MegatuneError: no such repository or revision, or it is private, gated, or no model of safetensors (exit code
+            66); the hub or its library cannot be reached (69); the cache cannot be written (73).
+    """
+
+    def __init__(self, name: str, revision: str = MAIN, cache_dir: str | None = None) -> None:
+        try:
+            self._repository = open_repository("ms" if use_modelscope() else "hf", name, MODEL.key, MODEL, revision,
+                                               cache_dir)  # fmt: skip
+        except MegatuneError as error:
+            if not any(finding.where == MODEL.key for finding in error.findings):
+                raise
+            # Who meant a folder has to read that there is none.
+            findings = [replace(each, what=f"no folder {name!r} here, and {each.what}") for each in error.findings]
+            raise MegatuneError(findings, error.exit_code) from error
+
+        self.commit = self._repository.commit
+        self.host = self._repository.host
+
+    def config_dir(self) -> Path:
+        if CONFIG not in self._repository.sizes:
+            raise self._refused(
+                f"has no {CONFIG}", "it says what the model is", "choose the repository of a checkpoint"
+            )
+        return fetch_all(self._repository, [CONFIG])[0].parent
+
+    def tokenizer_dir(self) -> Path:
+        folder = self.config_dir()
+        fetch_all(self._repository, self._small())
+        return folder
+
+    def check_weights(self) -> None:
+        """Refuse a repository without safetensors.
+
+        Raises:
+            MegatuneError: INPUT.
+        """
+        sizes = self._repository.sizes
+        if WEIGHTS not in sizes and INDEX not in sizes:
+            pickle = next((path for path in sizes if path.endswith(_PICKLES)), None)
+            why = f"{pickle} is a pickle, which can run code when it is loaded" if pickle else ""
+            fix = "choose a repository with safetensors, or save it so with Transformers: model.save_pretrained(OUT)"
+            raise self._refused(f"has no {WEIGHTS}", why, fix)
+
+    def fetch(self) -> Path:
+        folder = self.config_dir()
+        fetch_all(self._repository, [*self._small(), *self._weights()])
+        return folder
+
+    def _small(self) -> list[str]:
+        def wanted(path: str) -> bool:
+            top = path.removeprefix("additional_chat_templates/")
+            return "/" not in top and top.endswith(_SMALL) and not top.endswith(".index.json")
+
+        return [path for path in self._repository.sizes if wanted(path)]
+
+    def _weights(self) -> list[str]:
+        self.check_weights()
+        if INDEX not in self._repository.sizes:
+            return [WEIGHTS]
+        (index,) = fetch_all(self._repository, [INDEX])
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._refused(f"has a {INDEX} that is no index of weights: {error}") from None
+        wrong = sorted(str(name) for name in shards if not str(name).endswith(".safetensors"))
+        if wrong:
+            raise self._refused(f"has weights that are no safetensors: {', '.join(wrong[:3])}")
+        if missing := sorted(shards.difference(self._repository.sizes)):
+            what = f"lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}"
+            raise self._refused(
+                what, f"{INDEX} names them", "where HF_HUB_OFFLINE is set, fetch it with a network first"
+            )
+        return [INDEX, *sorted(shards)]
+
+    def _refused(self, what: str, why: str = "", fix: str = "") -> MegatuneError:
+        name = f"{self._repository.repo_id} on {self._repository.host}"
+        return MegatuneError(Finding(f"{name} {what}", MODEL.key, why, fix), ExitCode.INPUT)
+
+
+def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None) -> Model:
+    """A model by its folder, or by its id on a hub: a folder wins.
+
+    Raises:
+        MegatuneError: neither a folder nor an id (exit code 66), a revision of a folder (64), or as `HubModel`.
+    """
+    if is_hub_id(name):
+        return HubModel(name, revision, cache_dir)
+    if not Path(name).is_dir():
+        raise no_folder(name)
+    if revision != MAIN:
+        what, why = f"model_revision: {revision} says nothing", f"{name} is a folder, which has no revisions"
+        fix = "remove it, or give the id of a model on a hub"
+        raise MegatuneError(Finding(what, MODEL.key, why, fix), ExitCode.SETTINGS)
+    return Model(Path(name))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is to be looked up on a hub: OWNER/NAME, and nothing here is called so."""
+    return is_repository_id(name, owner=True) and not Path(name).exists()
+
+
+__all__ = ["MAIN", "HubModel", "Model", "is_hub_id", "no_folder", "open_model"]

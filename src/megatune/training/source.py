@@ -1,0 +1,78 @@
+"""The model of a run before its processes start: a folder, the checkpoint that it resumes from, or an id on a hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.models import HubModel, is_hub_id, open_model
+from megatune.training.storage import list_checkpoints, read_manifest
+
+
+class RunModel:
+    """What a run starts from, as one process of each machine finds it out.
+
+    Args:
+        asks: whether this process may ask a hub; one of each machine does.
+
+    Attributes:
+        settings: with the commit as model_revision, once `config_dir` knows it.
+        origins: of the settings that were changed here.
+    """
+
+    def __init__(self, settings: Settings, *, asks: bool) -> None:
+        self.settings = settings
+        self.origins: dict[str, str] = {}
+        self._asks = asks
+        self._model: HubModel | None = None
+
+    def config_dir(self, name: str) -> Path | None:
+        """The folder with the model's config.json; None where another process of this machine asks the hub for it.
+
+        Raises:
+            MegatuneError: as `hub.models.open_model`; INPUT, when there is no such checkpoint to resume from.
+        """
+        model = self.settings.model
+        if is_hub_id(name) and (checkpoint := _resumed_checkpoint(self.settings)) is not None:
+            self._record_revision(checkpoint, name)
+            return checkpoint
+        if is_hub_id(name) and not self._asks:
+            return None
+        found = open_model(name, model.model_revision, model.cache_dir)
+        if isinstance(found, HubModel):
+            found.check_weights()
+            self._model = found
+            self._pin(found.commit, f"{model.model_revision} on {found.host}")
+        return found.config_dir()
+
+    def fetch(self) -> str | None:
+        """Fetch what a run reads of a model on a hub, and return its folder; None where nothing is to be fetched."""
+        return str(self._model.fetch()) if self._model is not None else None
+
+    def _record_revision(self, checkpoint: Path, name: str) -> None:
+        """Take over the commit that the run began with."""
+        try:
+            metadata = read_manifest(checkpoint).metadata
+        except MegatuneError:  # said where the checkpoint is verified
+            return
+        if metadata.get("model_name_or_path") == name:
+            self._pin(metadata["model_revision"], checkpoint.name)
+
+    def _pin(self, commit: str, origin: str) -> None:
+        model = self.settings.model.model_copy(update={"model_revision": commit})
+        self.settings = self.settings.model_copy(update={"model": model})
+        self.origins = {"model.model_revision": origin}
+
+
+def _resumed_checkpoint(settings: Settings) -> Path | None:
+    """The checkpoint that the run resumes from, as far as that can be known before all of it is verified."""
+    asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
+    if isinstance(asked, str):
+        if not Path(asked).is_dir():
+            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
+        return Path(asked)
+    if asked is False or settings.run.overwrite_output_dir or output_dir is None:
+        return None
+    whole = (path for path in reversed(list_checkpoints(Path(output_dir))) if (path / "config.json").is_file())
+    return next(whole, None)
