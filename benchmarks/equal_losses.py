@@ -120,7 +120,7 @@ def _digest(files: list[Path]) -> str:
 def _write_rows(folder: Path) -> None:
     """Alpaca rows of uneven lengths."""
     chooser = random.Random(3)
-    words = "the a tuna swims fast in blue water and eats small fish while boats wait for rain".split()
+    words = ["the", "a", "tuna", "swims", "fast", "in", "blue", "water", "and", "eats", "small", "fish"]
     rows = [
         {
             "instruction": " ".join(chooser.choices(words, k=chooser.randint(3, 30))),

@@ -8,6 +8,7 @@ import pytest
 
 from megatune.config.chinese import expected, phrases, translations
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import Group, describe, setting
 from megatune.config.settings import all_settings
 
@@ -66,10 +67,11 @@ def test_digest_sees_every_text():
 
 
 def test_refusals_are_translated():
-    for key, refused in LLAMAFACTORY.not_built.items():
+    known = {**LLAMAFACTORY.not_built, **NOT_BUILT}
+    for key, refused in known.items():
         assert refused.why in phrases("refusals"), key
         assert not refused.fix or refused.fix in phrases("fixes"), key
-    assert set(phrases("refusals")) == {refused.why for refused in LLAMAFACTORY.not_built.values()}
+    assert set(phrases("refusals")) == {refused.why for refused in known.values()}
 
 
 def test_chinese_is_imported_only_when_asked_for():

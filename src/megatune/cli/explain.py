@@ -98,7 +98,7 @@ def _key(key: str, words: list[str], args: argparse.Namespace, language: Languag
     grounds: list[Ground] = []
     if knows(key):  # otherwise the answer needs no planner
         if words:
-            grounds = [_ground(words[0], words[1:], _loaded(words[0], words[1:]), args)]
+            grounds = [_ground(_loaded(words[0], words[1:]), args)]
         else:
             grounds = default_grounds(args.model, args.gpus, args.gpu)
     print(explain_key(key, grounds, language))
@@ -109,7 +109,7 @@ def _file(name: str, words: list[str], args: argparse.Namespace, language: Langu
     from megatune.plan.explain import explain_file
 
     loaded = _loaded(name, words)
-    text, findings = explain_file(name, loaded, _ground(name, words, loaded, args), language)
+    text, findings = explain_file(name, loaded, _ground(loaded, args), language)
     print(text)
     return ExitCode.SETTINGS if findings else ExitCode.DONE
 
@@ -120,10 +120,8 @@ def _loaded(name: str, words: list[str]) -> Loaded:
     return load(name, words)
 
 
-def _ground(name: str, words: list[str], loaded: Loaded, args: argparse.Namespace) -> Ground:
+def _ground(loaded: Loaded, args: argparse.Namespace) -> Ground:
     """The case of a file, on the machines that are named, on this one, or on usual ones."""
-    from megatune.config.arguments import Arguments
-    from megatune.plan import question
     from megatune.plan.catalogue import find_machine
     from megatune.plan.explain import ground_of_file
     from megatune.plan.explain.ground import DEFAULT_GPU
@@ -133,10 +131,7 @@ def _ground(name: str, words: list[str], loaded: Loaded, args: argparse.Namespac
         model = settings.model.model_copy(update={"model_name_or_path": args.model})
         loaded = replace(loaded, settings=settings.model_copy(update={"model": model}))
     machine = find_machine(args.gpu) if args.gpu else _this_machine()
-    trainable = question.read_settings(name, Arguments(name, words, [])).trainable
-    return ground_of_file(
-        loaded, machine or find_machine(DEFAULT_GPU), args.gpus, trainable=trainable, is_assumed=machine is None
-    )
+    return ground_of_file(loaded, machine or find_machine(DEFAULT_GPU), args.gpus, is_assumed=machine is None)
 
 
 def _this_machine() -> Machine | None:

@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     place = joined(os.environ)
     num_gpus = count_gpus()
     world, problems = (None, ()) if place else _decide_world(loaded.settings, num_gpus)
-    checked = _preflight(loaded, place or world, num_gpus, problems)
+    here = place or world
+    loaded = loaded.for_world(here.world_size if here else None)
+    checked = _preflight(loaded, here, num_gpus, problems)
     settings = checked.settings
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.entry import Entry
+from megatune.config.entry import SettingEntry
 from megatune.config.values import Value, parse
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -53,22 +53,22 @@ def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -
     return Arguments(sources[0] if sources else None, overrides, flags)
 
 
-def read_overrides(overrides: Sequence[str]) -> tuple[list[Entry], list[Finding]]:
+def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
     """Entries of `key=value` words."""
-    entries: list[Entry] = []
+    entries: list[SettingEntry] = []
     findings: list[Finding] = []
     for override in overrides:
         key, equals, text = override.partition("=")
         if equals and key.strip():
-            entries.append(Entry(key.strip(), parse(text), override, "override"))
+            entries.append(SettingEntry(key.strip(), parse(text), override, "override"))
         else:
             findings.append(Finding(f"{override!r} is not an override", fix="write key=value, without spaces around ="))
     return entries, findings
 
 
-def read_flags(flags: Sequence[str]) -> tuple[list[Entry], list[Finding]]:
+def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
     """Entries of `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
-    entries: list[Entry] = []
+    entries: list[SettingEntry] = []
     findings: list[Finding] = []
     for flag, words in _flags_with_words(flags):
         name, equals, text = flag.removeprefix("--").partition("=")
@@ -84,7 +84,7 @@ def read_flags(flags: Sequence[str]) -> tuple[list[Entry], list[Finding]]:
         else:
             items = tuple(parse(word) for word in words)
             value = Value([item.data for item in items], items=items)
-        entries.append(Entry(name.replace("-", "_"), value, f"--{name}", "flag"))
+        entries.append(SettingEntry(name.replace("-", "_"), value, f"--{name}", "flag"))
     return entries, findings
 
 

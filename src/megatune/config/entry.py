@@ -8,7 +8,7 @@ from megatune.config.values import Value
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SettingEntry:
     """One key and its value.
 
     Attributes:

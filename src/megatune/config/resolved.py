@@ -8,16 +8,17 @@ from typing import Any
 
 import yaml
 
-from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.settings import GROUPS, Settings
 from megatune.config.values import parse
 
 _COMMENT_COLUMN = 52
 
 
-def dump(settings: Settings, origins: Mapping[str, str], dialect: Dialect = LLAMAFACTORY) -> str:
-    """Every setting as a line of YAML in the dialect's keys, with a comment that says where it came from.
+def dump(settings: Settings, origins: Mapping[str, str]) -> str:
+    """Every setting as a line of YAML under its own name, with a comment that says where it came from.
+
+    Those that would be refused where they are written, because they are not built, are left out.
 
     Args:
         origins: "group.name" -> "run.yaml:7", "override", "flag" or "default"; what is missing counts as default.
@@ -26,8 +27,10 @@ def dump(settings: Settings, origins: Mapping[str, str], dialect: Dialect = LLAM
     for group, model in GROUPS.items():
         lines += ["", f"# {group}"] if lines else [f"# {group}"]
         for name in model.model_fields:
-            path = f"{group}.{name}"
-            line = f"{dialect.key_of(path)}: {_yaml(getattr(getattr(settings, group), name))}"
+            path, value = f"{group}.{name}", getattr(getattr(settings, group), name)
+            if path in NOT_BUILT and NOT_BUILT[path].refuses(value):
+                continue
+            line = f"{name}: {_yaml(value)}"
             lines.append(f"{line:<{_COMMENT_COLUMN}}  # {_one_line(origins.get(path, 'default'))}")
     return "\n".join(lines) + "\n"
 

@@ -11,6 +11,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list, or values separated by commas",
+    dict: "a mapping of names to values",
+}
+_RANGE = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
 
 class Group(BaseModel):
     """Settings of one concern. Frozen and strict: values arrive with the right type, or not at all."""
@@ -56,7 +66,6 @@ class SettingInfo:
         items: the type of a list's items, str or float.
         choices: the values of a Literal, () for an open type.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
-        expected: type and range in words: "a whole number, at least 1".
         advice, how, when: what it is, how it works, when to change it.
         values: what each choice does, by the choice as YAML writes it.
     """
@@ -69,7 +78,6 @@ class SettingInfo:
     bounds: Mapping[str, float]
     default: Any
     unit: str
-    expected: str
     advice: str
     how: str
     when: str
@@ -82,6 +90,19 @@ class SettingInfo:
     @property
     def name(self) -> str:
         return self.path.partition(".")[2]
+
+    @property
+    def expected(self) -> str:
+        """Type and range in words: "a whole number, at least 1"."""
+        if self.choices:
+            listed = ", ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
+            words = f"a list of any of: {listed}" if list in self.kinds else f"one of: {listed}"
+        elif list in self.kinds and self.items is float:
+            words = "a list of numbers, or numbers separated by commas"
+        else:
+            words = " or ".join(word for kind, word in _WORDS.items() if kind in self.kinds)
+        words += "".join(f", {_RANGE[name]} {limit}" for name, limit in self.bounds.items())
+        return f"{words}, or null" if self.optional else words
 
     @property
     def digest(self) -> str:
@@ -105,7 +126,6 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
             bounds=bounds,
             default=field.get_default(call_default_factory=False),
             unit=extra["unit"],
-            expected=_expected(kinds, items, choices, bounds, optional),
             advice=field.description or "",
             how=extra["how"],
             when=extra["when"],
@@ -138,32 +158,5 @@ def _kinds(annotation: Any) -> tuple[frozenset[type], type, tuple[Any, ...], boo
     return frozenset(kinds), items, tuple(choices), optional
 
 
-_WORDS: tuple[tuple[type, str], ...] = (
-    (bool, "true or false"),
-    (int, "a whole number"),
-    (float, "a number"),
-    (str, "text"),
-    (list, "a list, or values separated by commas"),
-    (dict, "a mapping of names to values"),
-)
-
-
-_RANGE = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
-
 def _bounds(field: FieldInfo) -> dict[str, float]:
     return {name: getattr(limit, name) for limit in field.metadata for name in _RANGE if hasattr(limit, name)}
-
-
-def _expected(
-    kinds: frozenset[type], items: type, choices: tuple[Any, ...], bounds: Mapping[str, float], optional: bool
-) -> str:
-    if choices:
-        listed = ", ".join("true" if value is True else "false" if value is False else str(value) for value in choices)
-        words = f"a list of any of: {listed}" if list in kinds else f"one of: {listed}"
-    elif list in kinds and items is float:
-        words = "a list of numbers, or numbers separated by commas"
-    else:
-        words = " or ".join(word for kind, word in _WORDS if kind in kinds)
-    words += "".join(f", {_RANGE[name]} {limit}" for name, limit in bounds.items())
-    return f"{words}, or null" if optional else words

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import yaml
 
-from megatune.config.entry import Entry
+from megatune.config.entry import SettingEntry
 from megatune.config.values import compose, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
-def read_file(source: str | Path) -> tuple[list[Entry], list[Finding]]:
+def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
     """Entries of a YAML file; a file that is not YAML gives its first fault as the one finding, and no entries.
 
     Raises:
@@ -43,8 +43,8 @@ def read_file(source: str | Path) -> tuple[list[Entry], list[Finding]]:
     return _mapping(node, name)
 
 
-def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[Entry], list[Finding]]:
-    entries: dict[str, Entry] = {}
+def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], list[Finding]]:
+    entries: dict[str, SettingEntry] = {}
     findings: list[Finding] = []
     for key_node, value_node in node.value:
         where = f"{name}:{key_node.start_mark.line + 1}"
@@ -57,7 +57,7 @@ def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[Entry], list[Findi
             findings.append(Finding(what, where, fix="keep one of the two lines"))
             continue
         try:
-            entries[key] = Entry(key, value_of(value_node), where, where)
+            entries[key] = SettingEntry(key, value_of(value_node), where, where)
         except yaml.YAMLError as error:
             findings.append(_yaml_finding(error, name))
     return list(entries.values()), findings

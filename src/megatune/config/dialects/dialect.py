@@ -1,15 +1,23 @@
-"""What a dialect is: a table of its keys, and a table of what it knows that is not built."""
+"""What a dialect is: a table from its keys to our settings, and a table of what it knows that is not built."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, TypeAlias
+
+from megatune.config.setting import SettingInfo
+from megatune.config.settings import all_settings
+from megatune.config.values import Value, coerce, parse, shown
+
+ACCUMULATION = "batch.gradient_accumulation_steps"
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A key, or some of its values, that the dialect's users know and this project does not do.
+    """A key, or some of its values, that users know and this project does not do.
 
     Attributes:
         why: the reason, a sentence or two.
@@ -27,40 +35,212 @@ class Refused:
         """Whether `value`, as it was read from YAML, is refused."""
         if isinstance(value, list) and self.values is not None:
             return any(self.refuses(item) for item in value)
-        if value is None or _among(value, self.off):
+        if value is None or any(_same(value, other) for other in self.off):
             return False
-        return self.values is None or _among(value, self.values)
+        return self.values is None or any(_same(value, other) for other in self.values)
+
+    def texts(self, key: str, value: Any) -> tuple[str, str, str]:
+        """What, why and fix of a finding."""
+        fix = self.fix or f"remove {key}" + (f", or write {key}: {shown(self.off[0])}" if self.off else "")
+        return f"{key}: {shown(value)} is not supported", self.why, fix
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """A key that is more than another name of one setting.
+
+    Attributes:
+        paths: "group.name" of the settings that get its value.
+        values: a value as the dialect writes it -> ours; any other stays as it is.
+        factor: what a number is multiplied by: 60 for minutes that set seconds.
+    """
+
+    paths: tuple[str, ...]
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    factor: int = 1
+
+    def ours(self, value: Value) -> dict[str, Any]:
+        """What `value` sets, by "group.name"."""
+        read = coerce(value, all_settings()[self.paths[0]])
+        for theirs, ours in self.values.items():
+            if _same(read, theirs):
+                return dict.fromkeys(self.paths, ours)
+        if self.factor != 1 and isinstance(read, int | float) and not isinstance(read, bool):
+            read *= self.factor
+            read = int(read) if read == read // 1 else read
+        return dict.fromkeys(self.paths, read)
+
+    def described(self, path: str) -> SettingInfo:
+        """The setting with choices, range and default as the dialect writes them."""
+        info = all_settings()[path]
+        if not self.values and self.factor == 1:
+            return info
+        more = tuple(theirs for theirs, ours in self.values.items() if ours is None)
+        return replace(
+            info,
+            choices=(*(self.theirs(path, choice) for choice in info.choices), *more),
+            bounds={name: self.theirs(path, limit) for name, limit in info.bounds.items()},
+            default=self.theirs(path, info.default),
+            optional=info.optional and not more,
+        )
+
+    def theirs(self, path: str, value: Any) -> Any:
+        """Our `value` of a setting as the dialect writes it."""
+        for theirs, ours in self.values.items():
+            if _same(value, ours):
+                return theirs
+        if self.factor == 1 or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return value // self.factor if value % self.factor == 0 else value / self.factor
+
+
+def negated(path: str) -> Sets:
+    """A key that says the opposite of a setting: no_rope_fusion."""
+    return Sets((path,), values={True: False, False: True})
+
+
+@dataclass(frozen=True, slots=True)
+class Chooses:
+    """A key each of whose values sets several settings: torch_dtype.
+
+    Attributes:
+        choices: a value as text -> "group.name" -> value. Settings that only other choices name get their defaults.
+    """
+
+    choices: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(path for sets in self.choices.values() for path in sets))
+
+    def ours(self, value: Value) -> dict[str, Any]:
+        """What `value` sets, by "group.name"; nothing where it is no choice, and the defaults where it is null."""
+        text = str(value.data) if value.text is None else value.text
+        if value.data is not None and text not in self.choices:
+            return {}
+        return {path: self.choices.get(text, {}).get(path, all_settings()[path].default) for path in self.paths}
+
+    def described(self, path: str) -> SettingInfo:
+        """The setting as one of the choices."""
+        info, choices = all_settings()[path], tuple(self.choices)
+        return replace(info, kinds=frozenset({str}), choices=choices, bounds={}, optional=False, default=None)
+
+    def theirs(self, path: str, value: Any) -> Any:
+        """The choice that gives the setting this value; the value where there is none."""
+        found = (choice for choice, sets in self.choices.items() if path in sets and _same(sets[path], value))
+        return next(found, value)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatchSize:
+    """Rows of a step, from which gradient_accumulation_steps follows when the world is known."""
+
+    paths: tuple[str, ...] = (ACCUMULATION,)
+
+    def ours(self, value: Value) -> dict[str, Any]:
+        """The rows themselves: `Loaded.for_world` divides them by those of a micro-batch on all replicas."""
+        return {ACCUMULATION: coerce(value, all_settings()[ACCUMULATION])}
+
+    def described(self, path: str) -> SettingInfo:
+        """The setting without its default."""
+        return replace(all_settings()[path], default=None)
+
+
+Meaning: TypeAlias = str | Sets | Chooses | GlobalBatchSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One vocabulary.
+    """One vocabulary. Our own names of settings are understood beside its keys.
 
     Attributes:
         name: what its users call it, for messages.
-        keys: its key -> our "group.name". Several keys may name one setting: generations of one name.
-        not_built: keys refused by name, all values or some of them. A key of `keys` too still sets what passes.
+        keys: its key -> our "group.name", or more than that. Of several for one setting the first is preferred.
+        not_built: keys refused by name, all values or some of them. A key that sets something still sets what passes.
+        prefix, separator: how its users write a key and its value, for messages: `--key value`.
     """
 
     name: str
-    keys: Mapping[str, str]
+    keys: Mapping[str, Meaning]
     not_built: Mapping[str, Refused]
+    prefix: str = ""
+    separator: str = ": "
 
     def knows(self, key: str) -> bool:
-        return key in self.keys or key in self.not_built
+        return key in self.keys or key in _paths() or key in self.not_built
+
+    @property
+    def names(self) -> list[str]:
+        """Every key that it knows."""
+        return list(dict.fromkeys((*self.keys, *_paths(), *self.not_built)))
+
+    def meaning_of(self, key: str) -> Sets | Chooses | GlobalBatchSize | None:
+        """What a key sets; None where it sets nothing."""
+        meaning = self.keys.get(key) or _paths().get(key)
+        return Sets((meaning,)) if isinstance(meaning, str) else meaning
+
+    def names_of(self, path: str) -> list[str]:
+        """All keys that set a setting, the preferred one first, our own name among them."""
+        found = [key for key in self.keys if (meaning := self.meaning_of(key)) and path in meaning.paths]
+        return list(dict.fromkeys((*found, all_settings()[path].name)))
 
     def key_of(self, path: str) -> str:
-        """The dialect's preferred (first) key for our "group.name".
+        """The preferred key of a setting."""
+        return self.names_of(path)[0]
 
-        Raises:
-            KeyError: the dialect has no key for it.
+    def written(self, key: str, value: Any) -> str:
+        """A key and its value as its users write them."""
+        return f"{self.prefix}{key}{self.separator}{shown(value)}"
+
+    def phrased(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
+        """A text that names our settings, and values behind them, in the dialect's words.
+
+        A name without an underscore may be a plain word: it counts where a colon follows, or where a line is written or
+        removed.
+
+        Args:
+            own: "group.name" of settings that stay as they are: the user wrote them by our names.
+            rows: of a micro-batch on all replicas; None where the world is not known.
+            is_fix: whether it says what to write: elsewhere what follows from a global batch is only explained.
         """
-        for key, target in self.keys.items():
-            if target == path:
-                return key
-        raise KeyError(path)
+
+        def say(match: re.Match[str]) -> str:
+            path = _paths()[match["name"]]
+            key = self.key_of(path)
+            meaning = self.meaning_of(key)
+            if path in own or meaning is None or self.written(key, "") == f"{match['name']}: ":
+                return match[0]
+            if text.endswith("remove ", 0, match.start()):
+                return self.prefix + key + match[0].removeprefix(match["name"])
+            if isinstance(meaning, GlobalBatchSize):
+                if not is_fix or rows is None:
+                    return f"{match[0]} (from {self.prefix}{key})"
+                said = [shown(int(part) * rows) for part in re.findall(r"\d+", match["value"] or "")]
+            else:
+                parts = (match["value"] or "").split(" or ")
+                said = [shown(meaning.theirs(path, parse(part).data)) for part in parts if part]
+            if not said:
+                return self.prefix + key
+            between = self.separator if match["between"] == ": " else " "
+            return f"{self.prefix}{key}{between}{' or '.join(said)}"
+
+        return _names_in_text().sub(say, text)
 
 
-def _among(value: Any, values: tuple[Any, ...]) -> bool:
-    """Membership that keeps 1 and true apart."""
-    return any(type(value) is type(other) and value == other for other in values)
+def _same(value: Any, other: Any) -> bool:
+    """Equality that keeps 1 and true apart."""
+    return type(value) is type(other) and value == other
+
+
+@cache
+def _paths() -> dict[str, str]:
+    """Our own names -> "group.name"."""
+    return {info.name: path for path, info in all_settings().items()}
+
+
+@cache
+def _names_in_text() -> re.Pattern[str]:
+    long = "|".join(name for name in _paths() if "_" in name)
+    plain = "|".join(name for name in _paths() if "_" not in name)
+    name = rf"(?<![\w.-])(?P<name>(?:{long})\b|(?:{plain})(?=: )|(?:(?<=write )|(?<=remove ))(?:{plain})\b)"
+    return re.compile(rf"{name}(?:(?P<between>: | (?=\d))(?P<value>[\w+/-]+(?:\.\w+)*(?: or \d+\b)?))?")

@@ -253,3 +253,58 @@ class DataSettings(Group):
         how="It is accepted so that files written for other tools run unchanged.",
         when="Never: leave it out.",
     )
+    image_max_pixels: int = setting(
+        768 * 768,
+        unit="pixels",
+        ge=1,
+        advice="Images of more pixels are made smaller, to this area.",
+        how="The encoder cuts an image into patches, and a square of them becomes a token: the tokens of a row, and "
+        "the time of the encoder, are in proportion.",
+        when="Lower it where images need no detail. It can be planned; training with images is not built yet.",
+    )
+    image_min_pixels: int = setting(
+        32 * 32,
+        unit="pixels",
+        ge=1,
+        advice="Images of fewer pixels are made larger, to this area.",
+        how="It is done before the image is cut into patches.",
+        when="Seldom; training with images is not built yet.",
+    )
+    video_max_pixels: int = setting(
+        256 * 256,
+        unit="pixels",
+        ge=1,
+        advice="Frames of a video with more pixels are made smaller, to this area.",
+        how="The tokens of a video are those of its frames.",
+        when="Lower it for long videos; training with videos is not built yet.",
+    )
+    video_min_pixels: int = setting(
+        16 * 16,
+        unit="pixels",
+        ge=1,
+        advice="Frames of a video with fewer pixels are made larger, to this area.",
+        how="It is done before the frames are cut into patches.",
+        when="Seldom; training with videos is not built yet.",
+    )
+    video_fps: float = setting(
+        2.0,
+        unit="frames per second",
+        gt=0,
+        advice="Frames that are taken of each second of a video.",
+        how="They are spread evenly, at most video_maxlen of them.",
+        when="Raise it where motion matters; training with videos is not built yet.",
+    )
+    video_maxlen: int = setting(
+        128,
+        unit="frames",
+        ge=1,
+        advice="Frames that are taken of a video at most.",
+        how="Of a longer video they are spread evenly over all of it.",
+        when="Lower it to bound the tokens of a row; training with videos is not built yet.",
+    )
+    media_dir: str | None = setting(
+        None,
+        advice="Folder that the images and videos of the data are named from. null takes dataset_dir.",
+        how="Absolute paths in the data are taken as they are.",
+        when="Set it where pictures lie apart from the data; training with them is not built yet.",
+    )

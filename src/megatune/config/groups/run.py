@@ -133,13 +133,3 @@ class ModelSettings(Group):
             "false": "no code of the checkpoint is run",
         },
     )
-    finetuning_type: Literal["full"] = setting(
-        "full",
-        advice="Which parameters are trained.",
-        how="full keeps weights, gradients and optimizer state of every parameter: 18 bytes each in bf16, 16 in "
-        "fp32, shared out by the layout and the distributed optimizer.",
-        when="full is all that is built; LoRA and freezing are refused by name.",
-        values={
-            "full": "trains every parameter",
-        },
-    )

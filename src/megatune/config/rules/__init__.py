@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
-from megatune.config.rules import attention, data, experts, layout, memory, pipeline, run, schedule
+from megatune.config.rules import attention, data, experts, finetuning, layout, memory, pipeline, run, schedule
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-RULES: tuple[Rule, ...] = (
+_BUILT: tuple[Rule, ...] = (
     *data.RULES,
     *run.RULES,
     *schedule.RULES,
@@ -21,7 +21,10 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
 )
 
-DATA_RULES = data.RULES
+# Of a run, of what only reads its data, and of a plan, which takes some of what is not built.
+RULES = (*finetuning.RULES, *_BUILT)
+DATA_RULES = (*finetuning.RULES, *data.RULES)
+PLAN_RULES = (*finetuning.PLAN_RULES, *_BUILT)
 
 
 def check(
@@ -32,20 +35,22 @@ def check(
     rules: Iterable[Rule] = RULES,
     origins: Mapping[str, str] | None = None,
     invalid: Collection[str] = (),
+    written: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """Everything that is wrong between settings.
 
     Args:
         architecture: the model's numbers; None leaves out the rules that need them.
         world_size: processes over all machines; None takes num_processes if that is set.
-        rules: which ones; `DATA_RULES` are those of what only reads the data.
+        rules: which ones.
         origins: "group.name" -> where it was written, to say where each problem is.
         invalid: "group.name" of settings already refused; problems they take part in are not reported again.
+        written: "group.name" of what a user gave a value -> where; what is not built is refused where it is written.
     """
-    context = Context(settings, architecture, world_size)
+    context = Context(settings, architecture, world_size, written or {})
     problems = (problem for rule in rules for problem in rule(context))
     return [
-        Finding(problem.what, _where(problem.paths, origins or {}), problem.why, problem.fix)
+        Finding(problem.what, problem.where or _where(problem.paths, origins or {}), problem.why, problem.fix)
         for problem in problems
         if not set(problem.paths) & set(invalid)
     ]

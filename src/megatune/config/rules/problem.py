@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings
@@ -11,11 +11,16 @@ from megatune.config.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a rule may look at. Without an architecture or a world, the rules that need one have nothing to say."""
+    """What a rule may look at. Without an architecture or a world, the rules that need one have nothing to say.
+
+    Attributes:
+        written: "group.name" of what a user gave a value -> where, in the order of writing.
+    """
 
     settings: Settings
     architecture: Architecture | None
     world_size: int | None
+    written: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +30,14 @@ class Problem:
     Attributes:
         paths: "group.name" of the settings in it, the one to change first.
         what, why, fix: as in `megatune.errors.Finding`.
+        where: "" for the first place where one of the settings was written.
     """
 
     paths: tuple[str, ...]
     what: str
     why: str = ""
     fix: str = ""
+    where: str = ""
 
 
 Rule = Callable[[Context], Iterator[Problem]]

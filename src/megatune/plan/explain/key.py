@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatune.config.dialects.dialect import Dialect, Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.rules.finetuning import not_built_settings
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import all_settings
 from megatune.config.values import shown
@@ -31,14 +32,15 @@ def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en", 
     """
     name = key.removeprefix("--").replace("-", "_")
     infos, words = all_settings(), words_of(language)
-    path = dialect.keys.get(name) or (name if name in infos else None)
+    meaning = dialect.meaning_of(name)
+    path = meaning.paths[0] if meaning else name if name in infos else None
     refused = dialect.not_built.get(name)
     if path is None and refused is None:
         raise _unknown(key, dialect)
     lines: list[str] = []
     if path is not None:
         lines += _setting(infos[path], grounds, language, dialect)
-        refused = refused or dialect.not_built.get(dialect.key_of(path))
+        refused = refused or {**not_built_settings(), **dialect.not_built}.get(infos[path].name)
     if refused is not None:
         lines += [""] if lines else [name]
         lines += _refusal(name, refused, words, language)
@@ -66,7 +68,7 @@ _SHORT = {
 
 
 def _unknown(key: str, dialect: Dialect) -> MegatuneError:
-    names = [*dialect.keys, *dialect.not_built]
+    names = dialect.names
     name = key.lower().removeprefix("--").replace("-", "_").rpartition(".")[2]
     near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
     if name not in _SHORT:
@@ -77,7 +79,7 @@ def _unknown(key: str, dialect: Dialect) -> MegatuneError:
 
 def _setting(info: SettingInfo, grounds: Sequence[Ground], language: Language, dialect: Dialect) -> Iterator[str]:
     words, texts = words_of(language), texts_of(info, language)
-    names = [key for key, path in dialect.keys.items() if path == info.path]
+    names = dialect.names_of(info.path)
     yield wrapped(info.name + words.parentheses.format(f"{words.group}{words.colon}{info.group}"))
     width = max(map(columns_of, (words.takes, words.default, words.also, words.what, words.when, words.cost))) + 2
     width = max(width, columns_of(words.values) + 2, columns_of(words.how) + 2)

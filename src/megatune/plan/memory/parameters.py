@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.memory.parts import Part, StateRules, closed_part, exact_part, state_rules
 from megatune.plan.memory.tensors import ChunkContent, HeldParameters, held_parameters, stage_chunks
 
@@ -71,7 +72,7 @@ def stage_states(case: Case, stages: Iterable[int]) -> list[StageState]:
     to one parameter's state more is on the host than the fraction says.
     """
     rules = state_rules(case)
-    return [_state(case.model, case.trainable, rules, stage) for stage in stages]
+    return [_state(case.model, case.settings.finetuning, rules, stage) for stage in stages]
 
 
 def rank_state(case: Case, rank: int) -> StageState:
@@ -84,24 +85,24 @@ def rank_state(case: Case, rank: int) -> StageState:
         rank // parallel.tensor_model_parallel_size % rules.shards[0],
         rank // expert_ranks % rules.shards[1],
     )
-    held, chunks = _held(case.model, case.trainable, parallel), _chunks(case.model, parallel, stage)
+    held, chunks = _held(case.model, case.settings.finetuning, parallel), _chunks(case.model, parallel, stage)
     parts = [exact_part(held, chunks, rules, stage, is_expert, places[is_expert]) for is_expert in _parts(case.model)]
     return _sum(held, chunks, rules, parts)
 
 
 def stage_parameters(case: Case, stage: int) -> StageParameters:
     """Elements that each rank of a stage holds."""
-    return _elements(case.model, case.trainable, state_rules(case), stage)
+    return _elements(case.model, case.settings.finetuning, state_rules(case), stage)
 
 
 @lru_cache(maxsize=65536)
-def _state(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> StageState:
+def _state(model: PlannedModel, trainable: FinetuningSettings, rules: StateRules, stage: int) -> StageState:
     held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
     return _sum(held, chunks, rules, _closed(model, trainable, rules, stage))
 
 
 @lru_cache(maxsize=65536)
-def _elements(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> StageParameters:
+def _elements(model: PlannedModel, trainable: FinetuningSettings, rules: StateRules, stage: int) -> StageParameters:
     held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
     dense, expert = (*_closed(model, trainable, rules, stage), Part(0, 0, 0, 0, 0))[:2]
     return StageParameters(
@@ -116,7 +117,7 @@ def _elements(model: PlannedModel, trainable: Trainable, rules: StateRules, stag
 
 
 @lru_cache(maxsize=1024)  # asked for twice, one soon after the other
-def _closed(model: PlannedModel, trainable: Trainable, rules: StateRules, stage: int) -> tuple[Part, ...]:
+def _closed(model: PlannedModel, trainable: FinetuningSettings, rules: StateRules, stage: int) -> tuple[Part, ...]:
     held, chunks = _held(model, trainable, rules.parallel), _chunks(model, rules.parallel, stage)
     return tuple(closed_part(held, chunks, rules, stage, is_expert) for is_expert in _parts(model))
 
@@ -138,7 +139,7 @@ def _sum(held: HeldParameters, chunks: Sequence[ChunkContent], rules: StateRules
     )
 
 
-def _held(model: PlannedModel, trainable: Trainable, parallel: ParallelSettings) -> HeldParameters:
+def _held(model: PlannedModel, trainable: FinetuningSettings, parallel: ParallelSettings) -> HeldParameters:
     return held_parameters(
         model,
         trainable,

@@ -108,14 +108,14 @@ def shapes_of(case: Case) -> Shapes:
     """The numbers of a case."""
     settings, architecture = case.settings, case.model.architecture
     parallel, performance, experts = settings.parallel, settings.performance, settings.experts
-    trainable, generation = case.trainable, case.machine.device.generation
+    trainable, generation = case.settings.finetuning, case.machine.device.generation
     packed = settings.packing
     cp = parallel.context_parallel_size
     rows, length = case.micro_batch_size, case.sequence_length
     size = case.itemsize
-    lora = trainable.kind == "lora"
+    lora = trainable.finetuning_type == "lora"
     trains_weights = not lora and not trainable.freeze_language_model
-    keeps = LINEARS if trains_weights else frozenset(trainable.lora_target) if lora else frozenset()
+    keeps = LINEARS if trains_weights else frozenset(trainable.lora_layers) if lora else frozenset()
     moe = architecture.moe
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
     return Shapes(

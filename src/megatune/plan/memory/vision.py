@@ -16,7 +16,7 @@ def vision_tower(case: Case) -> Operator:
     one of a plain transformer without causality, with LayerNorm and a flash kernel, all of whose operators keep their
     input. What is frozen keeps nothing, and holds a layer's tensors while it computes.
     """
-    tower, trainable = case.model.vision, case.trainable
+    tower, trainable = case.model.vision, case.settings.finetuning
     patches = 0 if tower is None else case.micro_batch_size * case.image_tokens * tower.spatial_merge_size**2
     if tower is None or not patches:
         return Operator(0)
@@ -24,7 +24,7 @@ def vision_tower(case: Case) -> Operator:
     hidden, inner = patches * tower.hidden_size * size, patches * tower.ffn_hidden_size * size
     # Two norms' inputs and outputs, q, k, v, the context; before and behind the activation, twice before with a gate.
     layer = 8 * hidden + inner * (4 if tower.gated else 2) + 4 * patches * tower.num_attention_heads
-    trained = trainable.kind == "full"
+    trained = trainable.finetuning_type == "full"
     tower_trained = trained and not trainable.freeze_vision_tower
     projector_trained = trained and not trainable.freeze_multi_modal_projector
     # The gradients of a layer's widest operator: its output's, and its input's.

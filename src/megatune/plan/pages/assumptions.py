@@ -29,7 +29,7 @@ def standing_notes(question: Question) -> Iterator[str]:
         f"fitted to {count(runs, 'run')} on this device" if runs else "of this kind of device, not of your machines"
     )
     yield f"efficiencies are {fitted}" + ("" if runs else "; megatune plan --calibrate RUN fits them")
-    if question.trainable.kind == "lora":
+    if question.settings.finetuning.finetuning_type == "lora":
         yield "LoRA can be planned, and not trained yet"
     if question.model.vision is not None:
         yield "vision-language models can be planned, and not trained yet"

@@ -74,12 +74,19 @@ def search_document(result: SearchResult, top: int) -> dict[str, Any]:
 
 def document(question: Question, found: Answer, top: int) -> str:
     """The whole answer; numbers in bytes and seconds."""
-    machine = question.machine
+    machine, trainable = question.machine, question.settings.finetuning
     content = {
         "model": {
             "name": question.model.name,
             "num_parameters": num_parameters(question.model.architecture),
-            "trainable": dataclasses.asdict(question.trainable),
+            "trainable": {
+                "kind": trainable.finetuning_type,
+                "lora_rank": trainable.lora_rank,
+                "lora_target": trainable.lora_layers,
+                "freeze_vision_tower": trainable.freeze_vision_tower,
+                "freeze_multi_modal_projector": trainable.freeze_multi_modal_projector,
+                "freeze_language_model": trainable.freeze_language_model,
+            },
         },
         "machine": {
             "device": machine.device.name,

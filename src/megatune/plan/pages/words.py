@@ -106,9 +106,9 @@ def slow_precision(question: Question) -> str:
 
 def trained_words(case: Case) -> str:
     """What is trained, and in which precision."""
-    trainable = case.trainable
-    if trainable.kind == "lora":
-        text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_target)}"
+    trainable = case.settings.finetuning
+    if trainable.finetuning_type == "lora":
+        text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_layers)}"
     else:
         text = "full fine-tuning"
     if case.model.vision is not None:
@@ -122,6 +122,6 @@ def trained_words(case: Case) -> str:
             if is_frozen
         ]
         text += f", frozen: {', '.join(frozen)}" if frozen else ""
-    if trainable.kind == "lora" or case.model.vision is not None:
+    if trainable.finetuning_type == "lora" or case.model.vision is not None:
         text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

@@ -12,7 +12,7 @@ from megatune.config.load import Loaded
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.fixes import savings, searched
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
@@ -81,7 +81,7 @@ def preflight(
     else:
         finding = too_large(planned)
         if settings.run.memory_check == "error":
-            raise MegatuneError(finding, ExitCode.SETTINGS)
+            raise MegatuneError(loaded.phrased(finding), ExitCode.SETTINGS)
         said = [f"{finding.what}; memory_check: warn lets it start"]
     return Preflight(
         settings=settings, planned=planned, lines=(*plan_lines(planned), *(f"warning    {each}" for each in said))
@@ -94,7 +94,6 @@ def _case(settings: Settings, name: str, architecture: Architecture, world_size:
         settings=settings,
         world_size=world_size,
         machine=machine,
-        trainable=Trainable(kind=settings.model.finetuning_type),
     )
 
 

@@ -70,11 +70,11 @@ def value_of(settings: Settings, path: str) -> Any:
 def _not_built(case: Case) -> list[Finding]:
     """What can be planned, and not trained."""
     problems = []
-    if case.trainable.kind == "lora":
+    if case.settings.finetuning.finetuning_type == "lora":
         problems.append(("training LoRA adapters is not built yet", "plan without --output, or full training"))
     if case.model.vision is not None:
         problems.append(("training vision-language models is not built yet", "plan without --output"))
-    elif case.trainable.freeze_language_model:
+    elif case.settings.finetuning.freeze_language_model:
         problems.append(("a frozen language model leaves nothing to train", "plan without freeze_language_model"))
     return [
         Finding(f"no settings file for {case.model.name}: {what}", why="it is planned only", fix=fix)

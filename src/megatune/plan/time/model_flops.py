@@ -15,7 +15,7 @@ def model_flops(case: Case) -> float:
     rows, length = case.global_batch_size, case.sequence_length
     document = round(min(case.document_length or length, length))
     matmuls, whole = _of_document(case.model.architecture, document)
-    frozen = case.trainable.kind == "lora" or case.trainable.freeze_language_model
+    frozen = case.settings.finetuning.finetuning_type == "lora" or case.settings.finetuning.freeze_language_model
     return rows * length / document * (whole - (matmuls / 3 if frozen else 0.0)) + vision_flops(case)
 
 

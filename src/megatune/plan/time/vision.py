@@ -16,10 +16,10 @@ _LAUNCHES = 12  # of a layer, besides its products
 
 def vision_seconds(case: Case, work: Work) -> Seconds | None:
     """Of a micro-batch; None without images."""
-    vision, trainable = case.model.vision, case.trainable
+    vision, trainable = case.model.vision, case.settings.finetuning
     if vision is None or not case.image_tokens:
         return None
-    full = trainable.kind == "full"
+    full = trainable.finetuning_type == "full"
     return _seconds(
         work,
         vision,
@@ -66,10 +66,10 @@ def _layer_operators(work: Work, vision: VisionTower, image: int) -> list[Operat
 
 def vision_flops(case: Case) -> float:
     """Model FLOP of a step: three times the forward pass of what is trained, once that of what is frozen."""
-    vision, trainable = case.model.vision, case.trainable
+    vision, trainable = case.model.vision, case.settings.finetuning
     if vision is None or not case.image_tokens:
         return 0.0
-    full, merged = trainable.kind == "full", vision.spatial_merge_size**2
+    full, merged = trainable.finetuning_type == "full", vision.spatial_merge_size**2
     tokens = case.global_batch_size * case.image_tokens
     attention = 4 * vision.num_layers * vision.hidden_size * min(case.image_tokens, _IMAGE_TOKENS) * merged
     tower = tokens * merged * (2 * vision.num_parameters + attention)

@@ -59,11 +59,11 @@ class Work:
 
 def work_of(case: Case) -> Work:
     """The work of every layer of this case."""
-    settings, trainable = case.settings, case.trainable
+    settings, trainable = case.settings, case.settings.finetuning
     parallel, performance, precision = settings.parallel, settings.performance, settings.precision
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tokens = case.micro_batch_size * case.sequence_length / cp
-    lora, moe = trainable.kind == "lora", case.model.architecture.moe
+    lora, moe = trainable.finetuning_type == "lora", case.model.architecture.moe
     return Work(
         architecture=case.model.architecture,
         rates=rates_of(case.machine, precision.params_dtype),
@@ -87,6 +87,6 @@ def work_of(case: Case) -> Work:
         grouped_experts=settings.experts.moe_grouped_gemm,
         trained=not lora and not trainable.freeze_language_model,
         lora_rank=trainable.lora_rank if lora else 0,
-        lora_target=trainable.lora_target if lora else (),
+        lora_target=trainable.lora_layers if lora else (),
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
     )
