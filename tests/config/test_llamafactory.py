@@ -80,7 +80,8 @@ OFF = [
     "account_for_loss_in_pipeline_split=false", "pipeline_model_parallel_layout=null", "calculate_per_token_loss=true",
     "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=false", "save_hf_model=true",
     "use_rslora=false", "create_new_adapter=false", "lora_rank=null", "lora_alpha=null", "adapter_name_or_path=null",
-    "finetuning_type=full", "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none", "do_train=True",
+    "finetuning_type=full", "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none",
+    "do_train=True",
 ]  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def test_the_last_value_decides_whether_a_key_is_refused(tmp_path):
 def test_reading_data_refuses_what_is_not_built(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model_name_or_path: m\ndataset: d\nimage_max_pixels: 512\n")
-    with pytest.raises(MegatuneError, match="run.yaml:3: image_max_pixels: 512 is not supported"):
+    with pytest.raises(MegatuneError, match=r"run\.yaml:3: image_max_pixels: 512 is not supported"):
         load(path).require_valid_data()
 
 

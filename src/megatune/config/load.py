@@ -199,7 +199,8 @@ class _Reading:
             meaning, refused = self.dialect.meaning_of(entry.key), self.dialect.not_built.get(entry.key)
             read = entry.value.data if target not in infos else coerce(entry.value, infos[target])
             if refused is not None and refused.refuses(read):
-                what, why, fix = refused.texts(entry.key, entry.value.text if entry.value.text is not None else read)
+                said = read if entry.value.text is None else entry.value.text
+                what, why, fix = refused.texts(entry.key, said, self.dialect.prefix, self.dialect.separator)
                 self.findings.append(Finding(what, entry.where, why, fix))
                 self.invalid.add(target)
             elif target in infos:

@@ -39,9 +39,10 @@ class Refused:
             return False
         return self.values is None or any(_same(value, other) for other in self.values)
 
-    def texts(self, key: str, value: Any) -> tuple[str, str, str]:
-        """What, why and fix of a finding."""
-        fix = self.fix or f"remove {key}" + (f", or write {key}: {shown(self.off[0])}" if self.off else "")
+    def texts(self, key: str, value: Any, prefix: str = "", separator: str = ": ") -> tuple[str, str, str]:
+        """What, why and fix of a finding, which writes keys as a `Dialect` does."""
+        off = f", or write {prefix}{key}{separator}{shown(self.off[0])}" if self.off else ""
+        fix = self.fix or f"remove {prefix}{key}{off}"
         return f"{key}: {shown(value)} is not supported", self.why, fix
 
 
@@ -199,30 +200,30 @@ class Dialect:
         removed.
 
         Args:
-            own: "group.name" of settings that stay as they are: the user wrote them by our names.
+            own: "group.name" of settings that keep our names: the user wrote them so.
             rows: of a micro-batch on all replicas; None where the world is not known.
             is_fix: whether it says what to write: elsewhere what follows from a global batch is only explained.
         """
 
         def say(match: re.Match[str]) -> str:
-            path = _paths()[match["name"]]
-            key = self.key_of(path)
+            name, between, value = match["name"], match["between"] or "", match["value"] or ""
+            path = _paths()[name]
+            key = name if path in own else self.key_of(path)
             meaning = self.meaning_of(key)
-            if path in own or meaning is None or self.written(key, "") == f"{match['name']}: ":
+            if meaning is None or self.written(key, "") == f"{name}: ":
                 return match[0]
             if text.endswith("remove ", 0, match.start()):
-                return self.prefix + key + match[0].removeprefix(match["name"])
+                return self.prefix + key + between + value
+            if isinstance(meaning, GlobalBatchSize) and (not is_fix or rows is None):
+                return f"{match[0]} (from {self.prefix}{key})"
             if isinstance(meaning, GlobalBatchSize):
-                if not is_fix or rows is None:
-                    return f"{match[0]} (from {self.prefix}{key})"
-                said = [shown(int(part) * rows) for part in re.findall(r"\d+", match["value"] or "")]
+                value = re.sub(r"\d+", lambda number: str(int(number[0]) * (rows or 1)), value)
             else:
-                parts = (match["value"] or "").split(" or ")
-                said = [shown(meaning.theirs(path, parse(part).data)) for part in parts if part]
-            if not said:
-                return self.prefix + key
-            between = self.separator if match["between"] == ": " else " "
-            return f"{self.prefix}{key}{between}{' or '.join(said)}"
+                parts = {part: meaning.theirs(path, parse(part).data) for part in value.split(" or ")}
+                value = " or ".join(
+                    part if _same(said, parse(part).data) else shown(said) for part, said in parts.items()
+                )
+            return self.prefix + key + (self.separator if between == ": " else between) + value
 
         return _names_in_text().sub(say, text)
 
@@ -240,7 +241,8 @@ def _paths() -> dict[str, str]:
 
 @cache
 def _names_in_text() -> re.Pattern[str]:
+    """Our names with the value behind them, if there is one: `name: value`, `name: 4 or 8`, `name value`."""
     long = "|".join(name for name in _paths() if "_" in name)
     plain = "|".join(name for name in _paths() if "_" not in name)
     name = rf"(?<![\w.-])(?P<name>(?:{long})\b|(?:{plain})(?=: )|(?:(?<=write )|(?<=remove ))(?:{plain})\b)"
-    return re.compile(rf"{name}(?:(?P<between>: | (?=\d))(?P<value>[\w+/-]+(?:\.\w+)*(?: or \d+\b)?))?")
+    return re.compile(rf"{name}(?:(?P<between>: | )(?P<value>[\w+/-]+(?:\.\w+)*(?: or \d+\b)?))?")
