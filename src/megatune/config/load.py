@@ -50,7 +50,7 @@ class Loaded:
 
     @property
     def written(self) -> dict[str, str]:
-        """ "group.name" of what a user gave a value -> where; null, which stands for the default, is no value."""
+        """ "group.name" of what a user gave a value -> where; null, which is the default, is no value."""
         return {path: entry.where for path, entry in self.entries.items() if entry.value.data is not None}
 
     def for_world(self, world_size: int | None) -> Loaded:

@@ -119,6 +119,6 @@ def parse_layout(text: str) -> list[PipelineChunk]:
 
 
 def write_layout(counts: Sequence[int]) -> str:
-    """The pipeline_model_parallel_layout of chunks with so many layers, embedding first and loss last."""
+    """The pipeline_model_parallel_layout of chunks with these numbers of layers, embedding first and loss last."""
     parts = [f"t*{count}" if count > 1 else "t" * count for count in counts]
     return f"E{'|'.join(parts)}L"

@@ -66,7 +66,7 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
     """The value of a node.
 
     Raises:
-        yaml.YAMLError: a key stands twice in a mapping, an unknown tag, or nesting without end.
+        yaml.YAMLError: a key is written twice in a mapping, an unknown tag, or nesting without end.
     """
     if depth > _MAX_DEPTH:
         raise yaml.MarkedYAMLError(problem="values are nested too deeply", problem_mark=node.start_mark)
@@ -81,13 +81,13 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
         if not isinstance(key_node, yaml.ScalarNode):
             raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)
         if key_node.value in data:
-            raise yaml.MarkedYAMLError(problem=f"{key_node.value!r} stands twice", problem_mark=key_node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"{key_node.value!r} is written twice", problem_mark=key_node.start_mark)
         data[key_node.value] = value_of(value_node, depth + 1).data
     return Value(data)
 
 
 def parse(text: str) -> Value:
-    """The value of text from a command line: YAML where it is YAML, otherwise the text as it stands."""
+    """The value of text from a command line: YAML where it is YAML, otherwise the text as it is."""
     try:
         node = compose(text)
         value = Value(None, "") if node is None else value_of(node)
@@ -121,7 +121,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 def coerce(value: Value, info: SettingInfo) -> Any:
     """`value` as the type of the setting, where there is one right way; otherwise as it is, to be refused.
 
-    null stands for the default where a setting has no null of its own.
+    null is the default where a setting has no null of its own.
     """
     data = value.data
     if data is None:

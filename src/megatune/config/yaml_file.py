@@ -53,7 +53,7 @@ def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], lis
             continue
         key = key_node.value
         if key in entries:
-            what = f"{key} stands twice, first at {entries[key].where}"
+            what = f"{key} is written twice, first at {entries[key].where}"
             findings.append(Finding(what, where, fix="keep one of the two lines"))
             continue
         try:
@@ -64,7 +64,7 @@ def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], lis
 
 
 def _yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
-    """A parser's complaint, with its line, in words that tell what to change."""
+    """A parser's complaint, with its line, with what to change."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         reason = getattr(error, "reason", None) or str(error)
         return Finding("not readable as YAML", name, why=str(reason), fix="remove the characters that are not text")

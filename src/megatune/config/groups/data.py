@@ -68,7 +68,7 @@ class DataSettings(Group):
         None,
         advice="Put several samples into one row of up to cutoff_len tokens, so that little is padding. null packs "
         "the texts of stage pt, and nothing else.",
-        how="Samples are dealt to rows by best fit over the whole data set. Each attends to itself only and counts "
+        how="Samples are assigned to rows by best fit over the whole data set. Each attends to itself only and counts "
         "positions from 0, so losses and gradients are those of unpacked rows.",
         when="Turn it on whenever samples are much shorter than cutoff_len. A row then holds many samples, so lower "
         "the batch size to keep the steps as they were.",
@@ -83,7 +83,7 @@ class DataSettings(Group):
     disable_shuffling: bool = setting(
         False,
         advice="Train rows in the order of the data, the same in every epoch.",
-        how="Batches are cut from the rows as they stand, data set after data set.",
+        how="Batches are cut from the rows in their order, data set after data set.",
         when="For curricula made by hand. Anything else trains better on shuffled rows.",
     )
     mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = setting(
@@ -118,7 +118,7 @@ class DataSettings(Group):
         False,
         advice="Read and tokenise while training, instead of preparing all rows first.",
         how="A process beside the run fills blocks of buffer_size samples, shuffles and packs each, and hands them "
-        "to all ranks. A resume goes on at the place in the files.",
+        "to all ranks. A resume continues at the place in the files.",
         when="For data too large to prepare first. Needs max_steps, since nobody knows how long an epoch is, and "
         "mixes only within a block.",
     )
@@ -227,8 +227,8 @@ class DataSettings(Group):
         unit="processes",
         ge=1,
         advice="Processes that turn text into tokens. null takes one.",
-        how="Rows are dealt to them in chunks of 256 and come back in order: their number changes no result. Each "
-        "takes seconds to start.",
+        how="Rows are distributed to them in chunks of 256 and come back in order: their number changes no result. "
+        "Each takes seconds to start.",
         when="Raise it towards the machine's cores for data that takes minutes to prepare.",
     )
     dataloader_num_workers: int = setting(

@@ -104,7 +104,7 @@ class ExpertSettings(Group):
     )
     moe_shared_expert_overlap: bool = setting(
         False,
-        advice="Compute shared experts while tokens travel to the others.",
+        advice="Compute shared experts while tokens are dispatched to the others.",
         how="Shared experts see every token, so they need no exchange; they run beside it. Needs shared experts and "
         "the alltoall dispatcher.",
         when="Turn it on on GPUs with expert parallelism.",

@@ -39,7 +39,7 @@ class OptimizerSettings(Group):
         "linear",
         advice="How the learning rate changes after warm-up; the rates are those of Transformers' schedulers of "
         "these names.",
-        how="The rate is a pure function of the step and of the number of all steps, so a resume goes on as if it "
+        how="The rate is a pure function of the step and of the number of all steps, so a resume continues as if it "
         "had never stopped.",
         when="cosine and linear are usual. warmup_stable_decay suits runs whose length is not known when they begin.",
         values={

@@ -12,7 +12,7 @@ class LoggingSettings(Group):
         10,
         unit="steps",
         ge=1,
-        advice="A log line every so many steps; its loss is the mean over those steps.",
+        advice="Steps from one log line to the next; its loss is the mean over those steps.",
         how="The console, metrics.jsonl, trainer_log.jsonl and TensorBoard all have these lines. eval_steps: null "
         "takes it, too.",
         when="1 for short runs, 10 to 100 for long ones.",
@@ -52,7 +52,7 @@ class CheckpointSettings(Group):
         500,
         unit="steps",
         ge=1,
-        advice="A checkpoint every so many steps.",
+        advice="Steps from one checkpoint to the next.",
         how="At most this many steps are lost when a machine fails. Each save takes the time to write the model and "
         "its training state, about 14 bytes a parameter in bf16.",
         when="Such that a save comes every 15 to 60 minutes.",
@@ -61,7 +61,7 @@ class CheckpointSettings(Group):
         None,
         unit="checkpoints",
         ge=1,
-        advice="Keep only the newest so many checkpoints. null keeps all of them.",
+        advice="Keep only this many checkpoints, the newest ones. null keeps all of them.",
         how="Older ones are deleted after a new one is whole. The best one is kept with load_best_model_at_end.",
         when="2 or 3 where the disk is small: a checkpoint of an 8B model takes about 115 GB.",
     )
@@ -96,7 +96,7 @@ class EvaluationSettings(Group):
         None,
         unit="steps",
         ge=1,
-        advice="Evaluate every so many steps. null takes logging_steps, as Transformers does.",
+        advice="Steps from one evaluation to the next. null takes logging_steps, as Transformers does.",
         how="The last step is always evaluated.",
         when="Set it: logging_steps is often too frequent. With load_best_model_at_end save_steps is a multiple of it.",
     )

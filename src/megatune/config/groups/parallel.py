@@ -15,7 +15,7 @@ class ParallelSettings(Group):
         unit="processes",
         ge=1,
         advice="Tensor parallelism: splits every layer over this many processes.",
-        how="Heads and feed-forward channels are dealt out; each layer exchanges its activations twice in the "
+        how="Heads and feed-forward channels are split; each layer exchanges its activations twice in the "
         "forward and twice in the backward pass, which nothing hides. Weights, gradients and most activations are "
         "divided by it.",
         when="Keep it inside one machine, where the link is fast, and use the smallest size at which the model fits. "
@@ -105,7 +105,8 @@ class ParallelSettings(Group):
         1,
         unit="processes",
         ge=1,
-        advice="Expert parallelism: deals the experts of each layer to this many processes, and sends tokens to them.",
+        advice="Expert parallelism: shards the experts of each layer over this many processes, and sends tokens "
+        "to them.",
         how="Weights, gradients and optimizer state of experts are divided by it. It takes data- and "
         "context-parallel processes and leaves the global batch as it is; each expert layer sends tokens there and "
         "back.",
@@ -140,14 +141,14 @@ class ParallelSettings(Group):
     )
     account_for_embedding_in_pipeline_split: bool = setting(
         False,
-        advice="Count the word embedding as one layer when layers are dealt to pipeline stages: the first stage gets "
-        "one fewer.",
+        advice="Count the word embedding as one layer when layers are assigned to pipeline stages: the first stage "
+        "gets one fewer.",
         how="Layers plus what is counted are shared equally.",
         when="Where the first stage is the fullest, or to make an odd number of layers divide.",
     )
     account_for_loss_in_pipeline_split: bool = setting(
         False,
-        advice="Count the output layer and loss as one layer when layers are dealt to pipeline stages: the last "
+        advice="Count the output layer and loss as one layer when layers are assigned to pipeline stages: the last "
         "stage gets one fewer.",
         how="Layers plus what is counted are shared equally.",
         when="For large vocabularies: otherwise the others wait for the last stage.",
@@ -156,7 +157,7 @@ class ParallelSettings(Group):
         None,
         advice="Says stage by stage what each holds, stages parted by |: E the embedding, t a layer, L the loss; t*3 "
         "repeats, (tt|)*4 too.",
-        how="Et*3|t*4|t*4|t*3L is 14 layers on 4 stages, or on 2 with 2 virtual stages each. Parts are dealt to the "
+        how="Et*3|t*4|t*4|t*3L is 14 layers on 4 stages, or on 2 with 2 virtual stages each. Parts are assigned to the "
         "stages in turn.",
         when="Where none of the simpler keys balances the stages.",
     )
@@ -194,7 +195,7 @@ class ParallelSettings(Group):
 
     @property
     def sequence_multiple(self) -> int:
-        """The whole row's length is a multiple of this: context parallelism deals two equal parts to each process, and
+        """The whole row's length is a multiple of this: context parallelism gives two equal parts to each process, and
         sequence parallelism cuts each one's tokens once more."""
         parts = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
         return parts * (self.tensor_model_parallel_size if self.sequence_parallel else 1)

@@ -30,10 +30,10 @@ class RunSettings(Group):
     output_dir: str | None = setting(
         None,
         advice="Folder for checkpoints, logs and the final model.",
-        how="A run started again on the same folder goes on from its newest whole checkpoint. Every checkpoint kept "
+        how="A run started again on the same folder resumes from its newest whole checkpoint. Every checkpoint kept "
         "takes the model's size on disk, and with its training state about 12 bytes per parameter more (8 in fp32).",
         when="Name a new folder for every new run, on a disk that every machine of the run sees. Name the old one to "
-        "go on with a run.",
+        "continue a run.",
     )
     overwrite_output_dir: bool = setting(
         False,
@@ -45,7 +45,7 @@ class RunSettings(Group):
     )
     resume_from_checkpoint: bool | str | None = setting(
         None,
-        advice="Where the run goes on from: null is the newest whole checkpoint of output_dir if there is one, true "
+        advice="Where the run resumes from: null is the newest whole checkpoint of output_dir if there is one, true "
         "insists on one, false never resumes, a path names the checkpoint.",
         how="Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked "
         "first. The layout may differ from the one that saved it; in the same layout the run continues bit for bit.",
@@ -86,11 +86,11 @@ class RunSettings(Group):
         None,
         unit="steps",
         ge=1,
-        advice="Every so many steps, check that processes which hold the same weights and gradients hold the same "
+        advice="Steps between checks that processes which hold the same weights and gradients hold the same "
         "numbers; null is off.",
         how="At those steps gradients are compared before the update and weights after it, across all copies. The "
         "first difference ends the run and names the ranks.",
-        when="Use it on new machines and when hunting faults: 100 finds a broken device for little time. Leave it "
+        when="Use it on new machines and when looking for faults: 100 finds a broken device for little time. Leave it "
         "off once the machines are trusted.",
     )
     memory_check: Literal["error", "warn", "off"] = setting(

@@ -1,4 +1,4 @@
-"""Rules of mixtures of experts: they need some, and experts are dealt and split evenly."""
+"""Rules of mixtures of experts: they need some, and experts are sharded and split evenly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ASKING = (
 
 
 def dense_model(context: Context) -> Iterator[Problem]:
-    """A dense model has no experts to deal, to balance or to bound. How they would be computed may be said."""
+    """A dense model has no experts to shard, to balance or to bound. How they would be computed may be said."""
     architecture, parallel, experts = context.architecture, context.settings.parallel, context.settings.experts
     if architecture is None or architecture.moe is not None:
         return
@@ -36,7 +36,7 @@ def dense_model(context: Context) -> Iterator[Problem]:
         yield Problem((path,), f"{name} with a dense model", why, f"remove {name}")
 
 
-def dealing(context: Context) -> Iterator[Problem]:
+def sharding(context: Context) -> Iterator[Problem]:
     """Every expert-parallel process holds the same number of experts, and every slice of one is as large."""
     architecture, parallel = context.architecture, context.settings.parallel
     if architecture is None or architecture.moe is None:
@@ -164,4 +164,4 @@ def shared_experts(context: Context) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (dense_model, dealing, routing, balancing, dropping, shared_experts)
+RULES: tuple[Rule, ...] = (dense_model, sharding, routing, balancing, dropping, shared_experts)

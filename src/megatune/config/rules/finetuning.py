@@ -71,7 +71,7 @@ def not_planned(context: Context) -> Iterator[Problem]:
 
 
 def targets(context: Context) -> Iterator[Problem]:
-    """Adapters stand beside linear layers that are there."""
+    """Adapters are added to linear layers of the model."""
     names = context.settings.finetuning.lora_target
     unknown = [name for name in names if name not in LORA_TARGETS]
     if (unknown or not names) and set(names).isdisjoint(ALL_TARGETS):

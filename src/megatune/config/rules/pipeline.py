@@ -70,7 +70,7 @@ def written_layout(context: Context) -> Iterator[Problem]:
 
 
 def _stages_for(parts: int, pp: int, vpp: int | None) -> str:
-    """The sizes that a layout of so many parts is right for, if there are any."""
+    """The sizes that a layout of this many parts is right for, if there are any."""
     if parts == 1:
         return ", or remove pipeline_model_parallel_layout"
     if vpp is None:

@@ -11,7 +11,7 @@ from megatune.config.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a rule may look at. Without an architecture or a world, the rules that need one have nothing to say.
+    """What a rule may look at. Without an architecture or a world, the rules that need one find nothing.
 
     Attributes:
         written: "group.name" of what a user gave a value -> where, in the order of writing.

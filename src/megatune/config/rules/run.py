@@ -40,13 +40,13 @@ def own_folder(context: Context) -> Iterator[Problem]:
 
 
 def fresh_start(context: Context) -> Iterator[Problem]:
-    """A run starts over in its folder, or goes on from what is there."""
+    """A run starts over in its folder, or resumes from what is there."""
     run = context.settings.run
     if run.overwrite_output_dir and run.resume_from_checkpoint is True:
         yield Problem(
             ("run.overwrite_output_dir", "run.resume_from_checkpoint"),
             "overwrite_output_dir: true and resume_from_checkpoint: true",
-            "one starts over, the other goes on from the newest checkpoint of the same folder",
+            "one starts over, the other resumes from the newest checkpoint of the same folder",
             "remove one of the two",
         )
 
@@ -109,7 +109,7 @@ def best_model(context: Context) -> Iterator[Problem]:
 
 
 def reports(context: Context) -> Iterator[Problem]:
-    """none stands alone."""
+    """none excludes the others."""
     report_to = context.settings.logging.report_to
     if "none" in report_to and len(set(report_to)) > 1:
         what = f"report_to has none and {', '.join(name for name in report_to if name != 'none')}"

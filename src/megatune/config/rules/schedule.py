@@ -115,7 +115,7 @@ def warmup(context: Context) -> Iterator[Problem]:
 
 
 def steps(context: Context) -> Iterator[Problem]:
-    """A run of no steps is a slip of the pen."""
+    """A run has steps."""
     if context.settings.optimizer.max_steps == 0:
         fix = "write max_steps: 1, or -1 to let num_train_epochs decide"
         yield Problem(("optimizer.max_steps",), "max_steps is 0", "nothing would be trained", fix)
