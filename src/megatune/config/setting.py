@@ -6,7 +6,7 @@ import hashlib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -20,6 +20,10 @@ _WORDS = {
     dict: "a mapping of names to values",
 }
 _RANGE = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class Group(BaseModel):
@@ -35,13 +39,11 @@ def setting(
     how: str,
     when: str,
     values: Mapping[str, str] | None = None,
-    unit: str = "",
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
 ) -> Any:
-    """Declare a setting of a `Group`; its type, and its choices as a Literal, are the annotation.
+    """Declare a setting of a `Group`.
+
+    Its annotation has the type, choices as a Literal, and in Annotated a number's range, a Field, and unit: what it
+    counts ("tokens", "seconds", "steps").
 
     Args:
         default: the value when the user says nothing.
@@ -49,11 +51,9 @@ def setting(
         how: one to three more: how it works.
         when: one to three more: when to change it, and to what. What it costs is planned, not written.
         values: what each choice of a Literal does, without a full stop.
-        unit: what a number counts ("tokens", "seconds", "steps"), "" where it has no unit.
-        ge, gt, le, lt: the range of a number.
     """
-    texts: Any = {"unit": unit, "how": how, "when": when, "values": dict(values or {})}
-    return Field(default, description=advice, json_schema_extra=texts, ge=ge, gt=gt, le=le, lt=lt)
+    texts: Any = {"how": how, "when": when, "values": dict(values or {})}
+    return Field(default, description=advice, json_schema_extra=texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,49 +114,34 @@ class SettingInfo:
 def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
     """Every setting of one group, in the order of declaration."""
     for name, field in model.model_fields.items():
-        kinds, items, choices, optional = _kinds(field.annotation)
-        bounds = _bounds(field)
+        kinds: set[type] = set()
+        items: type = str
+        choices: list[Any] = []
+        notes = list(field.metadata)  # of Annotated, and of its Field
+        annotation: Any = field.annotation
+        members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+        for member in members:
+            while get_origin(member) is Annotated:
+                member, *more = get_args(member)
+                notes += [note for each in more for note in (each.metadata if isinstance(each, FieldInfo) else [each])]
+            origin = get_origin(member) or member
+            literal = get_args(member)[0] if origin is list else member
+            if get_origin(literal) is Literal:
+                choices.extend(get_args(literal))
+                kinds.update([list] if origin is list else map(type, get_args(literal)))
+            elif member is not type(None):
+                kinds.add(origin)
+                items = literal if origin is list else items
         extra: Any = field.json_schema_extra
         yield SettingInfo(
             path=f"{group}.{name}",
-            kinds=kinds,
+            kinds=frozenset(kinds),
             items=items,
-            optional=optional,
-            choices=choices,
-            bounds=bounds,
+            optional=type(None) in members,
+            choices=tuple(choices),
+            bounds={name: getattr(note, name) for note in notes for name in _RANGE if hasattr(note, name)},
             default=field.get_default(call_default_factory=False),
-            unit=extra["unit"],
+            unit=next((note for note in notes if isinstance(note, str)), ""),
             advice=field.description or "",
-            how=extra["how"],
-            when=extra["when"],
-            values=extra["values"],
+            **extra,
         )
-
-
-def _kinds(annotation: Any) -> tuple[frozenset[type], type, tuple[Any, ...], bool]:
-    """Split an annotation into its types, that of a list's items, its Literal values, and whether None is allowed."""
-    kinds: set[type] = set()
-    items: type = str
-    choices: list[Any] = []
-    optional = False
-    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    for member in members:
-        if member is type(None):
-            optional = True
-            continue
-        origin = get_origin(member) or member
-        if origin is Literal:
-            choices.extend(get_args(member))
-            kinds.update(type(value) for value in get_args(member))
-        elif origin is list and get_origin(get_args(member)[0]) is Literal:
-            choices.extend(get_args(get_args(member)[0]))
-            kinds.add(list)
-        else:
-            kinds.add(origin)
-            if origin is list:
-                (items,) = get_args(member)
-    return frozenset(kinds), items, tuple(choices), optional
-
-
-def _bounds(field: FieldInfo) -> dict[str, float]:
-    return {name: getattr(limit, name) for limit in field.metadata for name in _RANGE if hasattr(limit, name)}

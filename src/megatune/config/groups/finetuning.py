@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from pydantic import Field
+
+from megatune.config.setting import Count, Group, NonNegative, Positive, setting
 
 _QKV, _PROJ, _FC1, _FC2 = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
 # Names that lora_target takes -> the engine's linear layers: its own names, and those of Hugging Face's modules.
@@ -30,9 +32,8 @@ class FinetuningSettings(Group):
             "lora": "trains low-rank adapters beside frozen matrices; not built yet",
         },
     )
-    freeze_trainable_layers: int = setting(
+    freeze_trainable_layers: Annotated[int, "layers"] = setting(
         2,
-        unit="layers",
         advice="With freeze: the layers that are trained, the last ones; a negative number trains the first ones.",
         how="The other layers keep their weights, and have no gradients and no optimizer state.",
         when="Raise it until the run learns what it should; not built yet.",
@@ -74,26 +75,22 @@ class FinetuningSettings(Group):
         how="Its weights have no gradients and no optimizer state; gradients still pass through it to the encoder.",
         when="Turn it on to train encoder or projector alone; it can be planned, training is not built yet.",
     )
-    lora_rank: int = setting(
+    lora_rank: Count = setting(
         8,
-        ge=1,
         advice="With lora: the rank of the adapters.",
         how="Each adapted matrix has one of r × in and one of out × r beside it; their product, scaled by "
         "lora_alpha / rank, is added to it.",
         when="8 to 64: raise it where the task is far from what the model knows. Memory of the adapters is in "
         "proportion; it can be planned, training is not built yet.",
     )
-    lora_alpha: int | None = setting(
+    lora_alpha: Count | None = setting(
         None,
-        ge=1,
         advice="With lora: the adapters' product is scaled by lora_alpha / lora_rank. null takes twice the rank.",
         how="It works like a learning rate of the adapters.",
         when="Leave it at null; not built yet.",
     )
-    lora_dropout: float = setting(
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.0,
-        ge=0,
-        lt=1,
         advice="With lora: the share of an adapter's inputs that are dropped in training.",
         how="The frozen matrix sees all inputs.",
         when="0.05 to 0.1 for little data trained for many epochs; not built yet.",
@@ -124,17 +121,15 @@ class FinetuningSettings(Group):
         how="The adapted matrix is normalized row by row and multiplied by the trained lengths.",
         when="For small ranks, at the cost of time; not built yet.",
     )
-    loraplus_lr_ratio: float | None = setting(
+    loraplus_lr_ratio: Positive | None = setting(
         None,
-        gt=0,
         advice="With lora: the second of an adapter's matrices learns at this many times the learning rate (LoRA+). "
         "null is off.",
         how="That matrix starts at zero, and its gradients are smaller.",
         when="16 is usual; not built yet.",
     )
-    loraplus_lr_embedding: float = setting(
+    loraplus_lr_embedding: NonNegative = setting(
         1e-6,
-        ge=0,
         advice="With loraplus_lr_ratio: the learning rate of adapters of embeddings.",
         how="It is used as it is, without the ratio.",
         when="Seldom; not built yet.",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from megatune.config.setting import Count, Group, setting
 
 
 class LoggingSettings(Group):
-    logging_steps: int = setting(
+    logging_steps: Annotated[Count, "steps"] = setting(
         10,
-        unit="steps",
-        ge=1,
         advice="Steps from one log line to the next; its loss is the mean over those steps.",
         how="The console, metrics.jsonl, trainer_log.jsonl and TensorBoard all have these lines. eval_steps: null "
         "takes it, too.",
@@ -48,19 +46,15 @@ class CheckpointSettings(Group):
             "no": "only at the end",
         },
     )
-    save_steps: int = setting(
+    save_steps: Annotated[Count, "steps"] = setting(
         500,
-        unit="steps",
-        ge=1,
         advice="Steps from one checkpoint to the next.",
         how="At most this many steps are lost when a machine fails. Each save takes the time to write the model and "
         "its training state, about 14 bytes a parameter in bf16.",
         when="Such that a save comes every 15 to 60 minutes.",
     )
-    save_total_limit: int | None = setting(
+    save_total_limit: Annotated[Count, "checkpoints"] | None = setting(
         None,
-        unit="checkpoints",
-        ge=1,
         advice="Keep only this many checkpoints, the newest ones. null keeps all of them.",
         how="Older ones are deleted after a new one is whole. The best one is kept with load_best_model_at_end.",
         when="2 or 3 where the disk is small: a checkpoint of an 8B model takes about 115 GB.",
@@ -92,10 +86,8 @@ class EvaluationSettings(Group):
             "epoch": "after every epoch",
         },
     )
-    eval_steps: int | None = setting(
+    eval_steps: Annotated[Count, "steps"] | None = setting(
         None,
-        unit="steps",
-        ge=1,
         advice="Steps from one evaluation to the next. null takes logging_steps, as Transformers does.",
         how="The last step is always evaluated.",
         when="Set it: logging_steps is often too frequent. With load_best_model_at_end save_steps is a multiple of it.",

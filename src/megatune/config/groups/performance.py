@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from megatune.config.setting import Count, Group, setting
 
 
 class RecomputeSettings(Group):
@@ -31,10 +31,8 @@ class RecomputeSettings(Group):
             "block": "recomputes the first layers of each stage only",
         },
     )
-    recompute_num_layers: int | None = setting(
+    recompute_num_layers: Annotated[Count, "layers"] | None = setting(
         None,
-        unit="layers",
-        ge=1,
         advice="With full: layers of one recomputed group (uniform) or recomputed layers of each stage (block). null "
         "takes 1 with uniform, and all with block.",
         how="A larger group keeps fewer inputs, and needs the activations of the whole group at once in its backward "
@@ -132,10 +130,8 @@ class PerformanceSettings(Group):
         how="A collection takes tens of milliseconds, and all wait for the process that does it.",
         when="Turn it on for runs of many processes.",
     )
-    manual_gc_interval: int = setting(
+    manual_gc_interval: Annotated[Count, "steps"] = setting(
         50,
-        unit="steps",
-        ge=1,
         advice="With manual_gc: steps from one collection to the next.",
         how="Between collections only what is in reference circles stays in the host's memory.",
         when="Raise it where steps are short.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from pydantic import Field
+
+from megatune.config.setting import Count, Group, setting
 
 
 class RunSettings(Group):
@@ -52,19 +54,15 @@ class RunSettings(Group):
         when="null is right for nearly every run. Use true where a start from step 0 would be a mistake, and a path "
         "to go back to an earlier step.",
     )
-    seed: int = setting(
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = setting(
         42,
-        ge=0,
-        lt=2**32,
         advice="Seeds the order of rows, the held-out split, packing and the random numbers of training.",
         how="The order of rows is a pure function of the seed and the epoch, in every layout. The same seed in the "
         "same layout gives the same run, bit for bit.",
         when="Change it to see how much of a result is chance. Changing it also changes which rows val_size holds out.",
     )
-    num_processes: int | None = setting(
+    num_processes: Annotated[Count, "processes"] | None = setting(
         None,
-        unit="processes",
-        ge=1,
         advice="Processes of the whole run; one drives one GPU. null takes one for each GPU, and on a CPU as few as "
         "the layout allows.",
         how="What the layout does not take (tensor, pipeline and context parallelism) becomes data parallelism. "
@@ -72,20 +70,16 @@ class RunSettings(Group):
         when="Set it on a CPU, to try the layout of a larger machine there, or to use only some of a machine's GPUs. "
         "More data-parallel processes help a CPU only while there are cores for them.",
     )
-    ddp_timeout: int = setting(
+    ddp_timeout: Annotated[int, Field(gt=0), "seconds"] = setting(
         1800,
-        unit="seconds",
-        gt=0,
         advice="How long a collective operation may wait for the other processes before the run is ended.",
         how="It bounds start-up, loading, saving and every exchange. A process that shows no progress for this long, "
         "or for half an hour if that is less, is named and ends the run.",
         when="Raise it for slow storage or very large models, whose loading or saving takes longer. A larger value "
         "also means that a hang is noticed later.",
     )
-    check_agreement_interval: int | None = setting(
+    check_agreement_interval: Annotated[Count, "steps"] | None = setting(
         None,
-        unit="steps",
-        ge=1,
         advice="Steps between checks that processes which hold the same weights and gradients hold the same "
         "numbers; null is off.",
         how="At those steps gradients are compared before the update and weights after it, across all copies. The "
