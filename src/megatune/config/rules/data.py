@@ -26,12 +26,10 @@ def trained_turns(context: Context) -> Iterator[Problem]:
     """One says train on more than the answers, the other on fewer of them."""
     data = context.settings.data
     if data.train_on_prompt and data.mask_history:
-        yield Problem(
-            ("data.mask_history", "data.train_on_prompt"),
-            "train_on_prompt: true and mask_history: true",
-            "one trains on every turn, the other on the last answer only",
-            "remove one of the two",
-        )
+        what = "train_on_prompt: true and mask_history: true"
+        why = "one trains on every turn, the other on the last answer only"
+        fix = "remove one of the two"
+        yield Problem(("data.mask_history", "data.train_on_prompt"), what, why, fix)
 
 
 def held_out(context: Context) -> Iterator[Problem]:
@@ -79,12 +77,10 @@ def _strategy(data: DataSettings) -> Iterator[Problem]:
             ("data.interleave_probs", "data.mix_strategy"), "interleave_probs with mix_strategy concat", why, fix
         )
     if weights is not None and data.mix_strategy != "concat":
-        yield Problem(
-            ("data.dataset_weights", "data.mix_strategy"),
-            f"dataset_weights with mix_strategy {data.mix_strategy}",
-            "both say how often each data set is trained",
-            "write interleave_probs instead of dataset_weights",
-        )
+        what = f"dataset_weights with mix_strategy {data.mix_strategy}"
+        why = "both say how often each data set is trained"
+        fix = "write interleave_probs instead of dataset_weights"
+        yield Problem(("data.dataset_weights", "data.mix_strategy"), what, why, fix)
 
 
 def order(context: Context) -> Iterator[Problem]:

@@ -39,12 +39,10 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
     unequal = [f"{number} {name}" for number, name, remainder in _shares(architecture, tp) if remainder]
     heads = architecture.num_attention_heads
     valid = nearest(tp, (size for size in divisors(heads) if tensor_parallel_fits(architecture, size)))
-    yield Problem(
-        (_TP,),
-        f"tensor_model_parallel_size {tp} does not split the model's {', '.join(unequal)}",
-        "each process takes an equal, whole share; key/value heads may also be shared by several processes",
-        f"write tensor_model_parallel_size: {valid}, the nearest that this model allows",
-    )
+    what = f"tensor_model_parallel_size {tp} does not split the model's {', '.join(unequal)}"
+    why = "each process takes an equal, whole share; key/value heads may also be shared by several processes"
+    fix = f"write tensor_model_parallel_size: {valid}, the nearest that this model allows"
+    yield Problem((_TP,), what, why, fix)
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
@@ -54,12 +52,10 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
     if not parallel.sequence_parallel:
         return
     if tp == 1:
-        yield Problem(
-            ("parallel.sequence_parallel", _TP),
-            "sequence_parallel: true with tensor_model_parallel_size 1",
-            "it splits the sequence over the tensor-parallel processes; there is one",
-            "remove sequence_parallel, or write tensor_model_parallel_size: 2",
-        )
+        what = "sequence_parallel: true with tensor_model_parallel_size 1"
+        why = "it splits the sequence over the tensor-parallel processes; there is one"
+        fix = "remove sequence_parallel, or write tensor_model_parallel_size: 2"
+        yield Problem(("parallel.sequence_parallel", _TP), what, why, fix)
     elif cutoff < tp:
         what = f"cutoff_len {cutoff} is shorter than tensor_model_parallel_size {tp}"
         why = "sequence_parallel gives each tensor-parallel process a part of the sequence"
@@ -113,12 +109,11 @@ def world(context: Context) -> Iterator[Problem]:
         return
     key = "num_processes" if asked == num_processes else "the number of processes"
     valid = either(multiples_around(num_processes, parallel.smallest_world))
-    yield Problem(
-        paths,
-        f"{num_processes} processes are not a multiple of {what}",
-        why,
-        f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout",
+    what = f"{num_processes} processes are not a multiple of {what}"
+    fix = (
+        f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout"
     )
+    yield Problem(paths, what, why, fix)
 
 
 def overlap_param_gather(context: Context) -> Iterator[Problem]:
@@ -126,12 +121,10 @@ def overlap_param_gather(context: Context) -> Iterator[Problem]:
     parallel = context.settings.parallel
     missing = [key for key in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(parallel, key)]
     if parallel.overlap_param_gather and missing:
-        yield Problem(
-            ("parallel.overlap_param_gather", *(f"parallel.{key}" for key in missing)),
-            f"overlap_param_gather: true without {' and '.join(missing)}",
-            "it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps",
-            "write " + " and ".join(f"{key}: true" for key in missing) + ", or overlap_param_gather: false",
-        )
+        what = f"overlap_param_gather: true without {' and '.join(missing)}"
+        why = "it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps"
+        fix = "write " + " and ".join(f"{key}: true" for key in missing) + ", or overlap_param_gather: false"
+        yield Problem(("parallel.overlap_param_gather", *(f"parallel.{key}" for key in missing)), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (

@@ -29,20 +29,16 @@ def shapes(context: Context) -> Iterator[Problem]:
     parallel = context.settings.parallel
     given = _given_shapes(parallel)
     if given and parallel.pipeline_model_parallel_size == 1:
-        yield Problem(
-            (*(f"parallel.{name}" for name in given), _PP),
-            f"{' and '.join(given)} with pipeline_model_parallel_size 1",
-            "there is one stage, which holds everything",
-            f"remove {' and '.join(given)}, or write pipeline_model_parallel_size: 2",
-        )
+        what = f"{' and '.join(given)} with pipeline_model_parallel_size 1"
+        why = "there is one stage, which holds everything"
+        fix = f"remove {' and '.join(given)}, or write pipeline_model_parallel_size: 2"
+        yield Problem((*(f"parallel.{name}" for name in given), _PP), what, why, fix)
     kinds = {name.partition("_")[0] for name in given}
     if len(kinds) > 1:
-        yield Problem(
-            tuple(f"parallel.{name}" for name in given),
-            " and ".join(given),
-            "each says which stage holds how many layers",
-            f"keep {given[-1] if 'pipeline' in kinds else given[0]}",
-        )
+        what = " and ".join(given)
+        why = "each says which stage holds how many layers"
+        fix = f"keep {given[-1] if 'pipeline' in kinds else given[0]}"
+        yield Problem(tuple(f"parallel.{name}" for name in given), what, why, fix)
 
 
 def written_layout(context: Context) -> Iterator[Problem]:
@@ -61,12 +57,10 @@ def written_layout(context: Context) -> Iterator[Problem]:
     if parts % pp or (vpp and parts != pp * vpp):
         stages = f"{pp} stages" + (f" of {vpp} virtual stages" if vpp else "")
         expected = f"{pp * vpp} parts" if vpp else f"a multiple of {pp} parts"
-        yield Problem(
-            (_LAYOUT, _PP, *([_VPP] if vpp else [])),
-            f"pipeline_model_parallel_layout {text!r} has {parts} parts for {stages}",
-            "every stage holds one part, or one for each of its virtual stages",
-            f"write {expected}{_stages_for(parts, pp, vpp)}",
-        )
+        what = f"pipeline_model_parallel_layout {text!r} has {parts} parts for {stages}"
+        why = "every stage holds one part, or one for each of its virtual stages"
+        fix = f"write {expected}{_stages_for(parts, pp, vpp)}"
+        yield Problem((_LAYOUT, _PP, *([_VPP] if vpp else [])), what, why, fix)
 
 
 def _stages_for(parts: int, pp: int, vpp: int | None) -> str:
@@ -154,12 +148,8 @@ def virtual_stages(context: Context) -> Iterator[Problem]:
     if pp < 2:
         what = f"virtual_pipeline_model_parallel_size {vpp} with pipeline_model_parallel_size {pp}"
         why = "virtual stages interleave the layers of several pipeline stages; there is one"
-        yield Problem(
-            (_VPP, _PP),
-            what,
-            why,
-            "remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2",
-        )
+        fix = "remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2"
+        yield Problem((_VPP, _PP), what, why, fix)
         return
     steps = batch.gradient_accumulation_steps
     if steps % pp:

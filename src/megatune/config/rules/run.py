@@ -31,24 +31,20 @@ def own_folder(context: Context) -> Iterator[Problem]:
     """The final model is written into output_dir itself, and would replace the one that the run starts from."""
     model, output = context.settings.model.model_name_or_path, context.settings.run.output_dir
     if model and output and os.path.abspath(model) == os.path.abspath(output):
-        yield Problem(
-            ("run.output_dir", "model.model_name_or_path"),
-            f"output_dir is model_name_or_path, {output!r}",
-            "the final model is written into output_dir, over the weights that the run starts from",
-            "write another output_dir",
-        )
+        what = f"output_dir is model_name_or_path, {output!r}"
+        why = "the final model is written into output_dir, over the weights that the run starts from"
+        fix = "write another output_dir"
+        yield Problem(("run.output_dir", "model.model_name_or_path"), what, why, fix)
 
 
 def fresh_start(context: Context) -> Iterator[Problem]:
     """A run starts over in its folder, or resumes from what is there."""
     run = context.settings.run
     if run.overwrite_output_dir and run.resume_from_checkpoint is True:
-        yield Problem(
-            ("run.overwrite_output_dir", "run.resume_from_checkpoint"),
-            "overwrite_output_dir: true and resume_from_checkpoint: true",
-            "one starts over, the other resumes from the newest checkpoint of the same folder",
-            "remove one of the two",
-        )
+        what = "overwrite_output_dir: true and resume_from_checkpoint: true"
+        why = "one starts over, the other resumes from the newest checkpoint of the same folder"
+        fix = "remove one of the two"
+        yield Problem(("run.overwrite_output_dir", "run.resume_from_checkpoint"), what, why, fix)
 
 
 def evaluation(context: Context) -> Iterator[Problem]:
@@ -85,27 +81,18 @@ def best_model(context: Context) -> Iterator[Problem]:
     evaluates, saves = settings.evaluation.eval_strategy, settings.checkpoint.save_strategy
     why = "the best checkpoint is one that was saved and evaluated at the same step"
     if evaluates == "no":
-        yield Problem(
-            (_STRATEGY, _BEST),
-            "load_best_model_at_end: true with eval_strategy no",
-            why,
-            f"write eval_strategy: {saves if saves != 'no' else 'epoch'}, or load_best_model_at_end: false",
-        )
+        what = "load_best_model_at_end: true with eval_strategy no"
+        fix = f"write eval_strategy: {saves if saves != 'no' else 'epoch'}, or load_best_model_at_end: false"
+        yield Problem((_STRATEGY, _BEST), what, why, fix)
     elif evaluates != saves:
-        yield Problem(
-            (_SAVE, _STRATEGY, _BEST),
-            f"load_best_model_at_end: true with save_strategy {saves} and eval_strategy {evaluates}",
-            why,
-            f"write save_strategy: {evaluates}",
-        )
+        what = f"load_best_model_at_end: true with save_strategy {saves} and eval_strategy {evaluates}"
+        fix = f"write save_strategy: {evaluates}"
+        yield Problem((_SAVE, _STRATEGY, _BEST), what, why, fix)
     elif saves == "steps" and settings.checkpoint.save_steps % settings.eval_interval:
         every, between = settings.checkpoint.save_steps, settings.eval_interval
-        yield Problem(
-            ("checkpoint.save_steps", "evaluation.eval_steps", _BEST),
-            f"load_best_model_at_end: true with save_steps {every}, which is not a multiple of eval_steps {between}",
-            why,
-            f"write save_steps: {either(multiples_around(every, between))}",
-        )
+        what = f"load_best_model_at_end: true with save_steps {every}, which is not a multiple of eval_steps {between}"
+        fix = f"write save_steps: {either(multiples_around(every, between))}"
+        yield Problem(("checkpoint.save_steps", "evaluation.eval_steps", _BEST), what, why, fix)
 
 
 def reports(context: Context) -> Iterator[Problem]:

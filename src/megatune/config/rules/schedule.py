@@ -76,12 +76,10 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
     given = [name for name in ("min_lr", "min_lr_rate") if name in kwargs]
     if not given:
         rate = optimizer.learning_rate / 10
-        yield Problem(
-            (_TYPE, _KWARGS),
-            "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate",
-            "the lowest rate is not derived from anything else",
-            f"write lr_scheduler_kwargs: {{min_lr: {rate:g}}}, a tenth of the highest",
-        )
+        what = "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate"
+        why = "the lowest rate is not derived from anything else"
+        fix = f"write lr_scheduler_kwargs: {{min_lr: {rate:g}}}, a tenth of the highest"
+        yield Problem((_TYPE, _KWARGS), what, why, fix)
     elif len(given) == 2:
         yield Problem(
             (_KWARGS,), "lr_scheduler_kwargs has min_lr and min_lr_rate", "both set the lowest rate", "keep one"
@@ -106,12 +104,10 @@ def warmup(context: Context) -> Iterator[Problem]:
         yield Problem(paths[:1], what, "", f"write warmup_steps: {round(steps)}")
     if (ratio or steps) and optimizer.lr_scheduler_type == "constant":
         given = f"warmup_steps {steps:g}" if steps else f"warmup_ratio {ratio:g}"
-        yield Problem(
-            (_TYPE, *paths),
-            f"lr_scheduler_type constant with {given}",
-            "a constant rate has no warm-up",
-            "write lr_scheduler_type: constant_with_warmup",
-        )
+        what = f"lr_scheduler_type constant with {given}"
+        why = "a constant rate has no warm-up"
+        fix = "write lr_scheduler_type: constant_with_warmup"
+        yield Problem((_TYPE, *paths), what, why, fix)
 
 
 def steps(context: Context) -> Iterator[Problem]:
@@ -124,12 +120,10 @@ def steps(context: Context) -> Iterator[Problem]:
 def precision(context: Context) -> Iterator[Problem]:
     """The model computes in one dtype."""
     if context.settings.precision.bf16 and context.settings.precision.fp16:
-        yield Problem(
-            ("precision.fp16", "precision.bf16"),
-            "bf16: true and fp16: true",
-            "the model computes in one of them",
-            "remove fp16: bf16 needs no loss scaling",
-        )
+        what = "bf16: true and fp16: true"
+        why = "the model computes in one of them"
+        fix = "remove fp16: bf16 needs no loss scaling"
+        yield Problem(("precision.fp16", "precision.bf16"), what, why, fix)
 
 
 def cutoff(context: Context) -> Iterator[Problem]:
@@ -137,12 +131,10 @@ def cutoff(context: Context) -> Iterator[Problem]:
     architecture, length = context.architecture, context.settings.data.cutoff_len
     if architecture is not None and length > architecture.max_position_embeddings:
         longest = architecture.max_position_embeddings
-        yield Problem(
-            ("data.cutoff_len",),
-            f"cutoff_len {length} is more than the {longest} positions of the model",
-            "config.json's max_position_embeddings is what its rotary embeddings were made for",
-            f"write cutoff_len: {longest}, the longest it allows",
-        )
+        what = f"cutoff_len {length} is more than the {longest} positions of the model"
+        why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
+        fix = f"write cutoff_len: {longest}, the longest it allows"
+        yield Problem(("data.cutoff_len",), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff)
