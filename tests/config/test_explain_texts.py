@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatune.config.chinese import expected, phrases, translations
+from megatune.config.chinese import phrases, translations
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import Group, describe, setting
@@ -38,7 +38,7 @@ def test_chinese_is_of_this_english(info):
         assert each.endswith("。"), each
         assert not re.search(r"[\u4e00-\u9fff][,;:]|[,;:][\u4e00-\u9fff]", each), each
     assert info.unit == "" or info.unit in phrases("units")
-    assert re.search(r"[\u4e00-\u9fff]", expected(info))
+    assert re.search(r"[\u4e00-\u9fff]", info.expected_in(phrases("types")))
 
 
 def test_nothing_else_is_translated():

@@ -11,16 +11,27 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list: "a list, or values separated by commas",
-    dict: "a mapping of names to values",
+_ENGLISH = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "list": "a list, or values separated by commas",
+    "dict": "a mapping of names to values",
+    "one of": "one of: {}",
+    "any of": "a list of any of: {}",
+    "numbers": "a list of numbers, or numbers separated by commas",
+    "or": " or ",
+    "and": ", ",
+    "comma": ", ",
+    "null": "or null",
+    "ge": "at least",
+    "gt": "above",
+    "le": "at most",
+    "lt": "below",
 }
-_RANGE = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
+_KINDS = (bool, int, float, str, list, dict)
+_RANGE = ("ge", "gt", "le", "lt")
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -94,15 +105,19 @@ class SettingInfo:
     @property
     def expected(self) -> str:
         """Type and range in words: "a whole number, at least 1"."""
+        return self.expected_in(_ENGLISH)
+
+    def expected_in(self, words: Mapping[str, str]) -> str:
+        """Type and range in the words of a language, by the keys of the English ones."""
         if self.choices:
-            listed = ", ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
-            words = f"a list of any of: {listed}" if list in self.kinds else f"one of: {listed}"
+            listed = (str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
+            said = words["any of" if list in self.kinds else "one of"].format(words["and"].join(listed))
         elif list in self.kinds and self.items is float:
-            words = "a list of numbers, or numbers separated by commas"
+            said = words["numbers"]
         else:
-            words = " or ".join(word for kind, word in _WORDS.items() if kind in self.kinds)
-        words += "".join(f", {_RANGE[name]} {limit}" for name, limit in self.bounds.items())
-        return f"{words}, or null" if self.optional else words
+            said = words["or"].join(words[kind.__name__] for kind in _KINDS if kind in self.kinds)
+        limits = (f"{words[name]} {limit}" for name, limit in self.bounds.items())
+        return words["comma"].join((said, *limits, *([words["null"]] if self.optional else ())))
 
     @property
     def digest(self) -> str:
