@@ -43,14 +43,7 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-def setting(
-    default: Any,
-    *,
-    advice: str,
-    how: str,
-    when: str,
-    values: Mapping[str, str] | None = None,
-) -> Any:
+def setting(default: Any, *, advice: str, how: str, when: str, values: Mapping[str, str] | None = None) -> Any:
     """Declare a setting of a `Group`.
 
     Its annotation has the type, choices as a Literal, and in Annotated a number's range, a Field, and unit: what it

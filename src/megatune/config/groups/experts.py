@@ -57,10 +57,7 @@ class ExpertSettings(Group):
         advice="The dtype that the router computes in. null takes what Transformers takes for the family.",
         how="Only the small product that makes the router's logits is concerned.",
         when="fp32 is steadier with many experts in 16 bits, where near ties would fall by rounding.",
-        values={
-            "fp32": "computes the router's logits in float32",
-            "fp64": "computes the router's logits in float64",
-        },
+        values={"fp32": "computes the router's logits in float32", "fp64": "computes the router's logits in float64"},
     )
     moe_router_topk: Annotated[Count, "experts"] | None = setting(
         None,

@@ -16,10 +16,7 @@ class OptimizerSettings(Group):
         how="adam keeps two averages of each parameter, 8 bytes in fp32; sgd keeps its momentum, 4 bytes, or nothing "
         "with sgd_momentum: 0.",
         when="adam for language models. sgd keeps less state, and seldom trains one as well.",
-        values={
-            "adam": "AdamW: weight decay apart from the gradient",
-            "sgd": "gradient descent with momentum",
-        },
+        values={"adam": "AdamW: weight decay apart from the gradient", "sgd": "gradient descent with momentum"},
     )
     learning_rate: NonNegative = setting(
         5e-5,
@@ -130,10 +127,7 @@ class OptimizerSettings(Group):
         how="The update is computed in fp32 and the mean stored in this dtype.",
         when="bf16 where memory is short and a little rounding does no harm; first share the state out with "
         "use_distributed_optimizer.",
-        values={
-            "fp32": "4 bytes a parameter",
-            "bf16": "2 bytes a parameter, rounded at each step",
-        },
+        values={"fp32": "4 bytes a parameter", "bf16": "2 bytes a parameter, rounded at each step"},
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting(
         "fp32",
@@ -141,10 +135,7 @@ class OptimizerSettings(Group):
         how="The update is computed in fp32 and the mean stored in this dtype. With a beta2 near 1 a step changes "
         "the mean by less than bf16 can hold, so it follows the gradients late.",
         when="Keep fp32 unless memory is short; lower adam_beta2 with bf16.",
-        values={
-            "fp32": "4 bytes a parameter",
-            "bf16": "2 bytes a parameter, rounded at each step",
-        },
+        values={"fp32": "4 bytes a parameter", "bf16": "2 bytes a parameter, rounded at each step"},
     )
     optimizer_cpu_offload: bool = setting(
         False,

@@ -20,10 +20,7 @@ class LoggingSettings(Group):
         advice="Where the numbers go beside the log files.",
         how="trainer_log.jsonl and metrics.jsonl are always written to output_dir.",
         when="none where nobody looks at TensorBoard.",
-        values={
-            "tensorboard": "event files in output_dir/runs",
-            "none": "the log files only",
-        },
+        values={"tensorboard": "event files in output_dir/runs", "none": "the log files only"},
     )
     plot_loss: bool = setting(
         True,
@@ -40,11 +37,7 @@ class CheckpointSettings(Group):
         how="A checkpoint is written beside its final name, digested and renamed: it is whole or not there. All "
         "processes write at the same time, and training waits.",
         when="steps, for runs that may be interrupted.",
-        values={
-            "steps": "every save_steps",
-            "epoch": "after every epoch",
-            "no": "only at the end",
-        },
+        values={"steps": "every save_steps", "epoch": "after every epoch", "no": "only at the end"},
     )
     save_steps: Annotated[Count, "steps"] = setting(
         500,
@@ -80,11 +73,7 @@ class EvaluationSettings(Group):
         advice="When to evaluate. Needs val_size or eval_dataset.",
         how="The loss over all held-out rows is computed without updates, and logged with its perplexity.",
         when="steps to watch a run, epoch for a few passes over small data.",
-        values={
-            "no": "never",
-            "steps": "every eval_steps, and at the end",
-            "epoch": "after every epoch",
-        },
+        values={"no": "never", "steps": "every eval_steps, and at the end", "epoch": "after every epoch"},
     )
     eval_steps: Annotated[Count, "steps"] | None = setting(
         None,

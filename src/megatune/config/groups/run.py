@@ -95,11 +95,7 @@ class RunSettings(Group):
         "the fullest stage is held against the device's memory.",
         when="Leave it at error. Use warn where the estimate refuses what you know to fit, off to start without "
         "planning.",
-        values={
-            "error": "refuses a run that cannot fit",
-            "warn": "only says so",
-            "off": "does not plan",
-        },
+        values={"error": "refuses a run that cannot fit", "warn": "only says so", "off": "does not plan"},
     )
     run_name: str | None = setting(
         None,
@@ -123,7 +119,5 @@ class ModelSettings(Group):
         advice="Always false: the supported families need no code from a checkpoint's repository, so none is run.",
         how="The model is built from this project's own description of its family; config.json only gives the numbers.",
         when="Never: true is refused.",
-        values={
-            "false": "no code of the checkpoint is run",
-        },
+        values={"false": "no code of the checkpoint is run"},
     )

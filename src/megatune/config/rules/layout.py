@@ -127,10 +127,4 @@ def overlap_param_gather(context: Context) -> Iterator[Problem]:
         yield Problem(("parallel.overlap_param_gather", *(f"parallel.{key}" for key in missing)), what, why, fix)
 
 
-RULES: tuple[Rule, ...] = (
-    tensor_parallel,
-    sequence_parallel,
-    context_parallel,
-    world,
-    overlap_param_gather,
-)
+RULES: tuple[Rule, ...] = (tensor_parallel, sequence_parallel, context_parallel, world, overlap_param_gather)
