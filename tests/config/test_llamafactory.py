@@ -115,16 +115,21 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("finetuning_type: lora\npreprocessing_batch_size: 64\ntransformer_impl: transformer_engine\n")
+    path.write_text(
+        "lora_target: q_proj,v_proj\nfinetuning_type: lora\npreprocessing_batch_size: 64\ntransformer_impl: transformer_engine\n"
+    )
     findings = [finding for finding in load(path).check() if finding.where]
     assert "\n".join(map(str, findings)).replace(str(path), "run.yaml") == (
-        "run.yaml:1: finetuning_type: lora is not supported\n"
+        "run.yaml:1: lora_target: q_proj,v_proj is not supported\n"
+        "    why: LoRA is not built yet\n"
+        "    fix: remove lora_target\n"
+        "run.yaml:2: finetuning_type: lora is not supported\n"
         "    why: only full fine-tuning is built; LoRA and freezing are not yet\n"
         "    fix: write finetuning_type: full\n"
-        "run.yaml:2: preprocessing_batch_size: 64 is not supported\n"
+        "run.yaml:3: preprocessing_batch_size: 64 is not supported\n"
         "    why: how many rows are tokenised together changes no result here, and is chosen by the program\n"
         "    fix: remove preprocessing_batch_size, or write preprocessing_batch_size: 1000\n"
-        "run.yaml:3: transformer_impl: transformer_engine is not supported\n"
+        "run.yaml:4: transformer_impl: transformer_engine is not supported\n"
         "    why: the engine's own layers are used, on every machine; Transformer Engine is not needed\n"
         "    fix: remove transformer_impl, or write transformer_impl: local"
     )

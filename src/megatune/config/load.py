@@ -14,13 +14,12 @@ from megatune.architecture import Architecture
 from megatune.config.arguments import read_flags, read_overrides
 from megatune.config.dialects.dialect import ACCUMULATION, Dialect, GlobalBatchSize
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.entry import SettingEntry
+from megatune.config.entry import SettingEntry, read_file
 from megatune.config.rules import DATA_RULES, RULES, check
 from megatune.config.rules.problem import Rule, either, multiples_around
 from megatune.config.setting import Group, SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.config.values import coerce, shown
-from megatune.config.yaml_file import read_file
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
@@ -49,9 +48,9 @@ class Loaded:
         return {path: self.entries[path].origin if path in self.entries else "default" for path in all_settings()}
 
     @property
-    def written(self) -> dict[str, str]:
-        """ "group.name" of what a user gave a value -> where; null, which is the default, is no value."""
-        return {path: entry.where for path, entry in self.entries.items() if entry.value.data is not None}
+    def written(self) -> dict[str, SettingEntry]:
+        """What a user gave a value, by "group.name"; null, which is the default, is no value."""
+        return {path: entry for path, entry in self.entries.items() if entry.value.data is not None}
 
     def for_world(self, world_size: int | None) -> Loaded:
         """What needs the number of processes, resolved: gradient_accumulation_steps of a global batch.
@@ -64,17 +63,17 @@ class Loaded:
         if world_size is None or self.rows is not None or world_size % settings.parallel.model_parallel_size:
             return self
         rows = settings.batch.per_device_train_batch_size * (world_size // settings.parallel.model_parallel_size)
-        is_global = entry is not None and isinstance(self.dialect.meaning_of(entry.key), GlobalBatchSize)
-        if entry is None or not is_global or any(finding.where == entry.where for finding in self.findings):
+        if entry is None or not isinstance(self.dialect.meaning_of(entry.key), GlobalBatchSize):
             return replace(self, rows=rows)
         asked = coerce(entry.value, all_settings()[ACCUMULATION])
+        if not isinstance(asked, int) or asked < 1:  # found already
+            return self
         if asked % rows:
             what = f"{entry.key} {asked} is not a multiple of {rows}"
             why = "every data-parallel process computes as many micro-batches, of per_device_train_batch_size rows each"
             fix = "write " + self.dialect.written(entry.key, either(multiples_around(asked, rows)))
-            return replace(
-                self, rows=rows, findings=[*self.findings, self.phrased(Finding(what, entry.where, why, fix))]
-            )
+            finding = self.phrased(Finding(what, entry.where, why, fix))
+            return replace(self, rows=rows, findings=[*self.findings, finding])
         batch = settings.batch.model_copy(update={"gradient_accumulation_steps": asked // rows})
         settings = settings.model_copy(update={"batch": batch})
         return replace(self, rows=rows, settings=settings, invalid=self.invalid - {ACCUMULATION})
@@ -97,18 +96,24 @@ class Loaded:
         Args:
             leave_out: "group.name" of settings that are not to be judged.
         """
-        invalid = self.invalid.union(leave_out)
-        origins, written = self.origins, self.written
-        found = check(
-            self.settings, architecture, world_size, rules=rules, origins=origins, invalid=invalid, written=written
-        )
-        return [self.phrased(finding) for finding in found]
+        invalid, origins, written = self.invalid.union(leave_out), self.origins, self.written
+        world = (self.settings, architecture, world_size)
+        return [
+            self.phrased(each) for each in check(*world, rules=rules, origins=origins, invalid=invalid, written=written)
+        ]
 
     def phrased(self, finding: Finding) -> Finding:
         """A finding that names settings, in the words of the dialect; what the user wrote by our names stays so."""
-        own = [path for path, entry in self.entries.items() if entry.key == all_settings()[path].name]
-        what, why = (self.dialect.phrased(text, own, self.rows) for text in (finding.what, finding.why))
-        return Finding(what, finding.where, why, self.dialect.phrased(finding.fix, own, self.rows, is_fix=True))
+        what, why = (self.dialect.phrased(text, self._own, self.rows) for text in (finding.what, finding.why))
+        return Finding(what, finding.where, why, self.advice(finding.fix))
+
+    def advice(self, text: str) -> str:
+        """What to write, in the words of the dialect."""
+        return self.dialect.phrased(text, self._own, self.rows, is_fix=True)
+
+    @property
+    def _own(self) -> list[str]:
+        return [path for path, entry in self.entries.items() if entry.key == all_settings()[path].name]
 
     def require_valid(self, architecture: Architecture | None = None, world_size: int | None = None) -> Settings:
         """The settings, if nothing is wrong with them.

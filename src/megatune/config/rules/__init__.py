@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
+from megatune.config.entry import SettingEntry
 from megatune.config.rules import attention, data, experts, finetuning, layout, memory, pipeline, run, schedule
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
@@ -35,7 +36,7 @@ def check(
     rules: Iterable[Rule] = RULES,
     origins: Mapping[str, str] | None = None,
     invalid: Collection[str] = (),
-    written: Mapping[str, str] | None = None,
+    written: Mapping[str, SettingEntry] | None = None,
 ) -> list[Finding]:
     """Everything that is wrong between settings.
 
@@ -45,7 +46,7 @@ def check(
         rules: which ones.
         origins: "group.name" -> where it was written, to say where each problem is.
         invalid: "group.name" of settings already refused; problems they take part in are not reported again.
-        written: "group.name" of what a user gave a value -> where; what is not built is refused where it is written.
+        written: "group.name" of what a user gave a value; what is not built is refused where it is written.
     """
     context = Context(settings, architecture, world_size, written or {})
     problems = (problem for rule in rules for problem in rule(context))

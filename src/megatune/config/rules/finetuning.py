@@ -8,40 +8,29 @@ from megatune.config.dialects.dialect import Refused
 from megatune.config.groups.finetuning import ALL_TARGETS, LORA_TARGETS
 from megatune.config.rules.problem import Context, Problem, Rule
 
-_VISION = Refused("vision-language models are not built yet; only text is read")
-_LORA, _LORA_SWITCH = Refused("LoRA is not built yet"), Refused("LoRA is not built yet", off=(False,))
-_FREEZE, _FREEZE_SWITCH = (Refused("freezing layers is not built yet", off=off) for off in ((), (False,)))
+_TYPE = Refused(
+    "only full fine-tuning is built; LoRA and freezing are not yet",
+    values=("lora", "freeze"),
+    fix="write finetuning_type: full",
+)
+_VISION = "vision-language models are not built yet; only text is read"
+_LORA, _FREEZE = "LoRA is not built yet", "freezing layers is not built yet"
+_OF_VISION = "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen media_dir"
+_OF_FREEZE = "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"
+_OF_LORA = (
+    "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio loraplus_lr_embedding "
+    "adapter_name_or_path"
+)
 NOT_BUILT: dict[str, Refused] = {
-    "finetuning.finetuning_type": Refused(
-        "only full fine-tuning is built; LoRA and freezing are not yet",
-        values=("lora", "freeze"),
-        fix="write finetuning_type: full",
-    ),
-    "finetuning.freeze_trainable_layers": _FREEZE,
-    "finetuning.freeze_trainable_modules": _FREEZE,
-    "finetuning.freeze_extra_modules": _FREEZE,
-    "finetuning.use_llama_pro": _FREEZE_SWITCH,
-    "finetuning.freeze_vision_tower": _VISION,
-    "finetuning.freeze_multi_modal_projector": _VISION,
-    "finetuning.freeze_language_model": Refused(_VISION.why, off=(False,)),
-    "finetuning.lora_rank": _LORA,
-    "finetuning.lora_alpha": _LORA,
-    "finetuning.lora_dropout": _LORA,
-    "finetuning.lora_target": _LORA,
-    "finetuning.additional_target": _LORA,
-    "finetuning.use_rslora": _LORA_SWITCH,
-    "finetuning.use_dora": _LORA_SWITCH,
-    "finetuning.loraplus_lr_ratio": _LORA,
-    "finetuning.loraplus_lr_embedding": _LORA,
-    "finetuning.adapter_name_or_path": _LORA,
-    "finetuning.create_new_adapter": _LORA_SWITCH,
-    "data.image_max_pixels": _VISION,
-    "data.image_min_pixels": _VISION,
-    "data.video_max_pixels": _VISION,
-    "data.video_min_pixels": _VISION,
-    "data.video_fps": _VISION,
-    "data.video_maxlen": _VISION,
-    "data.media_dir": _VISION,
+    "finetuning.finetuning_type": _TYPE,
+    **{f"data.{name}": Refused(_VISION) for name in _OF_VISION.split()},
+    "finetuning.freeze_vision_tower": Refused(_VISION),
+    "finetuning.freeze_multi_modal_projector": Refused(_VISION),
+    "finetuning.freeze_language_model": Refused(_VISION, off=(False,)),
+    **{f"finetuning.{name}": Refused(_FREEZE) for name in _OF_FREEZE.split()},
+    "finetuning.use_llama_pro": Refused(_FREEZE, off=(False,)),
+    **{f"finetuning.{name}": Refused(_LORA) for name in _OF_LORA.split()},
+    **{f"finetuning.{name}": Refused(_LORA, off=(False,)) for name in ("use_rslora", "use_dora", "create_new_adapter")},
 }
 
 
@@ -52,11 +41,12 @@ def not_built_settings() -> dict[str, Refused]:
 
 def not_built(context: Context) -> Iterator[Problem]:
     """What a user wrote is refused where it asks for something, even if that is the default."""
-    for path, where in context.written.items():
+    for path, entry in context.written.items():
         group, _, name = path.partition(".")
         value, refused = getattr(getattr(context.settings, group), name), NOT_BUILT.get(path)
         if refused is not None and refused.refuses(value):
-            yield Problem((path,), *refused.texts(name, value), where)
+            said = value if entry.value.text is None else entry.value.text
+            yield Problem((path,), *refused.texts(name, said), entry.where)
 
 
 def not_planned(context: Context) -> Iterator[Problem]:

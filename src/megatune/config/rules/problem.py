@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatune.architecture import Architecture
+from megatune.config.entry import SettingEntry
 from megatune.config.settings import Settings
 
 
@@ -14,13 +15,13 @@ class Context:
     """What a rule may look at. Without an architecture or a world, the rules that need one find nothing.
 
     Attributes:
-        written: "group.name" of what a user gave a value -> where, in the order of writing.
+        written: "group.name" of what a user gave a value -> how it was written, in the order of writing.
     """
 
     settings: Settings
     architecture: Architecture | None
     world_size: int | None
-    written: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, SettingEntry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatune.config.entry import SettingEntry
-from megatune.config.yaml_file import read_file
+from megatune.config.entry import SettingEntry, read_file
 from megatune.data.templates.named import TEXTS, NamedTemplate
 from megatune.data.templates.tools import TOOL_FORMATS
 from megatune.errors import ExitCode, Finding, MegatuneError

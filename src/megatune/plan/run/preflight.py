@@ -84,7 +84,9 @@ def preflight(
             raise MegatuneError(loaded.phrased(finding), ExitCode.SETTINGS)
         said = [f"{finding.what}; memory_check: warn lets it start"]
     return Preflight(
-        settings=settings, planned=planned, lines=(*plan_lines(planned), *(f"warning    {each}" for each in said))
+        settings=settings,
+        planned=planned,
+        lines=(*plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said)),
     )
 
 
