@@ -116,7 +116,8 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "lora_target: q_proj,v_proj\nfinetuning_type: lora\npreprocessing_batch_size: 64\ntransformer_impl: transformer_engine\n"
+        "lora_target: q_proj,v_proj\nfinetuning_type: lora\npreprocessing_batch_size: 64\n"
+        "transformer_impl: transformer_engine\n"
     )
     findings = [finding for finding in load(path).check() if finding.where]
     assert "\n".join(map(str, findings)).replace(str(path), "run.yaml") == (

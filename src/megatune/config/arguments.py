@@ -14,7 +14,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A command line, taken apart: the file if there is one, its key=value overrides, and --key value flags."""
+    """A command line in its parts: the file if there is one, its key=value overrides, and --key value flags."""
 
     source: str | None
     overrides: list[str]
@@ -22,7 +22,7 @@ class Arguments:
 
 
 def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -> Arguments:
-    """Take apart `FILE.yaml key=value --key value`, in any order.
+    """Split `FILE.yaml key=value --key value`, in any order.
 
     Words after `--key` belong to it until the next flag or override. What holds an = there is an override if the
     dialect knows its key: `--default_system a=b` is a flag and its value.
@@ -54,7 +54,7 @@ def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
-    """Entries of `key=value` words."""
+    """Read `key=value` words."""
     entries: list[SettingEntry] = []
     findings: list[Finding] = []
     for override in overrides:
@@ -67,7 +67,7 @@ def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[F
 
 
 def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
-    """Entries of `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
+    """Read `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
     entries: list[SettingEntry] = []
     findings: list[Finding] = []
     for flag, words in _flags_with_words(flags):
@@ -89,13 +89,13 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
 
 
 def _is_override(word: str, dialect: Dialect | None) -> bool:
-    """Whether a word is key=value, with a key that the dialect knows where one is given."""
+    """Tell whether a word is key=value, with a key that the dialect knows where one is given."""
     key, equals, _ = word.partition("=")
     return bool(equals) and (key.isidentifier() if dialect is None else dialect.knows(key))
 
 
 def _flags_with_words(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each flag with the words that follow it."""
+    """Group each flag with the words that follow it."""
     grouped: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--") or not grouped:

@@ -27,7 +27,7 @@ class SettingEntry:
 
 
 def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
-    """Entries of a YAML file; a file that is not YAML gives its first fault as the one finding, and no entries.
+    """Read a YAML file; one that is not YAML gives its first fault as the one finding, and no entries.
 
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66).
@@ -79,7 +79,7 @@ def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], lis
 
 
 def _yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
-    """A parser's complaint, with its line, with what to change."""
+    """Turn a parser's complaint into a finding with its line and what to change."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         reason = getattr(error, "reason", None) or str(error)
         return Finding("not readable as YAML", name, why=str(reason), fix="remove the characters that are not text")

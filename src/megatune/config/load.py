@@ -53,7 +53,7 @@ class Loaded:
         return {path: entry for path, entry in self.entries.items() if entry.value.data is not None}
 
     def for_world(self, world_size: int | None) -> Loaded:
-        """What needs the number of processes, resolved: gradient_accumulation_steps of a global batch.
+        """Resolve what needs the number of processes: gradient_accumulation_steps of a global batch.
 
         Args:
             world_size: processes over all machines; None takes num_processes if that is set.
@@ -79,7 +79,7 @@ class Loaded:
         return replace(self, rows=rows, settings=settings, invalid=self.invalid - {ACCUMULATION})
 
     def check(self, architecture: Architecture | None = None, world_size: int | None = None) -> list[Finding]:
-        """Everything that is wrong: `findings`, and the rules that span settings, in the order of the file's lines."""
+        """Return all that is wrong, `findings` and what rules find, in the order of the file's lines."""
         loaded = self.for_world(world_size)
         return sorted([*loaded.findings, *loaded.check_rules(architecture, world_size)], key=_line)
 
@@ -91,7 +91,7 @@ class Loaded:
         rules: Iterable[Rule] = RULES,
         leave_out: Collection[str] = (),
     ) -> list[Finding]:
-        """What rules have against the settings, in the dialect's words.
+        """Check the rules that span settings; findings are in the dialect's words.
 
         Args:
             leave_out: "group.name" of settings that are not to be judged.
@@ -103,12 +103,12 @@ class Loaded:
         ]
 
     def phrased(self, finding: Finding) -> Finding:
-        """A finding that names settings, in the words of the dialect; what the user wrote by our names stays so."""
+        """Rewrite a finding in the words of the dialect; what the user wrote by our names keeps them."""
         what, why = (self.dialect.phrased(text, self._own, self.rows) for text in (finding.what, finding.why))
         return Finding(what, finding.where, why, self.advice(finding.fix))
 
     def advice(self, text: str) -> str:
-        """What to write, in the words of the dialect."""
+        """Rewrite what is to be written in the words of the dialect."""
         return self.dialect.phrased(text, self._own, self.rows, is_fix=True)
 
     @property
@@ -116,7 +116,7 @@ class Loaded:
         return [path for path, entry in self.entries.items() if entry.key == all_settings()[path].name]
 
     def require_valid(self, architecture: Architecture | None = None, world_size: int | None = None) -> Settings:
-        """The settings, if nothing is wrong with them.
+        """Return the settings if nothing is wrong with them.
 
         Raises:
             MegatuneError: with all findings (exit 64).
@@ -126,7 +126,7 @@ class Loaded:
         return self.for_world(world_size).settings
 
     def require_valid_data(self) -> Settings:
-        """The settings, if nothing is wrong with single ones or with what says how rows are made.
+        """Return the settings if nothing is wrong with single ones or with what says how rows are made.
 
         Raises:
             MegatuneError: with all findings (exit 64).
@@ -184,7 +184,7 @@ class _Reading:
                 self.findings.append(_unknown_key(entry, self.dialect))
                 continue
             meaning = self.dialect.meaning_of(entry.key)
-            sets = meaning.ours(entry.value) if meaning else {}
+            sets = meaning.read(entry.value) if meaning else {}
             for target, value in (sets or {entry.key: entry.value.data}).items():
                 first = None if last_wins else here.get(target)
                 if first is None:
@@ -223,7 +223,7 @@ class _Reading:
         return Loaded(settings, sorted(self.findings, key=_line), invalid, entries, self.dialect)
 
     def _group(self, group: str, model: type[Group], values: dict[str, Any]) -> Group:
-        """The group of these values, less those that are wrong."""
+        """Build the group of these values, less those that are wrong."""
         try:
             return model(**values)
         except ValidationError as error:
@@ -241,7 +241,7 @@ class _Reading:
         return model(**{name: value for name, value in values.items() if name not in wrong})
 
     def _wrong_value(self, entry: SettingEntry, path: str, items: Sequence[Any] = ()) -> Finding:
-        """What is wrong with one value.
+        """Say what is wrong with one value.
 
         Args:
             items: of a list, those that are wrong; (), where all of it is.
@@ -270,7 +270,7 @@ def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
 
 
 def nearest_valid(value: Any, info: SettingInfo) -> Any:
-    """The valid value nearest to one that is not; None where none is near."""
+    """Return the valid value nearest to one that is not, or None where none is near."""
     if info.choices and isinstance(value, str):
         near = difflib.get_close_matches(value.lower(), [str(choice) for choice in info.choices], n=1, cutoff=0.5)
         return near[0] if near else None
@@ -290,7 +290,7 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
 
 
 def _line(finding: Finding) -> float:
-    """The line of a finding in its file; those of a command line come after them, and those of no place last."""
+    """Return the line of a finding in its file; those of a command line come after them, and those of no place last."""
     _, colon, line = finding.where.rpartition(":")
     if colon and line.isdigit():
         return int(line)
@@ -298,5 +298,5 @@ def _line(finding: Finding) -> float:
 
 
 def _quoted(value: Any) -> str:
-    """A value that was not expected: text in quotes, anything else as YAML writes it."""
+    """Show a value that was not expected: text in quotes, anything else as YAML writes it."""
     return repr(value) if isinstance(value, str) else shown(value)

@@ -101,7 +101,7 @@ class SettingInfo:
         return self.expected_in(_ENGLISH)
 
     def expected_in(self, words: Mapping[str, str]) -> str:
-        """Type and range in the words of a language, by the keys of the English ones."""
+        """Say type and range in the words of a language, by the keys of the English ones."""
         if self.choices:
             listed = (str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
             said = words["any of" if list in self.kinds else "one of"].format(words["and"].join(listed))
@@ -120,7 +120,7 @@ class SettingInfo:
 
 
 def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
-    """Every setting of one group, in the order of declaration."""
+    """Describe every setting of one group, in the order of declaration."""
     for name, field in model.model_fields.items():
         kinds: set[type] = set()
         items: type = str

@@ -55,11 +55,11 @@ GROUPS: dict[str, type[Group]] = {name: field.default_factory for name, field in
 
 @cache
 def all_settings() -> dict[str, SettingInfo]:
-    """Every setting by its path "group.name", in order of declaration."""
+    """Describe every setting by its path "group.name", in order of declaration."""
     return {info.path: info for group, model in GROUPS.items() for info in describe(group, model)}
 
 
-def value_of(settings: Settings, path: str) -> Any:
-    """The value of "group.name"."""
+def setting_value(settings: Settings, path: str) -> Any:
+    """Return the value of "group.name"."""
     group, _, name = path.partition(".")
     return getattr(getattr(settings, group), name)

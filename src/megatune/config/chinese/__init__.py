@@ -32,14 +32,14 @@ class Translation:
 
 @cache
 def translations() -> dict[str, Translation]:
-    """The texts of all settings, by "group.name"."""
+    """Read the texts of all settings, by "group.name"."""
     files = (path for path in sorted(Path(__file__).parent.glob("*.yaml")) if path.stem != "phrases")
     return {path: Translation(**texts) for file in files for path, texts in _read(file).items()}
 
 
 @cache
 def phrases(kind: str) -> dict[str, str]:
-    """Phrases by their English text, so that there is none of a changed one, and `types` by the keys of English's.
+    """Read phrases by their English text, so that a changed one has none, and `types` by the keys of the English ones.
 
     Args:
         kind: "types", "units", "refusals" (the reasons) or "fixes".
@@ -49,6 +49,6 @@ def phrases(kind: str) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file, every scalar as text: `no` and 12345678 are a choice and a digest."""
+    """Read a file, every scalar as text: `no` and 12345678 are a choice and a digest."""
     found: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     return found

@@ -32,7 +32,7 @@ class Refused:
     fix: str = ""
 
     def refuses(self, value: Any) -> bool:
-        """Whether `value`, as it was read from YAML, is refused."""
+        """Tell whether `value`, as it was read from YAML, is refused."""
         if isinstance(value, list) and self.values is not None:
             return any(self.refuses(item) for item in value)
         if value is None or any(_same(value, other) for other in self.off):
@@ -40,7 +40,7 @@ class Refused:
         return self.values is None or any(_same(value, other) for other in self.values)
 
     def texts(self, key: str, value: Any, prefix: str = "", separator: str = ": ") -> tuple[str, str, str]:
-        """What, why and fix of a finding, which writes keys as a `Dialect` does."""
+        """Return what, why and fix of a finding, which writes keys as a `Dialect` does."""
         off = f", or write {prefix}{key}{separator}{shown(self.off[0])}" if self.off else ""
         fix = self.fix or f"remove {prefix}{key}{off}"
         return f"{key}: {shown(value)} is not supported", self.why, fix
@@ -60,8 +60,8 @@ class Sets:
     values: Mapping[Any, Any] = field(default_factory=dict)
     factor: int = 1
 
-    def ours(self, value: Value) -> dict[str, Any]:
-        """What `value` sets, by "group.name"."""
+    def read(self, value: Value) -> dict[str, Any]:
+        """Translate `value` to what it sets, by "group.name"."""
         read = coerce(value, all_settings()[self.paths[0]])
         for theirs, ours in self.values.items():
             if _same(read, theirs):
@@ -72,21 +72,21 @@ class Sets:
         return dict.fromkeys(self.paths, read)
 
     def described(self, path: str) -> SettingInfo:
-        """The setting with choices, range and default as the dialect writes them."""
+        """Describe the setting with choices, range and default as the dialect writes them."""
         info = all_settings()[path]
         if not self.values and self.factor == 1:
             return info
         more = tuple(theirs for theirs, ours in self.values.items() if ours is None)
         return replace(
             info,
-            choices=(*(self.theirs(path, choice) for choice in info.choices), *more),
-            bounds={name: self.theirs(path, limit) for name, limit in info.bounds.items()},
-            default=self.theirs(path, info.default),
+            choices=(*(self.write(path, choice) for choice in info.choices), *more),
+            bounds={name: self.write(path, limit) for name, limit in info.bounds.items()},
+            default=self.write(path, info.default),
             optional=info.optional and not more,
         )
 
-    def theirs(self, path: str, value: Any) -> Any:
-        """Our `value` of a setting as the dialect writes it."""
+    def write(self, path: str, value: Any) -> Any:
+        """Translate our `value` of a setting to the dialect's."""
         for theirs, ours in self.values.items():
             if _same(value, ours):
                 return theirs
@@ -96,7 +96,7 @@ class Sets:
 
 
 def negated(path: str) -> Sets:
-    """A key that says the opposite of a setting: no_rope_fusion."""
+    """Declare a key that says the opposite of a setting: no_rope_fusion."""
     return Sets((path,), values={True: False, False: True})
 
 
@@ -114,20 +114,20 @@ class Chooses:
     def paths(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(path for sets in self.choices.values() for path in sets))
 
-    def ours(self, value: Value) -> dict[str, Any]:
-        """What `value` sets, by "group.name"; nothing where it is no choice, and the defaults where it is null."""
+    def read(self, value: Value) -> dict[str, Any]:
+        """Translate `value` to what it sets: nothing where it is no choice, and the defaults where it is null."""
         text = str(value.data) if value.text is None else value.text
         if value.data is not None and text not in self.choices:
             return {}
         return {path: self.choices.get(text, {}).get(path, all_settings()[path].default) for path in self.paths}
 
     def described(self, path: str) -> SettingInfo:
-        """The setting as one of the choices."""
+        """Describe the setting as one of the choices."""
         info, choices = all_settings()[path], tuple(self.choices)
         return replace(info, kinds=frozenset({str}), choices=choices, bounds={}, optional=False, default=None)
 
-    def theirs(self, path: str, value: Any) -> Any:
-        """The choice that gives the setting this value; the value where there is none."""
+    def write(self, path: str, value: Any) -> Any:
+        """Return the choice that gives the setting this value, or the value where there is none."""
         found = (choice for choice, sets in self.choices.items() if path in sets and _same(sets[path], value))
         return next(found, value)
 
@@ -138,12 +138,12 @@ class GlobalBatchSize:
 
     paths: tuple[str, ...] = (ACCUMULATION,)
 
-    def ours(self, value: Value) -> dict[str, Any]:
-        """The rows themselves: `Loaded.for_world` divides them by those of a micro-batch on all replicas."""
+    def read(self, value: Value) -> dict[str, Any]:
+        """Return the rows: `Loaded.for_world` divides them by those of a micro-batch on all replicas."""
         return {ACCUMULATION: coerce(value, all_settings()[ACCUMULATION])}
 
     def described(self, path: str) -> SettingInfo:
-        """The setting without its default."""
+        """Describe the setting without its default."""
         return replace(all_settings()[path], default=None)
 
 
@@ -176,25 +176,25 @@ class Dialect:
         return list(dict.fromkeys((*self.keys, *_paths(), *self.not_built)))
 
     def meaning_of(self, key: str) -> Sets | Chooses | GlobalBatchSize | None:
-        """What a key sets; None where it sets nothing."""
+        """Return what a key sets, or None where it sets nothing."""
         meaning = self.keys.get(key) or _paths().get(key)
         return Sets((meaning,)) if isinstance(meaning, str) else meaning
 
     def names_of(self, path: str) -> list[str]:
-        """All keys that set a setting, the preferred one first, our own name among them."""
+        """List the keys that set a setting, the preferred one first, our own name among them."""
         found = [key for key in self.keys if (meaning := self.meaning_of(key)) and path in meaning.paths]
         return list(dict.fromkeys((*found, all_settings()[path].name)))
 
     def key_of(self, path: str) -> str:
-        """The preferred key of a setting."""
+        """Return the preferred key of a setting."""
         return self.names_of(path)[0]
 
     def written(self, key: str, value: Any) -> str:
-        """A key and its value as its users write them."""
+        """Write a key and its value as users do."""
         return f"{self.prefix}{key}{self.separator}{shown(value)}"
 
     def phrased(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
-        """A text that names our settings, and values behind them, in the dialect's words.
+        """Rewrite a text that names our settings, and values behind them, in the dialect's words.
 
         A name without an underscore may be a plain word: it counts where a colon follows, or where a line is written or
         removed.
@@ -219,7 +219,7 @@ class Dialect:
             if isinstance(meaning, GlobalBatchSize):
                 value = re.sub(r"\d+", lambda number: str(int(number[0]) * (rows or 1)), value)
             else:
-                parts = {part: meaning.theirs(path, parse(part).data) for part in value.split(" or ")}
+                parts = {part: meaning.write(path, parse(part).data) for part in value.split(" or ")}
                 value = " or ".join(
                     part if _same(said, parse(part).data) else shown(said) for part, said in parts.items()
                 )
@@ -229,19 +229,19 @@ class Dialect:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality that keeps 1 and true apart."""
+    """Compare, keeping 1 and true apart."""
     return type(value) is type(other) and value == other
 
 
 @cache
 def _paths() -> dict[str, str]:
-    """Our own names -> "group.name"."""
+    """Map our own names to "group.name"."""
     return {info.name: path for path, info in all_settings().items()}
 
 
 @cache
 def _names_in_text() -> re.Pattern[str]:
-    """Our names with the value behind them, if there is one: `name: value`, `name: 4 or 8`, `name value`."""
+    """Match our names with the value behind them, if there is one: `name: value`, `name: 4 or 8`, `name value`."""
     long = "|".join(name for name in _paths() if "_" in name)
     plain = "|".join(name for name in _paths() if "_" not in name)
     name = rf"(?<![\w.-])(?P<name>(?:{long})\b|(?:{plain})(?=: )|(?:(?<=write )|(?<=remove ))(?:{plain})\b)"

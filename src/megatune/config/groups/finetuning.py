@@ -156,5 +156,5 @@ class FinetuningSettings(Group):
         return tuple(dict.fromkeys(LORA_TARGETS[name] for name in self.lora_target if name in LORA_TARGETS))
 
     def __hash__(self) -> int:
-        """Hash what a plan reads most often: lists have no hash, and equal settings must have the same one."""
+        """Hash some of the settings: lists have no hash of their own, and equal settings have the same one."""
         return hash((self.finetuning_type, self.lora_rank, *self.lora_target))

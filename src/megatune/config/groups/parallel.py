@@ -162,7 +162,7 @@ class ParallelSettings(Group):
         return self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """Every size by its short name, in the order that people write layouts; expert tensor parallelism apart."""
+        """List every size by its short name, in the order of written layouts; expert tensor parallelism apart."""
         return {
             "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,

@@ -38,7 +38,7 @@ def check(
     invalid: Collection[str] = (),
     written: Mapping[str, SettingEntry] | None = None,
 ) -> list[Finding]:
-    """Everything that is wrong between settings.
+    """Find all that is wrong between settings.
 
     Args:
         architecture: the model's numbers; None leaves out the rules that need them.
@@ -58,6 +58,6 @@ def check(
 
 
 def _where(paths: tuple[str, ...], origins: Mapping[str, str]) -> str:
-    """The first place where a user wrote one of the settings."""
+    """Return the first place where a user wrote one of the settings."""
     written = (origins.get(path, "default") for path in paths)
     return next((origin for origin in written if origin != "default"), "")

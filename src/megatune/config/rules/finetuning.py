@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatune.config.dialects.dialect import Refused
 from megatune.config.groups.finetuning import ALL_TARGETS, LORA_TARGETS
 from megatune.config.rules.problem import Context, Problem, Rule
+from megatune.config.settings import setting_value
 
 _TYPE = Refused(
     "only full fine-tuning is built; LoRA and freezing are not yet",
@@ -42,11 +43,10 @@ def not_built_settings() -> dict[str, Refused]:
 def not_built(context: Context) -> Iterator[Problem]:
     """What a user wrote is refused where it asks for something, even if that is the default."""
     for path, entry in context.written.items():
-        group, _, name = path.partition(".")
-        value, refused = getattr(getattr(context.settings, group), name), NOT_BUILT.get(path)
+        value, refused = setting_value(context.settings, path), NOT_BUILT.get(path)
         if refused is not None and refused.refuses(value):
             said = value if entry.value.text is None else entry.value.text
-            yield Problem((path,), *refused.texts(name, said), entry.where)
+            yield Problem((path,), *refused.texts(path.partition(".")[2], said), entry.where)
 
 
 def not_planned(context: Context) -> Iterator[Problem]:

@@ -45,21 +45,21 @@ Rule = Callable[[Context], Iterator[Problem]]
 
 
 def nearest(value: int, candidates: Iterable[int]) -> int:
-    """The candidate nearest to `value`, the smaller of two equally near."""
+    """Return the candidate nearest to `value`, the smaller of two equally near."""
     return min(candidates, key=lambda candidate: (abs(candidate - value), candidate))
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
+    """List all divisors of a positive number, ascending."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def multiples_around(value: int, base: int) -> tuple[int, ...]:
-    """The multiples of `base` next below and next above `value`, leaving out 0."""
+    """Return the multiples of `base` next below and next above `value`, leaving out 0."""
     below = value // base * base
     return (below, below + base) if below else (base,)
 
 
 def either(values: Iterable[int]) -> str:
-    """`4 or 8`."""
+    """Write `4 or 8`."""
     return " or ".join(map(str, values))
