@@ -28,7 +28,7 @@ def dump(settings: Settings, origins: Mapping[str, str]) -> str:
         value = setting_value(settings, path)
         if f"# {info.group}" not in lines:
             lines += ["", f"# {info.group}"] if lines else [f"# {info.group}"]
-        if path not in NOT_BUILT or not NOT_BUILT[path].refuses(value):
+        if info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value):
             line = f"{info.name}: {_yaml(value)}"
             lines.append(f"{line:<{_COMMENT_COLUMN}}  # {_one_line(origins.get(path, 'default'))}")
     return "\n".join(lines) + "\n"

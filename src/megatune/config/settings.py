@@ -59,6 +59,12 @@ def all_settings() -> dict[str, SettingInfo]:
     return {info.path: info for group, model in GROUPS.items() for info in describe(group, model)}
 
 
+@cache
+def setting_paths() -> dict[str, str]:
+    """Map the names of settings to "group.name"."""
+    return {info.name: path for path, info in all_settings().items()}
+
+
 def setting_value(settings: Settings, path: str) -> Any:
     """Return the value of "group.name"."""
     group, _, name = path.partition(".")

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from megatune.config.setting import SettingInfo
-from megatune.config.settings import all_settings
+from megatune.config.settings import all_settings, setting_paths
 from megatune.config.values import Value, coerce, parse, shown
 
 ACCUMULATION = "batch.gradient_accumulation_steps"
@@ -168,16 +168,16 @@ class Dialect:
     separator: str = ": "
 
     def knows(self, key: str) -> bool:
-        return key in self.keys or key in _paths() or key in self.not_built
+        return key in self.keys or key in setting_paths() or key in self.not_built
 
     @property
     def names(self) -> list[str]:
         """Every key that it knows."""
-        return list(dict.fromkeys((*self.keys, *_paths(), *self.not_built)))
+        return list(dict.fromkeys((*self.keys, *setting_paths(), *self.not_built)))
 
     def meaning_of(self, key: str) -> Sets | Chooses | GlobalBatchSize | None:
         """Return what a key sets, or None where it sets nothing."""
-        meaning = self.keys.get(key) or _paths().get(key)
+        meaning = self.keys.get(key) or setting_paths().get(key)
         return Sets((meaning,)) if isinstance(meaning, str) else meaning
 
     def names_of(self, path: str) -> list[str]:
@@ -207,7 +207,7 @@ class Dialect:
 
         def say(match: re.Match[str]) -> str:
             name, between, value = match["name"], match["between"] or "", match["value"] or ""
-            path = _paths()[name]
+            path = setting_paths()[name]
             key = name if path in own else self.key_of(path)
             meaning = self.meaning_of(key)
             if meaning is None or self.written(key, "") == f"{name}: ":
@@ -234,15 +234,9 @@ def _same(value: Any, other: Any) -> bool:
 
 
 @cache
-def _paths() -> dict[str, str]:
-    """Map our own names to "group.name"."""
-    return {info.name: path for path, info in all_settings().items()}
-
-
-@cache
 def _names_in_text() -> re.Pattern[str]:
     """Match our names with the value behind them, if there is one: `name: value`, `name: 4 or 8`, `name value`."""
-    long = "|".join(name for name in _paths() if "_" in name)
-    plain = "|".join(name for name in _paths() if "_" not in name)
+    long = "|".join(name for name in setting_paths() if "_" in name)
+    plain = "|".join(name for name in setting_paths() if "_" not in name)
     name = rf"(?<![\w.-])(?P<name>(?:{long})\b|(?:{plain})(?=: )|(?:(?<=write )|(?<=remove ))(?:{plain})\b)"
     return re.compile(rf"{name}(?:(?P<between>: | )(?P<value>[\w+/-]+(?:\.\w+)*(?: or \d+\b)?))?")

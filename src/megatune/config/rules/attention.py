@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from megatune.config.rules.problem import Context, Problem, Rule
 
-_BACKEND = "performance.attention_backend"
-
 
 def whole_rows(context: Context) -> Iterator[Problem]:
     """cuDNN attends to whole rows of one document only."""
@@ -19,12 +17,12 @@ def whole_rows(context: Context) -> Iterator[Problem]:
     if settings.packing:
         what = "attention_backend: fused and packing: true"
         why = "cuDNN's attention is used for rows of one document only; packed rows need flash attention"
-        yield Problem((_BACKEND, "data.packing"), what, why, fix)
+        yield Problem(("attention_backend", "packing"), what, why, fix)
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
         what = f"attention_backend: fused and cp_comm_type {parallel.cp_comm_type}"
         why = "cuDNN's attention is used for whole rows only, and each process has a part of the row's queries"
         fix = f"{fix}; or cp_comm_type: a2a, which attends to whole rows"
-        yield Problem((_BACKEND, "parallel.cp_comm_type", "parallel.context_parallel_size"), what, why, fix)
+        yield Problem(("attention_backend", "cp_comm_type", "context_parallel_size"), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (whole_rows,)

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from megatune.config.groups.experts import ExpertSettings
 from megatune.config.rules.problem import Context, Problem, Rule, divisors, nearest
 
-_EP = "parallel.expert_model_parallel_size"
-_ETP = "parallel.expert_tensor_parallel_size"
-_TP = "parallel.tensor_model_parallel_size"
 # What asks for something that only experts can do; the others say how it would be done.
 _ASKING = (
     "moe_aux_loss_coeff",
@@ -26,14 +23,14 @@ def dense_model(context: Context) -> Iterator[Problem]:
     architecture, parallel, experts = context.architecture, context.settings.parallel, context.settings.experts
     if architecture is None or architecture.moe is not None:
         return
-    asked = [("expert_model_parallel_size", _EP)] if parallel.expert_model_parallel_size > 1 else []
-    asked += [("expert_tensor_parallel_size", _ETP)] if (parallel.expert_tensor_parallel_size or 1) > 1 else []
-    asked += [(name, f"experts.{name}") for name in _ASKING if getattr(experts, name)]
+    sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    asked = [name for name in sizes if (getattr(parallel, name) or 1) > 1]
+    asked += [name for name in _ASKING if getattr(experts, name)]
     if context.settings.recompute.moe_layer_recompute:
-        asked.append(("moe_layer_recompute", "recompute.moe_layer_recompute"))
+        asked.append("moe_layer_recompute")
     why = f"a {architecture.model_type} has no experts"
-    for name, path in asked:
-        yield Problem((path,), f"{name} with a dense model", why, f"remove {name}")
+    for name in asked:
+        yield Problem((name,), f"{name} with a dense model", why, f"remove {name}")
 
 
 def sharding(context: Context) -> Iterator[Problem]:
@@ -46,19 +43,19 @@ def sharding(context: Context) -> Iterator[Problem]:
         what = f"expert_model_parallel_size {ep} does not divide the model's {moe.num_experts} experts"
         why = "each process holds the same number of experts"
         fix = f"write expert_model_parallel_size: {nearest(ep, divisors(moe.num_experts))}, the nearest that does"
-        yield Problem((_EP,), what, why, fix)
+        yield Problem(("expert_model_parallel_size",), what, why, fix)
     channels = moe.moe_ffn_hidden_size
     if channels % etp:
         implied = "" if parallel.expert_tensor_parallel_size else " (tensor_model_parallel_size, as it is not set)"
         what = f"expert_tensor_parallel_size {etp}{implied} does not divide an expert's {channels} channels"
         why = "each process takes an equal, whole share of every expert"
         fix = f"write expert_tensor_parallel_size: {nearest(etp, divisors(channels))}"
-        yield Problem((_ETP, _TP), what, why, fix)
+        yield Problem(("expert_tensor_parallel_size", "tensor_model_parallel_size"), what, why, fix)
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         what = "tensor_model_parallel_size above 1 without sequence_parallel"
         why = "without it every tensor-parallel process would send all tokens to the experts"
         fix = "write sequence_parallel: true"
-        yield Problem(("parallel.sequence_parallel", _TP), what, why, fix)
+        yield Problem(("sequence_parallel", "tensor_model_parallel_size"), what, why, fix)
 
 
 def routing(context: Context) -> Iterator[Problem]:
@@ -76,17 +73,17 @@ def routing(context: Context) -> Iterator[Problem]:
             what = f"{name} {str(asked).lower()}, and the model's is {said}"
             why = "the checkpoint that comes out would be run with what its config.json says"
             fix = f"remove {name}, or change config.json"
-            yield Problem((f"experts.{name}",), what, why, fix)
+            yield Problem((name,), what, why, fix)
     if experts.moe_router_bias_update_rate and not architecture.moe.expert_bias:
         what = "moe_router_bias_update_rate with a model that has no bias on its experts"
         why = f"a {architecture.model_type} balances by a loss: moe_aux_loss_coeff"
         fix = "remove moe_router_bias_update_rate"
-        yield Problem(("experts.moe_router_bias_update_rate",), what, why, fix)
+        yield Problem(("moe_router_bias_update_rate",), what, why, fix)
     if experts.moe_router_load_balancing_type == "sinkhorn" and architecture.moe.score_function != "softmax":
         what = f"moe_router_load_balancing_type sinkhorn with a {architecture.model_type}"
         why = "sinkhorn balances the softmax of the router's logits; this model takes their sigmoid"
         fix = "write moe_router_load_balancing_type: seq_aux_loss"
-        yield Problem(("experts.moe_router_load_balancing_type",), what, why, fix)
+        yield Problem(("moe_router_load_balancing_type",), what, why, fix)
 
 
 def balancing(context: Context) -> Iterator[Problem]:
@@ -97,13 +94,13 @@ def balancing(context: Context) -> Iterator[Problem]:
         what = f"moe_aux_loss_coeff {experts.moe_aux_loss_coeff:g} with moe_router_load_balancing_type {kind}"
         why = "there is no auxiliary loss to weigh"
         fix = "write moe_router_load_balancing_type: aux_loss, or moe_aux_loss_coeff: 0"
-        yield Problem(("experts.moe_aux_loss_coeff", "experts.moe_router_load_balancing_type"), what, why, fix)
+        yield Problem(("moe_aux_loss_coeff", "moe_router_load_balancing_type"), what, why, fix)
     if experts.moe_pad_expert_input_to_capacity and experts.moe_expert_capacity_factor is None:
         what = "moe_pad_expert_input_to_capacity: true without moe_expert_capacity_factor"
         why = "without it experts have no capacity"
         fix = "write moe_expert_capacity_factor: 1.5, or moe_pad_expert_input_to_capacity: false"
-        paths = ("experts.moe_pad_expert_input_to_capacity", "experts.moe_expert_capacity_factor")
-        yield Problem(paths, what, why, fix)
+        names = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor")
+        yield Problem(names, what, why, fix)
 
 
 def dropping(context: Context) -> Iterator[Problem]:
@@ -113,13 +110,13 @@ def dropping(context: Context) -> Iterator[Problem]:
         what = "moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn"
         why = "sinkhorn keeps experts equally busy itself"
         fix = "remove moe_expert_capacity_factor"
-        yield Problem(("experts.moe_expert_capacity_factor", "experts.moe_router_load_balancing_type"), what, why, fix)
+        yield Problem(("moe_expert_capacity_factor", "moe_router_load_balancing_type"), what, why, fix)
     moe = None if architecture is None else architecture.moe
     if moe is not None and moe.router_topk == 1 and moe.score_function == "softmax" and not moe.pre_softmax:
         what = "the model sends each token to one expert and normalizes its share, which is then always 1"
         why = "its router would never learn"
         fix = "train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false"
-        yield Problem(("model.model_name_or_path",), what, why, fix)
+        yield Problem(("model_name_or_path",), what, why, fix)
 
 
 def shared_experts(context: Context) -> Iterator[Problem]:
@@ -127,12 +124,12 @@ def shared_experts(context: Context) -> Iterator[Problem]:
     experts, architecture = context.settings.experts, context.architecture
     if not experts.moe_shared_expert_overlap:
         return
-    path = "experts.moe_shared_expert_overlap"
+    path = "moe_shared_expert_overlap"
     if experts.moe_token_dispatcher_type == "allgather":
         what = "moe_shared_expert_overlap: true with moe_token_dispatcher_type allgather"
         why = "allgather has no exchange to compute beside"
         fix = "write moe_token_dispatcher_type: alltoall, or moe_shared_expert_overlap: false"
-        yield Problem((path, "experts.moe_token_dispatcher_type"), what, why, fix)
+        yield Problem((path, "moe_token_dispatcher_type"), what, why, fix)
     moe = None if architecture is None else architecture.moe
     if architecture is not None and moe is not None and not moe.shared_expert_intermediate_size:
         what = "moe_shared_expert_overlap: true with a model without shared experts"

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from megatune.architecture import Architecture
 from megatune.config.rules.problem import Context, Problem, Rule, divisors, either, multiples_around, nearest
 
-_TP = "parallel.tensor_model_parallel_size"
-_PP = "parallel.pipeline_model_parallel_size"
-_CP = "parallel.context_parallel_size"
+_TP = "tensor_model_parallel_size"
+_CP = "context_parallel_size"
 
 
 def tensor_parallel_fits(architecture: Architecture, size: int) -> bool:
@@ -55,13 +54,11 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
         what = "sequence_parallel: true with tensor_model_parallel_size 1"
         why = "it splits the sequence over the tensor-parallel processes; there is one"
         fix = "remove sequence_parallel, or write tensor_model_parallel_size: 2"
-        yield Problem(("parallel.sequence_parallel", _TP), what, why, fix)
+        yield Problem(("sequence_parallel", _TP), what, why, fix)
     elif cutoff < tp:
         what = f"cutoff_len {cutoff} is shorter than tensor_model_parallel_size {tp}"
         why = "sequence_parallel gives each tensor-parallel process a part of the sequence"
-        yield Problem(
-            ("data.cutoff_len", _TP, "parallel.sequence_parallel"), what, why, f"write cutoff_len: {tp} or more"
-        )
+        yield Problem(("cutoff_len", _TP, "sequence_parallel"), what, why, f"write cutoff_len: {tp} or more")
 
 
 def context_parallel(context: Context) -> Iterator[Problem]:
@@ -74,7 +71,7 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     if heads % (tp * cp) and heads % tp == 0:
         valid = nearest(cp, divisors(heads // tp))
         yield Problem(
-            (_CP, "parallel.cp_comm_type", _TP),
+            (_CP, "cp_comm_type", _TP),
             f"context_parallel_size {cp} with cp_comm_type a2a does not divide the {heads // tp} attention heads of a "
             "process",
             "a2a gives each context-parallel process an equal share of the heads",
@@ -88,12 +85,12 @@ def world(context: Context) -> Iterator[Problem]:
     num_processes = asked if context.world_size is None else context.world_size
     if num_processes is None:
         return
-    tp, pp, cp = (getattr(parallel, key.partition(".")[2]) for key in (_TP, _PP, _CP))
+    tp, pp, cp = (getattr(parallel, name) for name in (_TP, "pipeline_model_parallel_size", _CP))
     if num_processes % parallel.model_parallel_size:
         what = f"the {parallel.model_parallel_size} that one copy of the model takes"
         parts = f"tensor_model_parallel_size {tp} times pipeline_model_parallel_size {pp}"
         parts += f" times context_parallel_size {cp}" if cp > 1 else ""
-        paths = ("run.num_processes", _TP, _PP, *([_CP] if cp > 1 else []))
+        names = ("num_processes", _TP, "pipeline_model_parallel_size", *([_CP] if cp > 1 else []))
         why = f"{parts} is {parallel.model_parallel_size}"
     elif num_processes % parallel.expert_parallel_size:
         what = f"the {parallel.expert_parallel_size} that one copy of the experts takes"
@@ -104,7 +101,7 @@ def world(context: Context) -> Iterator[Problem]:
         )
         if parallel.expert_tensor_parallel_size is None and etp > 1:
             why += "; expert_tensor_parallel_size is tensor_model_parallel_size where it is not set"
-        paths = ("run.num_processes", "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size")
+        names = ("num_processes", "expert_model_parallel_size", "expert_tensor_parallel_size")
     else:
         return
     key = "num_processes" if asked == num_processes else "the number of processes"
@@ -113,7 +110,7 @@ def world(context: Context) -> Iterator[Problem]:
     fix = (
         f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout"
     )
-    yield Problem(paths, what, why, fix)
+    yield Problem(names, what, why, fix)
 
 
 def overlap_param_gather(context: Context) -> Iterator[Problem]:
@@ -124,7 +121,7 @@ def overlap_param_gather(context: Context) -> Iterator[Problem]:
         what = f"overlap_param_gather: true without {' and '.join(missing)}"
         why = "it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps"
         fix = "write " + " and ".join(f"{key}: true" for key in missing) + ", or overlap_param_gather: false"
-        yield Problem(("parallel.overlap_param_gather", *(f"parallel.{key}" for key in missing)), what, why, fix)
+        yield Problem(("overlap_param_gather", *missing), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (tensor_parallel, sequence_parallel, context_parallel, world, overlap_param_gather)

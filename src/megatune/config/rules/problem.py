@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, setting_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,21 @@ class Problem:
     """Settings that are valid alone and wrong together.
 
     Attributes:
-        paths: "group.name" of the settings in it, the one to change first.
+        names: of the settings in it, the one to change first.
         what, why, fix: as in `megatune.errors.Finding`.
         where: "" for the first place where one of the settings was written.
     """
 
-    paths: tuple[str, ...]
+    names: tuple[str, ...]
     what: str
     why: str = ""
     fix: str = ""
     where: str = ""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """ "group.name" of the settings."""
+        return tuple(setting_paths()[name] for name in self.names)
 
 
 Rule = Callable[[Context], Iterator[Problem]]

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatune.config.rules.problem import Context, Problem, Rule
 
-_KWARGS = "optimizer.lr_scheduler_kwargs"
-_TYPE = "optimizer.lr_scheduler_type"
+_KWARGS = "lr_scheduler_kwargs"
+_TYPE = "lr_scheduler_type"
 
 
 def _is_number(value: Any) -> bool:
@@ -86,35 +86,33 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
         )
     elif _is_number(kwargs.get("min_lr")) and kwargs["min_lr"] > optimizer.learning_rate:
         what = f"min_lr {kwargs['min_lr']:g} is above learning_rate {optimizer.learning_rate:g}"
-        yield Problem(
-            (_KWARGS, "optimizer.learning_rate"), what, "", f"write a min_lr of {optimizer.learning_rate:g} or less"
-        )
+        yield Problem((_KWARGS, "learning_rate"), what, "", f"write a min_lr of {optimizer.learning_rate:g} or less")
 
 
 def warmup(context: Context) -> Iterator[Problem]:
     """One of the two ways to say how long the warm-up is, and a scheduler that has one."""
     optimizer = context.settings.optimizer
     ratio, steps = optimizer.warmup_ratio, optimizer.warmup_steps
-    paths = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
+    names = ("warmup_steps", "warmup_ratio")
     if ratio and steps:
         what = f"warmup_ratio {ratio:g} and warmup_steps {steps:g}"
-        yield Problem(paths, what, "both set the length of the warm-up", "keep one of the two")
+        yield Problem(names, what, "both set the length of the warm-up", "keep one of the two")
     if steps >= 1 and not steps.is_integer():
         what = f"warmup_steps {steps:g} is neither a share below 1 nor a number of steps"
-        yield Problem(paths[:1], what, "", f"write warmup_steps: {round(steps)}")
+        yield Problem(names[:1], what, "", f"write warmup_steps: {round(steps)}")
     if (ratio or steps) and optimizer.lr_scheduler_type == "constant":
         given = f"warmup_steps {steps:g}" if steps else f"warmup_ratio {ratio:g}"
         what = f"lr_scheduler_type constant with {given}"
         why = "a constant rate has no warm-up"
         fix = "write lr_scheduler_type: constant_with_warmup"
-        yield Problem((_TYPE, *paths), what, why, fix)
+        yield Problem((_TYPE, *names), what, why, fix)
 
 
 def steps(context: Context) -> Iterator[Problem]:
     """A run has steps."""
     if context.settings.optimizer.max_steps == 0:
         fix = "write max_steps: 1, or -1 to let num_train_epochs decide"
-        yield Problem(("optimizer.max_steps",), "max_steps is 0", "nothing would be trained", fix)
+        yield Problem(("max_steps",), "max_steps is 0", "nothing would be trained", fix)
 
 
 def precision(context: Context) -> Iterator[Problem]:
@@ -123,7 +121,7 @@ def precision(context: Context) -> Iterator[Problem]:
         what = "bf16: true and fp16: true"
         why = "the model computes in one of them"
         fix = "remove fp16: bf16 needs no loss scaling"
-        yield Problem(("precision.fp16", "precision.bf16"), what, why, fix)
+        yield Problem(("fp16", "bf16"), what, why, fix)
 
 
 def cutoff(context: Context) -> Iterator[Problem]:
@@ -134,7 +132,7 @@ def cutoff(context: Context) -> Iterator[Problem]:
         what = f"cutoff_len {length} is more than the {longest} positions of the model"
         why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
         fix = f"write cutoff_len: {longest}, the longest it allows"
-        yield Problem(("data.cutoff_len",), what, why, fix)
+        yield Problem(("cutoff_len",), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff)

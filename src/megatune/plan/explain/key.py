@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatune.config.dialects.dialect import Dialect, Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.rules.finetuning import not_built_settings
+from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import all_settings
 from megatune.config.values import shown
@@ -40,7 +40,7 @@ def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en", 
     lines: list[str] = []
     if path is not None:
         lines += _setting(infos[path], grounds, language, dialect)
-        refused = refused or {**not_built_settings(), **dialect.not_built}.get(infos[path].name)
+        refused = refused or {**NOT_BUILT, **dialect.not_built}.get(infos[path].name)
     if refused is not None:
         lines += [""] if lines else [name]
         lines += _refusal(name, refused, words, language)

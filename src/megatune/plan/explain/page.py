@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.rules.finetuning import not_built_settings
+from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import GROUPS, all_settings
 from megatune.config.values import shown
@@ -43,7 +43,7 @@ def _setting(info: SettingInfo, words: Words, language: Language, dialect: Diale
 
 
 def _refused(words: Words, language: Language, dialect: Dialect) -> Iterator[str]:
-    for key, refused in sorted({**not_built_settings(), **dialect.not_built}.items()):
+    for key, refused in sorted({**NOT_BUILT, **dialect.not_built}.items()):
         every = refused.values is None
         values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.values or ())
         passes = ", ".join(f"`{shown(v)}`" for v in refused.off) or ("`null`" if every else words.the_rest)
