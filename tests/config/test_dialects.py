@@ -56,6 +56,8 @@ VALUES = [
     (["--no_rope_fusion", "1e5", "--no-rope-fusion"], "performance.apply_rope_fusion", False),
     (["--distributed_timeout_minutes", "2"], "run.ddp_timeout", 120),
     (["--distributed_timeout_minutes", "1.5"], "run.ddp_timeout", 90),
+    (["--distributed_timeout_minutes", "null"], "run.ddp_timeout", 1800),
+    (["--no_rope_fusion", "null"], "performance.apply_rope_fusion", False),
     (["--micro_batch_size", "4"], "batch.per_device_train_batch_size", 4),
     (["--micro_batch_size", "4"], "batch.per_device_eval_batch_size", 4),
     (["--micro_batch_size", "4", "--per_device_eval_batch_size", "2"], "batch.per_device_eval_batch_size", 2),

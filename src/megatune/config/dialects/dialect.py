@@ -62,6 +62,8 @@ class Sets:
 
     def read(self, value: Value) -> dict[str, Any]:
         """Translate `value` to what it sets, by "group.name"."""
+        if value.data is None:
+            return {path: coerce(value, all_settings()[path]) for path in self.paths}
         read = coerce(value, all_settings()[self.paths[0]])
         for theirs, ours in self.values.items():
             if _same(read, theirs):
