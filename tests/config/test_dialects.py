@@ -83,6 +83,7 @@ def test_a_global_batch_waits_for_the_world():
     loaded = read("--global_batch_size", "16", "--micro_batch_size", "2", "--tensor_model_parallel_size", "2",
                   "--sequence_parallel")  # fmt: skip
     assert loaded.check() == []
+    assert loaded.settings.batch.gradient_accumulation_steps == 1
     assert loaded.for_world(4).settings.batch.gradient_accumulation_steps == 4
     assert loaded.for_world(8).settings.batch.gradient_accumulation_steps == 2
     assert loaded.require_valid(world_size=16).batch.gradient_accumulation_steps == 1

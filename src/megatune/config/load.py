@@ -74,8 +74,7 @@ class Loaded:
             fix = "write " + self.dialect.written(entry.key, either(multiples_around(asked, rows)))
             finding = self.phrased(Finding(what, entry.where, why, fix))
             return replace(self, rows=rows, findings=[*self.findings, finding])
-        batch = settings.batch.model_copy(update={"gradient_accumulation_steps": asked // rows})
-        settings = settings.model_copy(update={"batch": batch})
+        settings = _with_accumulation(settings, asked // rows)
         return replace(self, rows=rows, settings=settings, invalid=self.invalid - {ACCUMULATION})
 
     def check(self, architecture: Architecture | None = None, world_size: int | None = None) -> list[Finding]:
@@ -206,7 +205,7 @@ class _Reading:
             if refused is not None and refused.refuses(read):
                 said = read if entry.value.text is None else entry.value.text
                 what, why, fix = refused.texts(entry.key, said, self.dialect.prefix, self.dialect.separator)
-                self.findings.append(Finding(what, entry.where, why, fix))
+                self._report(Finding(what, entry.where, why, fix))
                 self.invalid.add(target)
             elif target in infos:
                 values[infos[target].group][infos[target].name] = value
@@ -214,11 +213,10 @@ class _Reading:
                 self.findings.append(self._wrong_value(entry, meaning.paths[0]))
         groups = {group: self._group(group, model, values[group]) for group, model in GROUPS.items()}
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
-        if isinstance(
-            self.dialect.meaning_of(entries[ACCUMULATION].key) if ACCUMULATION in entries else None, GlobalBatchSize
-        ):
+        settings, steps = Settings.model_validate(groups), entries.get(ACCUMULATION)
+        if steps is not None and isinstance(self.dialect.meaning_of(steps.key), GlobalBatchSize):
+            settings = _with_accumulation(settings, infos[ACCUMULATION].default)
             self.invalid.add(ACCUMULATION)
-        settings = Settings.model_validate(groups)
         invalid = frozenset(self.invalid & set(infos))
         return Loaded(settings, sorted(self.findings, key=_line), invalid, entries, self.dialect)
 
@@ -235,10 +233,13 @@ class _Reading:
                     items.append(values[str(name)][index])
         for name, items in wrong.items():
             path = f"{group}.{name}"
-            finding = self._wrong_value(self.chosen[path][0], path, items)
-            self.findings += [] if finding in self.findings else [finding]  # a key may set several settings
+            self._report(self._wrong_value(self.chosen[path][0], path, items))
             self.invalid.add(path)
         return model(**{name: value for name, value in values.items() if name not in wrong})
+
+    def _report(self, finding: Finding) -> None:
+        if finding not in self.findings:  # a key may set several settings
+            self.findings.append(finding)
 
     def _wrong_value(self, entry: SettingEntry, path: str, items: Sequence[Any] = ()) -> Finding:
         """Say what is wrong with one value.
@@ -261,6 +262,11 @@ class _Reading:
         if items and len(value) > 1:
             why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
         return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix)
+
+
+def _with_accumulation(settings: Settings, steps: int) -> Settings:
+    batch = settings.batch.model_copy(update={"gradient_accumulation_steps": steps})
+    return settings.model_copy(update={"batch": batch})
 
 
 def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
