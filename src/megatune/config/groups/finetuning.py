@@ -78,7 +78,7 @@ class FinetuningSettings(Group):
     lora_rank: Count = setting(
         8,
         advice="With lora: the rank of the adapters.",
-        how="Each adapted matrix has one of r × in and one of out × r beside it; their product, scaled by "
+        how="A matrix of r × in and one of out × r are trained for each adapted matrix; their product, scaled by "
         "lora_alpha / rank, is added to it.",
         when="8 to 64: raise it where the task is far from what the model knows. Memory of the adapters is in "
         "proportion; it can be planned, training is not built yet.",
