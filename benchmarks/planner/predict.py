@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any
 
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import GROUPS, Settings
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.catalogue.devices import Peaks
 from megatune.plan.machine import Machine
@@ -50,13 +51,12 @@ def predict(row: Row) -> Prediction:
 def case_of(row: Row) -> Case:
     """The row, planned as this project would train it."""
     model = model_of(row.model)
-    trainable = Trainable(kind="lora", lora_rank=row.lora) if row.lora else Trainable()
+    trainable = FinetuningSettings(finetuning_type="lora", lora_rank=row.lora) if row.lora else FinetuningSettings()
     return Case(
         model=model,
-        settings=_settings(row, model.architecture),
+        settings=_settings(row, model.architecture).model_copy(update={"finetuning": trainable}),
         world_size=row.gpus,
         machine=machine_of(row.device),
-        trainable=trainable,
         document_length=row.document,
         image_tokens=row.image_tokens,
     )

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from megatune.config.chinese import expected, phrases, translations
+from megatune.config.chinese import phrases, translations
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import Group, describe, setting
 from megatune.config.settings import all_settings
 
@@ -37,7 +38,7 @@ def test_chinese_is_of_this_english(info):
         assert each.endswith("。"), each
         assert not re.search(r"[\u4e00-\u9fff][,;:]|[,;:][\u4e00-\u9fff]", each), each
     assert info.unit == "" or info.unit in phrases("units")
-    assert re.search(r"[\u4e00-\u9fff]", expected(info))
+    assert re.search(r"[\u4e00-\u9fff]", info.expected_in(phrases("types")))
 
 
 def test_nothing_else_is_translated():
@@ -66,10 +67,11 @@ def test_digest_sees_every_text():
 
 
 def test_refusals_are_translated():
-    for key, refused in LLAMAFACTORY.not_built.items():
+    known = {**LLAMAFACTORY.not_built, **NOT_BUILT}
+    for key, refused in known.items():
         assert refused.why in phrases("refusals"), key
         assert not refused.fix or refused.fix in phrases("fixes"), key
-    assert set(phrases("refusals")) == {refused.why for refused in LLAMAFACTORY.not_built.values()}
+    assert set(phrases("refusals")) == {refused.why for refused in known.values()}
 
 
 def test_chinese_is_imported_only_when_asked_for():

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megatune.config.dialects.dialect import Dialect, Refused
+from megatune.config.dialects.dialect import Dialect, Refused, Sets
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import load
 from megatune.config.settings import all_settings
+from megatune.errors import MegatuneError
 
 # What a LLaMA-Factory file for Megatron training may hold. Never shrinks.
 CONTRACT = Path(__file__).with_name("contract_keys.txt").read_text().split()
@@ -48,8 +49,13 @@ def test_every_key_of_the_contract_is_known(key):
 
 
 def test_every_setting_can_be_set_and_every_key_sets_one():
-    assert set(LLAMAFACTORY.keys.values()) == set(all_settings())
-    assert all(LLAMAFACTORY.key_of(path) == info.name for path, info in all_settings().items())
+    """Its own keys are the names of our settings, which options.txt freezes, and these."""
+    for path, info in all_settings().items():
+        assert LLAMAFACTORY.meaning_of(info.name) == Sets((path,))
+        assert LLAMAFACTORY.key_of(path) == info.name
+    others = set(LLAMAFACTORY.names) - {info.name for info in all_settings().values()} - set(LLAMAFACTORY.not_built)
+    assert others == {"neat_packing", "evaluation_strategy"}
+    assert LLAMAFACTORY.names_of("data.packing") == ["packing", "neat_packing"]
 
 
 def test_no_key_is_refused_without_a_reason():
@@ -73,13 +79,16 @@ OFF = [
     "expert_tensor_parallel_size=null", "recompute_granularity=null", "moe_grouped_gemm=false",
     "account_for_loss_in_pipeline_split=false", "pipeline_model_parallel_layout=null", "calculate_per_token_loss=true",
     "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=false", "save_hf_model=true",
-    "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none", "do_train=True",
+    "use_rslora=false", "create_new_adapter=false", "lora_rank=null", "lora_alpha=null", "adapter_name_or_path=null",
+    "finetuning_type=full", "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none",
+    "do_train=True",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("override", OFF)
 def test_a_value_that_asks_for_nothing_passes(override):
-    assert load(overrides=[override]).findings == []
+    loaded = load(overrides=["model_name_or_path=m", "dataset=d", "output_dir=o", "eval_strategy=no", override])
+    assert loaded.check() == []
 
 
 REFUSED = [
@@ -88,14 +97,15 @@ REFUSED = [
     "finetuning_type=freeze", "report_to=wandb",
     "report_to=tensorboard,swanlab", "trust_remote_code=true", "transformer_impl=transformer_engine",
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
-    "deepspeed=ds_z3.json", "lora_rank=8",
+    "deepspeed=ds_z3.json", "lora_rank=8", "lora_target=all", "use_dora=true", "freeze_trainable_layers=2",
+    "adapter_name_or_path=out",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
     key = override.partition("=")[0]
-    (finding,) = load(overrides=[override]).findings
+    (finding,) = (each for each in load(overrides=[override]).check() if "missing" not in each.what)
     assert finding.what.startswith(f"{key}: ")
     assert finding.what.endswith(" is not supported")
     assert finding.where == override
@@ -105,15 +115,22 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("finetuning_type: lora\npreprocessing_batch_size: 64\ntransformer_impl: transformer_engine\n")
-    assert "\n".join(str(finding) for finding in load(path).findings).replace(str(path), "run.yaml") == (
-        "run.yaml:1: finetuning_type: lora is not supported\n"
+    path.write_text(
+        "lora_target: q_proj,v_proj\nfinetuning_type: lora\npreprocessing_batch_size: 64\n"
+        "transformer_impl: transformer_engine\n"
+    )
+    findings = [finding for finding in load(path).check() if finding.where]
+    assert "\n".join(map(str, findings)).replace(str(path), "run.yaml") == (
+        "run.yaml:1: lora_target: q_proj,v_proj is not supported\n"
+        "    why: LoRA is not built yet\n"
+        "    fix: remove lora_target\n"
+        "run.yaml:2: finetuning_type: lora is not supported\n"
         "    why: only full fine-tuning is built; LoRA and freezing are not yet\n"
         "    fix: write finetuning_type: full\n"
-        "run.yaml:2: preprocessing_batch_size: 64 is not supported\n"
+        "run.yaml:3: preprocessing_batch_size: 64 is not supported\n"
         "    why: how many rows are tokenised together changes no result here, and is chosen by the program\n"
         "    fix: remove preprocessing_batch_size, or write preprocessing_batch_size: 1000\n"
-        "run.yaml:3: transformer_impl: transformer_engine is not supported\n"
+        "run.yaml:4: transformer_impl: transformer_engine is not supported\n"
         "    why: the engine's own layers are used, on every machine; Transformer Engine is not needed\n"
         "    fix: remove transformer_impl, or write transformer_impl: local"
     )
@@ -133,18 +150,26 @@ def test_the_last_value_decides_whether_a_key_is_refused(tmp_path):
     assert load(path, ["packing=false"]).findings == []
 
 
+def test_reading_data_refuses_what_is_not_built(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: m\ndataset: d\nimage_max_pixels: 512\n")
+    with pytest.raises(MegatuneError, match=r"run\.yaml:3: image_max_pixels: 512 is not supported"):
+        load(path).require_valid_data()
+
+
 def test_another_dialect_is_a_table():
     dialect = Dialect(
         name="other",
         keys={"lr": "optimizer.learning_rate", "save": "run.output_dir", "output_dir": "run.output_dir"},
         not_built={"tp_comm_overlap": Refused("needs Transformer Engine", off=(False,))},
     )
-    loaded = load(flags=["--lr", "1e-5", "--save", "out", "--tp-comm-overlap", "--learning_rate", "1"], dialect=dialect)
+    flags = ["--lr", "1", "--save", "out", "--tp-comm-overlap", "--learning_rate", "1e-5", "--neat_packing"]
+    loaded = load(flags=flags, dialect=dialect)
     assert loaded.settings.optimizer.learning_rate == 1e-5
     assert loaded.settings.run.output_dir == "out"
     assert loaded.origins["run.output_dir"] == "flag"
     assert [finding.what for finding in loaded.findings] == [
-        "unknown setting 'learning_rate'",
+        "unknown setting 'neat_packing'",
         "tp_comm_overlap: true is not supported",
     ]
     assert dialect.key_of("run.output_dir") == "save"

@@ -208,7 +208,7 @@ WRONG = [
     ),
     (
         "seed: 1\nbf16: true\nseed: 2",
-        "run.yaml:3: seed stands twice, first at run.yaml:1\n    fix: keep one of the two lines",
+        "run.yaml:3: seed is written twice, first at run.yaml:1\n    fix: keep one of the two lines",
     ),
     (
         "eval_strategy: no\nevaluation_strategy: epoch",

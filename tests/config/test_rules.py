@@ -252,7 +252,7 @@ WRONG = [
     (
         ["overwrite_output_dir=true", "resume_from_checkpoint=true"],
         "overwrite_output_dir: true and resume_from_checkpoint: true\n"
-        "    why: one starts over, the other goes on from the newest checkpoint of the same folder\n"
+        "    why: one starts over, the other resumes from the newest checkpoint of the same folder\n"
         "    fix: remove one of the two",
     ),
     (

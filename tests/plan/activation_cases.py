@@ -9,8 +9,9 @@ from layouts import Layout
 from measured_memory import DOCUMENTS
 
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import BatchSettings, DataSettings, Settings
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.machine import Device, Link, Machine
 
 
@@ -61,7 +62,7 @@ LATENT = architecture(
 )  # fmt: skip
 
 
-ALL = Trainable()
+ALL = FinetuningSettings()
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ class Measured:
     rows: int = 1
     length: int = 512
     micro_batches: int = 1
-    trainable: Trainable = ALL
+    trainable: FinetuningSettings = ALL
 
     @property
     def settings(self) -> Settings:
         settings = self.layout.settings(precision={"bf16": self.bf16})
         batch = BatchSettings(per_device_train_batch_size=self.rows, gradient_accumulation_steps=self.micro_batches)
         data = DataSettings(cutoff_len=self.length, packing=self.layout.packed)
-        return settings.model_copy(update={"batch": batch, "data": data})
+        return settings.model_copy(update={"batch": batch, "data": data, "finetuning": self.trainable})
 
     @property
     def case(self) -> Case:
@@ -91,7 +92,6 @@ class Measured:
             settings=self.settings,
             world_size=self.layout.world_size,
             machine=machine(),
-            trainable=self.trainable,
             document_length=self.length / DOCUMENTS if self.layout.packed else None,
         )
 
@@ -237,17 +237,21 @@ def _named(groups: tuple[dict[str, Measured], ...]) -> dict[str, Measured]:
 def _adapters() -> dict[str, Measured]:
     """Frozen matrices need no inputs, those with adapters do."""
     found = {
-        "matrices frozen, fp32": Measured("dense", DENSE, Layout(1), trainable=Trainable(freeze_language_model=True))
+        "matrices frozen, fp32": Measured(
+            "dense", DENSE, Layout(1), trainable=FinetuningSettings(freeze_language_model=True)
+        )
     }
     for name, targets in {
         "LoRA": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         "LoRA of attention": ("linear_qkv", "linear_proj"),
         "LoRA of fc2": ("linear_fc2",),
     }.items():
-        trainable = Trainable(kind="lora", lora_target=targets)
+        trainable = FinetuningSettings(finetuning_type="lora", lora_target=list(targets))
         found[f"{name}, fp32"] = Measured("dense", DENSE, Layout(1), trainable=trainable)
     full = Layout(1, recompute=FULL)
-    found["LoRA, full, bf16"] = Measured("dense", DENSE, full, bf16=True, trainable=Trainable(kind="lora"))
+    found["LoRA, full, bf16"] = Measured(
+        "dense", DENSE, full, bf16=True, trainable=FinetuningSettings(finetuning_type="lora")
+    )
     return found
 
 

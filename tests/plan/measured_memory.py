@@ -9,18 +9,18 @@ import torch
 from live_bytes import LiveBytes
 
 from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch
 from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.model import build_model
 from megatune.objectives.language_model import CrossEntropy
-from megatune.plan.case import Trainable
 
 DOCUMENTS = 4  # of a packed row
 
 
-def measure_step(architecture: Architecture, settings: Settings, trainable: Trainable) -> int:
+def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings) -> int:
     """On every rank: a step's most live bytes, with random weights, and every token trained."""
     build(settings.parallel, seed=0, timeout=settings.run.ddp_timeout)
     model = build_model(architecture, settings)
@@ -36,18 +36,18 @@ def measure_step(architecture: Architecture, settings: Settings, trainable: Trai
     return found.peak
 
 
-def _freeze(model: Sequence[torch.nn.Module], trainable: Trainable) -> list[torch.nn.Parameter]:
+def _freeze(model: Sequence[torch.nn.Module], trainable: FinetuningSettings) -> list[torch.nn.Parameter]:
     """Leave training to norms where the language model is frozen, and to adapters where they are asked for: one beside
     each target, which the engine has none of yet. Hidden states have a gradient from the embedding on, as PEFT's
     enable_input_require_grads makes it: recomputation asks for that. Answers the adapters' matrices."""
     matrices: list[torch.nn.Parameter] = []
-    if trainable.kind == "full" and not trainable.freeze_language_model:
+    if trainable.finetuning_type == "full" and not trainable.freeze_language_model:
         return matrices
     for chunk in model:
         for parameter in chunk.parameters():
-            parameter.requires_grad = trainable.kind == "full" and parameter.dim() == 1
+            parameter.requires_grad = trainable.finetuning_type == "full" and parameter.dim() == 1
         for name, module in chunk.named_modules():
-            if trainable.kind == "lora" and name.rpartition(".")[2] in trainable.lora_target:
+            if trainable.finetuning_type == "lora" and name.rpartition(".")[2] in trainable.lora_layers:
                 matrices += _adapt(module, trainable.lora_rank)
             if name.rpartition(".")[2] == "embedding":
                 module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())

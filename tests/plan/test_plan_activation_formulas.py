@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from layouts import Layout
 
 from megatune.architecture import Architecture, Vision
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import BatchSettings, DataSettings
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.activations import activation_bytes
 from megatune.plan.memory.layer import layer_memory
@@ -36,12 +37,14 @@ def make_case(
     micro_batches: int = 1,
     bf16: bool = True,
     length: int = LENGTH,
+    trainable: FinetuningSettings | None = None,
     **case: Any,
 ) -> Case:
     layout = layout or Layout(1)
     update = {
         "batch": BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=micro_batches),
         "data": DataSettings(cutoff_len=length, packing=layout.packed),
+        "finetuning": trainable or FinetuningSettings(),
     }
     return Case(
         **{
@@ -205,10 +208,10 @@ def test_the_fullest_expert_rank_is_one_assumption_of_memory_and_of_time(ep, exp
 
 
 def test_adapters_keep_the_inputs_of_their_layers_only():
-    def kept(trainable: Trainable, model: Architecture = DENSE) -> int:
+    def kept(trainable: FinetuningSettings, model: Architecture = DENSE) -> int:
         return layer_memory(shapes_of(make_case(model, trainable=trainable)), model.moe is not None, ()).kept
 
-    frozen = kept(Trainable(freeze_language_model=True))
+    frozen = kept(FinetuningSettings(freeze_language_model=True))
     hidden, inner = 2 * LENGTH * DENSE.hidden_size, 2 * LENGTH * DENSE.ffn_hidden_size
     of_rank = 2 * LENGTH * 8
     for target, more in {
@@ -217,9 +220,9 @@ def test_adapters_keep_the_inputs_of_their_layers_only():
         "linear_fc1": hidden + 2 * of_rank,
         "linear_fc2": inner + of_rank,
     }.items():
-        assert kept(Trainable(kind="lora", lora_target=(target,))) == frozen + more
-    assert kept(Trainable()) == frozen + 2 * hidden + inner
-    assert kept(Trainable(kind="lora"), SHARED) < kept(Trainable(), SHARED) * 1.1
+        assert kept(FinetuningSettings(finetuning_type="lora", lora_target=[target])) == frozen + more
+    assert kept(FinetuningSettings()) == frozen + 2 * hidden + inner
+    assert kept(FinetuningSettings(finetuning_type="lora"), SHARED) < kept(FinetuningSettings(), SHARED) * 1.1
 
 
 def test_a_frozen_vision_tower_keeps_nothing():
@@ -230,7 +233,7 @@ def test_a_frozen_vision_tower_keeps_nothing():
     model = PlannedModel(name="x", architecture=replace(DENSE, vision=tower))
 
     def stage(number: int = 0, layout: Layout | None = None, image_tokens: int = 512, **trainable: bool) -> int:
-        trains = Trainable(**trainable)
+        trains = FinetuningSettings(**trainable)
         case = make_case(layout=layout, model=model.architecture, image_tokens=image_tokens, trainable=trains)
         return activation_bytes(replace(case, model=model), number).activations
 

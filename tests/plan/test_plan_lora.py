@@ -12,8 +12,9 @@ from layouts import Layout
 from model_sizes import FAMILY_SIZES, SIZES
 
 from megatune.architecture import Architecture, Vision
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
 from megatune.plan.memory.adapters import num_trained_parameters
@@ -24,7 +25,7 @@ _DEVICE = Device(name="device", generation="cpu", memory=1, flops={}, bandwidth=
 _MACHINE = Machine(device=_DEVICE, gpus_per_node=8, link=_LINK, network=_LINK)
 _BF16 = {"bf16": True}
 
-LORA = Trainable(kind="lora")
+LORA = FinetuningSettings(finetuning_type="lora")
 QWEN2_5_7B = Architecture(
     model_type="qwen2", num_layers=28, hidden_size=3584, ffn_hidden_size=18944, num_attention_heads=28,
     num_query_groups=4, kv_channels=128, vocab_size=152064, max_position_embeddings=32768, norm_epsilon=1e-6,
@@ -41,11 +42,13 @@ TOWER = Vision(
 )  # fmt: skip
 
 
-def planned(architecture: Architecture, layout: Layout, trainable: Trainable, vision: Vision | None = None) -> Case:
+def planned(
+    architecture: Architecture, layout: Layout, trainable: FinetuningSettings, vision: Vision | None = None
+) -> Case:
     model = PlannedModel(name="model", architecture=replace(architecture, vision=vision))
     return Case(
-        model=model, settings=layout.settings({}, _BF16), world_size=layout.world_size, machine=_MACHINE,
-        trainable=trainable,
+        model=model, settings=layout.settings({}, _BF16).model_copy(update={"finetuning": trainable}),
+        world_size=layout.world_size, machine=_MACHINE,
     )  # fmt: skip
 
 
@@ -55,10 +58,10 @@ def planned(architecture: Architecture, layout: Layout, trainable: Trainable, vi
         # What PEFT counts with an adapter beside each of the seven matrices of a layer.
         (QWEN2_5_7B, LORA, 20_185_088),
         (LLAMA_3_8B, LORA, 20_971_520),
-        (LLAMA_3_8B, replace(LORA, lora_rank=16), 2 * 20_971_520),
+        (LLAMA_3_8B, LORA.model_copy(update={"lora_rank": 16}), 2 * 20_971_520),
         # By hand: 32 layers, r (in + out) of the output projection.
-        (LLAMA_3_8B, replace(LORA, lora_target=("linear_proj",)), 32 * 8 * (4096 + 4096)),
-        (LLAMA_3_8B, replace(LORA, freeze_language_model=True), 0),
+        (LLAMA_3_8B, LORA.model_copy(update={"lora_target": ["o_proj"]}), 32 * 8 * (4096 + 4096)),
+        (LLAMA_3_8B, LORA.model_copy(update={"freeze_language_model": True}), 0),
     ],
 )
 def test_adapters_are_as_many_as_peft_has(architecture, trainable, expected):
@@ -85,7 +88,10 @@ def test_tensor_parallelism_cuts_one_of_the_two_matrices():
     cut_outputs = 5 * 4096 + (4096 + 2 * 1024 + 2 * 14336) // 2
     cut_inputs = (4096 + 14336) // 2 + 2 * 4096
     assert found.trained_dense == 32 * 8 * (cut_outputs + cut_inputs)
-    assert found.dense - found.trained_dense == stage_parameters(planned(LLAMA_3_8B, layout, Trainable()), 0).dense
+    assert (
+        found.dense - found.trained_dense
+        == stage_parameters(planned(LLAMA_3_8B, layout, FinetuningSettings()), 0).dense
+    )
 
 
 def test_experts_have_an_adapter_each():
@@ -117,16 +123,16 @@ def test_adapters_alone_have_gradients_and_an_optimizer(world_size):
 @pytest.mark.parametrize(
     ("trainable", "trained"),
     [
-        (Trainable(), "language"),
-        (Trainable(freeze_language_model=True), ""),
-        (Trainable(freeze_language_model=True, freeze_vision_tower=False), "tower"),
-        (Trainable(freeze_language_model=True, freeze_multi_modal_projector=False), "projector"),
-        (Trainable(freeze_vision_tower=False, freeze_multi_modal_projector=False), "language tower projector"),
+        (FinetuningSettings(), "language"),
+        (FinetuningSettings(freeze_language_model=True), ""),
+        (FinetuningSettings(freeze_language_model=True, freeze_vision_tower=False), "tower"),
+        (FinetuningSettings(freeze_language_model=True, freeze_multi_modal_projector=False), "projector"),
+        (FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False), "language tower projector"),
     ],
 )
 def test_frozen_parts_have_weights_only(trainable, trained):
     layout = Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
-    case, plain = planned(LLAMA_3_8B, layout, trainable, TOWER), planned(LLAMA_3_8B, layout, Trainable())
+    case, plain = planned(LLAMA_3_8B, layout, trainable, TOWER), planned(LLAMA_3_8B, layout, FinetuningSettings())
     first, last = state_bytes(case, 0), state_bytes(case, 1)
     language = [state_bytes(plain, stage) for stage in (0, 1)]
     # The tower is whole on every rank of the first stage, and nowhere else.

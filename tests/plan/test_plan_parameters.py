@@ -25,6 +25,7 @@ from layouts import (
 from model_sizes import FAMILY_SIZES, SIZES
 
 from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import attention, check, experts, layout, pipeline
 from megatune.config.settings import Settings
 from megatune.engine import adam
@@ -32,7 +33,7 @@ from megatune.engine.groups import build
 from megatune.engine.model import build_model
 from megatune.engine.optimizer import build_optimizer, main_shards
 from megatune.families import FAMILIES
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
 from megatune.plan.memory.adapters import num_trained_parameters
@@ -294,7 +295,7 @@ def test_elements_of_all_stages_are_those_of_the_checkpoint(family):
     case = planned(model, Layout(1).settings(), 1)
     whole = stage_parameters(case, 0)
     assert whole.dense + whole.expert == whole.trained_dense + whole.trained_expert == whole.updated
-    assert whole.dense + whole.expert == expected == num_trained_parameters(case.model, Trainable())
+    assert whole.dense + whole.expert == expected == num_trained_parameters(case.model, FinetuningSettings())
     assert whole.embedding == whole.output == 128_000 * model.hidden_size
     settings = Layout(1, _PP4).settings()
     stages = [stage_parameters(planned(model, settings, 8), stage) for stage in range(4)]

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatune.architecture import Architecture, MixtureOfExperts
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import check
 from megatune.config.rules.problem import divisors
 from megatune.config.settings import GROUPS, Settings
-from megatune.plan.case import PlannedModel, Trainable
+from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.machine import Calibration, Machine
 from megatune.plan.search import SearchRequest, is_tight, recompute, search
@@ -324,7 +325,8 @@ def test_adapters_and_towers_are_searched() -> None:
     model = find_model("Qwen2-VL-7B")
     asked = dataclasses.replace(request(world_size=8, global_batch_size=64, image_tokens=1024), model=model)
     full = search(asked)
-    lora = search(dataclasses.replace(asked, trainable=Trainable(kind="lora")))
+    adapters = asked.settings.model_copy(update={"finetuning": FinetuningSettings(finetuning_type="lora")})
+    lora = search(dataclasses.replace(asked, settings=adapters))
     assert full.best is not None
     assert lora.best is not None
     assert lora.frontier[0].fullest.total < full.frontier[0].fullest.total

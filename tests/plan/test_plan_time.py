@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import GROUPS, Settings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.plan.case import Case, Trainable
+from megatune.plan.case import Case
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.flops import num_matmul_parameters
 from megatune.plan.machine import Calibration, Link
@@ -39,7 +40,7 @@ GFLOP = {
 
 
 def _case(model: str = "Qwen3-8B", gpus: int = 8, gpu: str = "a100-80g", **values: Any) -> Case:
-    trainable, document = values.pop("trainable", Trainable()), values.pop("document_length", None)
+    trainable, document = values.pop("trainable", FinetuningSettings()), values.pop("document_length", None)
     images = values.pop("image_tokens", 0)
     chosen: dict[str, Any] = {
         "bf16": True,
@@ -56,10 +57,9 @@ def _case(model: str = "Qwen3-8B", gpus: int = 8, gpu: str = "a100-80g", **value
     assert not chosen
     return Case(
         model=find_model(model),
-        settings=Settings(**groups),
+        settings=Settings(**{**groups, "finetuning": trainable}),
         world_size=gpus,
         machine=find_machine(gpu),
-        trainable=trainable,
         document_length=document,
         image_tokens=images,
     )
@@ -417,7 +417,7 @@ def test_model_flops_are_those_of_the_field(model, place):
 
 def test_frozen_weights_have_no_gradients():
     full = step_time(_case())
-    lora = step_time(_case(trainable=Trainable(kind="lora", lora_rank=16)))
+    lora = step_time(_case(trainable=FinetuningSettings(finetuning_type="lora", lora_rank=16)))
     matmuls = 6 * num_matmul_parameters(find_model("Qwen3-8B").architecture) * full.tokens
     assert full.model_flops - lora.model_flops == pytest.approx(matmuls / 3)
     assert lora.compute < 0.87 * full.compute
@@ -429,7 +429,7 @@ def test_images_cost_the_first_stage():
     vision = find_model(model).architecture.vision
     text = step_time(_case(model, pipeline_model_parallel_size=2))
     frozen = step_time(_case(model, pipeline_model_parallel_size=2, image_tokens=1000))
-    trained = Trainable(freeze_vision_tower=False, freeze_multi_modal_projector=False)
+    trained = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
     whole = step_time(_case(model, pipeline_model_parallel_size=2, image_tokens=1000, trainable=trained))
     assert text.chunks[0][0].forward < frozen.chunks[0][0].forward
     assert text.chunks[0][0].backward == pytest.approx(frozen.chunks[0][0].backward)

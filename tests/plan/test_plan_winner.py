@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.load import Loaded, load
 from megatune.config.resolved import dump
 from megatune.config.settings import GROUPS, Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
-from megatune.plan.case import PlannedModel, Trainable
+from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.estimate import Estimate
 from megatune.plan.search import SearchRequest, search
@@ -27,14 +28,15 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 LIMIT = 240.0  # seconds; the machine may be busy with other tests
 
 
-def found(model: PlannedModel, settings: Settings, world_size: int = 8, trainable: Trainable | None = None) -> Estimate:
+def found(
+    model: PlannedModel, settings: Settings, world_size: int = 8, trainable: FinetuningSettings | None = None
+) -> Estimate:
     best = search(
         SearchRequest(
             model=model,
             machine=find_machine("h100-80g"),
             world_size=world_size,
-            settings=settings,
-            trainable=trainable or Trainable(),
+            settings=settings.model_copy(update={"finetuning": trainable or FinetuningSettings()}),
             global_batch_size=64,
         )
     ).best
@@ -154,13 +156,13 @@ def test_processes_of_several_machines_are_started_on_each_of_them() -> None:
 
 
 NOT_BUILT = [
-    ("Qwen3-8B", Trainable(kind="lora"), "training LoRA adapters is not built yet"),
-    ("Qwen2-VL-7B", Trainable(), "training vision-language models is not built yet"),
+    ("Qwen3-8B", FinetuningSettings(finetuning_type="lora"), "training LoRA adapters is not built yet"),
+    ("Qwen2-VL-7B", FinetuningSettings(), "training vision-language models is not built yet"),
 ]
 
 
 @pytest.mark.parametrize(("name", "trainable", "what"), NOT_BUILT)
-def test_what_cannot_be_trained_is_refused_by_name(name: str, trainable: Trainable, what: str) -> None:
+def test_what_cannot_be_trained_is_refused_by_name(name: str, trainable: FinetuningSettings, what: str) -> None:
     best = found(find_model(name), Settings(precision=GROUPS["precision"](bf16=True)), trainable=trainable)
     with pytest.raises(MegatuneError) as refused:
         winner_yaml(best, {})
@@ -171,7 +173,8 @@ def test_what_cannot_be_trained_is_refused_by_name(name: str, trainable: Trainab
 
 def test_everything_that_cannot_be_trained_is_refused_at_once() -> None:
     best = found(find_model("Qwen2-VL-7B"), Settings(precision=GROUPS["precision"](bf16=True)))
-    case = dataclasses.replace(best.case, trainable=Trainable(kind="lora"))
+    settings = best.case.settings.model_copy(update={"finetuning": FinetuningSettings(finetuning_type="lora")})
+    case = dataclasses.replace(best.case, settings=settings)
     with pytest.raises(MegatuneError) as refused:
         winner_yaml(dataclasses.replace(best, case=case), {})
     assert len(refused.value.findings) == 2

@@ -92,14 +92,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _key(key: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
     """Explain one setting, in the case of a file where one is named."""
-    from megatune.config.load import load
     from megatune.plan.explain import default_grounds, explain_key
     from megatune.plan.explain.key import knows
 
     grounds: list[Ground] = []
     if knows(key):  # otherwise the answer needs no planner
         if words:
-            grounds = [_ground(words[0], words[1:], load(words[0], words[1:]), args)]
+            grounds = [_ground(_loaded(words[0], words[1:]), args)]
         else:
             grounds = default_grounds(args.model, args.gpus, args.gpu)
     print(explain_key(key, grounds, language))
@@ -107,19 +106,22 @@ def _key(key: str, words: list[str], args: argparse.Namespace, language: Languag
 
 
 def _file(name: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
-    from megatune.config.load import load
     from megatune.plan.explain import explain_file
 
-    loaded = load(name, words)
-    text, findings = explain_file(name, loaded, _ground(name, words, loaded, args), language)
+    loaded = _loaded(name, words)
+    text, findings = explain_file(name, loaded, _ground(loaded, args), language)
     print(text)
     return ExitCode.SETTINGS if findings else ExitCode.DONE
 
 
-def _ground(name: str, words: list[str], loaded: Loaded, args: argparse.Namespace) -> Ground:
+def _loaded(name: str, words: list[str]) -> Loaded:
+    from megatune.config.load import load
+
+    return load(name, words)
+
+
+def _ground(loaded: Loaded, args: argparse.Namespace) -> Ground:
     """Return the case of a file, on the machines that are named, on this one, or on usual ones."""
-    from megatune.config.arguments import Arguments
-    from megatune.plan import question
     from megatune.plan.catalogue import find_machine
     from megatune.plan.explain import ground_of_file
     from megatune.plan.explain.ground import DEFAULT_GPU
@@ -129,10 +131,7 @@ def _ground(name: str, words: list[str], loaded: Loaded, args: argparse.Namespac
         model = settings.model.model_copy(update={"model_name_or_path": args.model})
         loaded = replace(loaded, settings=settings.model_copy(update={"model": model}))
     machine = find_machine(args.gpu) if args.gpu else _this_machine()
-    trainable = question.read_settings(name, Arguments(name, words, [])).trainable
-    return ground_of_file(
-        loaded, machine or find_machine(DEFAULT_GPU), args.gpus, trainable=trainable, is_assumed=machine is None
-    )
+    return ground_of_file(loaded, machine or find_machine(DEFAULT_GPU), args.gpus, is_assumed=machine is None)
 
 
 def _this_machine() -> Machine | None:

@@ -38,7 +38,7 @@ def split_words(
     for word in arguments.flags:
         if word.startswith("--"):
             flag = word.partition("=")[0]
-            near = difflib.get_close_matches(flag, [*own, *(f"--{key}" for key in dialect.keys)], n=1)
+            near = difflib.get_close_matches(flag, [*own, *(f"--{key}" for key in dialect.names)], n=1)
             passed_over = not dialect.knows(flag[2:].replace("-", "_")) and bool(near) and near[0] in own
             if passed_over:
                 wrong.append(Finding(f"{flag!r} is not known here", fix=f"did you mean {near[0]}?"))

@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS, INPUT or CANNOT_WRITE, with everything that is wrong.
     """
-    from megatune.plan.question import DIALECT
+    from megatune.config.dialects.llamafactory import LLAMAFACTORY
 
-    options, words, findings = split_words(args.words, _add_options, DIALECT)
+    options, words, findings = split_words(args.words, _add_options, LLAMAFACTORY)
     if options.calibrate:
         given = [words.source, *words.overrides, *words.flags]
         findings += [Finding(f"{word!r} says nothing to --calibrate") for word in given if word is not None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.config.arguments import Arguments
-from megatune.config.rules import check
+from megatune.config.rules import PLAN_RULES
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id
@@ -68,11 +68,13 @@ class _Reader:
         if name is not None:
             model = self._found(lambda: find_model(name, of_hub.model_revision, of_hub.cache_dir))
         world, machine = self._machine(asked.loaded.settings)
+        placed = asked.loaded.for_world(world)
+        self.findings += placed.findings[len(asked.loaded.findings) :]
         self._stop()
         assert model is not None
         assert machine is not None
         assert world is not None
-        return self._held_together(asked, model, machine, world)
+        return self._held_together(Asked(placed), model, machine, world)
 
     def _numbers(self) -> None:
         """Turn flags that are numbers into numbers."""
@@ -106,9 +108,8 @@ class _Reader:
         flags = list(self.words.flags)
         if self.options.seq is not None:
             flags += ["--cutoff_len", str(self.options.seq)]
-        lora = None if self.options.trainable is None else self.options.trainable == "lora"
-        asked = read_settings(self.file, replace(self.words, flags=flags), lora)
-        self.findings += [*asked.loaded.findings, *asked.findings]
+        asked = read_settings(self.file, replace(self.words, flags=flags), self.options.trainable)
+        self.findings += asked.loaded.findings
         return asked
 
     def _model_name(self, asked: Asked) -> str | None:
@@ -203,10 +204,9 @@ class _Reader:
         if plans_own:
             # A model that is only named is planned for rows longer than it was trained on, with a note.
             longer = {"data.cutoff_len"} if self.file is None else set()
-            invalid = {*_NOT_HERE, *asked.loaded.invalid, *longer}
-            self.findings += check(
-                settings, model.architecture, world, origins=asked.loaded.origins, invalid=invalid - {_NOT_HERE[-1]}
-            )
+            left_out = {*_NOT_HERE[:-1], *longer}
+            planned = replace(asked.loaded, settings=settings)
+            self.findings += planned.check_rules(model.architecture, world, rules=PLAN_RULES, leave_out=left_out)
         limit = model.architecture.max_position_embeddings
         if settings.data.cutoff_len > limit:
             self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")
@@ -218,7 +218,6 @@ class _Reader:
             world_size=world,
             settings=settings,
             origins=asked.loaded.origins if self.file else {},
-            trainable=asked.trainable,
             global_batch_size=rows,
             document_length=self._documents(settings),
             image_tokens=self._images(asked, model, settings),

@@ -68,8 +68,10 @@ def run(args: argparse.Namespace) -> int:
     place = joined(os.environ)
     num_gpus = count_gpus()
     world, problems = (None, ()) if place else _decide_world(loaded.settings, num_gpus)
+    here = place or world
+    loaded = loaded.for_world(here.world_size if here else None)
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
-    checked = _preflight(loaded, place or world, num_gpus, problems, model)
+    checked = _preflight(loaded, here, num_gpus, problems, model)
     settings = model.settings
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)

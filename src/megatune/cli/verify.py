@@ -144,8 +144,8 @@ def _read_against(text: str, first: Settings) -> Loaded:
     settings = loaded.settings.model_copy(
         update={"precision": first.precision, "run": loaded.settings.run.model_copy(update=shared)}
     )
-    origins = {path: origin if origin == "default" else "--against" for path, origin in loaded.origins.items()}
-    return replace(loaded, settings=settings, origins=origins, findings=findings)
+    entries = {path: replace(entry, origin="--against") for path, entry in loaded.entries.items()}
+    return replace(loaded, settings=settings, entries=entries, findings=findings)
 
 
 def _without_part(loaded: Loaded) -> Iterator[Finding]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.entry import Entry
+from megatune.config.entry import SettingEntry
 from megatune.config.values import Value, parse
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A command line, taken apart: the file if there is one, its key=value overrides, and --key value flags."""
+    """A command line in its parts: the file if there is one, its key=value overrides, and --key value flags."""
 
     source: str | None
     overrides: list[str]
@@ -22,7 +22,7 @@ class Arguments:
 
 
 def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -> Arguments:
-    """Take apart `FILE.yaml key=value --key value`, in any order.
+    """Split `FILE.yaml key=value --key value`, in any order.
 
     Words after `--key` belong to it until the next flag or override. What holds an = there is an override if the
     dialect knows its key: `--default_system a=b` is a flag and its value.
@@ -53,22 +53,22 @@ def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -
     return Arguments(sources[0] if sources else None, overrides, flags)
 
 
-def read_overrides(overrides: Sequence[str]) -> tuple[list[Entry], list[Finding]]:
-    """Entries of `key=value` words."""
-    entries: list[Entry] = []
+def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
+    """Read `key=value` words."""
+    entries: list[SettingEntry] = []
     findings: list[Finding] = []
     for override in overrides:
         key, equals, text = override.partition("=")
         if equals and key.strip():
-            entries.append(Entry(key.strip(), parse(text), override, "override"))
+            entries.append(SettingEntry(key.strip(), parse(text), override, "override"))
         else:
             findings.append(Finding(f"{override!r} is not an override", fix="write key=value, without spaces around ="))
     return entries, findings
 
 
-def read_flags(flags: Sequence[str]) -> tuple[list[Entry], list[Finding]]:
-    """Entries of `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
-    entries: list[Entry] = []
+def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
+    """Read `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
+    entries: list[SettingEntry] = []
     findings: list[Finding] = []
     for flag, words in _flags_with_words(flags):
         name, equals, text = flag.removeprefix("--").partition("=")
@@ -84,18 +84,18 @@ def read_flags(flags: Sequence[str]) -> tuple[list[Entry], list[Finding]]:
         else:
             items = tuple(parse(word) for word in words)
             value = Value([item.data for item in items], items=items)
-        entries.append(Entry(name.replace("-", "_"), value, f"--{name}", "flag"))
+        entries.append(SettingEntry(name.replace("-", "_"), value, f"--{name}", "flag"))
     return entries, findings
 
 
 def _is_override(word: str, dialect: Dialect | None) -> bool:
-    """Whether a word is key=value, with a key that the dialect knows where one is given."""
+    """Tell whether a word is key=value, with a key that the dialect knows where one is given."""
     key, equals, _ = word.partition("=")
     return bool(equals) and (key.isidentifier() if dialect is None else dialect.knows(key))
 
 
 def _flags_with_words(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each flag with the words that follow it."""
+    """Group each flag with the words that follow it."""
     grouped: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--") or not grouped:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from megatune.architecture import Architecture
 from megatune.config.arguments import read_flags, read_overrides
-from megatune.config.dialects.dialect import Dialect, Refused
+from megatune.config.dialects.dialect import ACCUMULATION, Dialect, GlobalBatchSize
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.entry import Entry
-from megatune.config.rules import DATA_RULES, check
+from megatune.config.entry import SettingEntry, read_file
+from megatune.config.rules import DATA_RULES, RULES, check
+from megatune.config.rules.problem import Rule, either, multiples_around
 from megatune.config.setting import Group, SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.config.values import coerce, shown
-from megatune.config.yaml_file import read_file
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
@@ -29,40 +29,108 @@ class Loaded:
 
     Attributes:
         settings: settings that were refused have their defaults here.
-        origins: "group.name" of every setting -> "run.yaml:7", "override", "flag" or "default".
         findings: what was wrong with single settings; `check` adds what is wrong between them.
-        invalid: "group.name" of settings that were refused. Rules do not judge them a second time.
+        invalid: "group.name" of settings that were refused, or that wait for the world. Rules do not judge them.
+        entries: what a user wrote, by the "group.name" that it sets.
+        rows: of a micro-batch on all replicas; None where the world is not known.
     """
 
     settings: Settings
-    origins: Mapping[str, str]
     findings: list[Finding]
     invalid: frozenset[str] = frozenset()
+    entries: Mapping[str, SettingEntry] = field(default_factory=dict)
+    dialect: Dialect = LLAMAFACTORY
+    rows: int | None = None
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """ "group.name" of every setting -> "run.yaml:7", "override", "flag" or "default"."""
+        return {path: self.entries[path].origin if path in self.entries else "default" for path in all_settings()}
+
+    @property
+    def written(self) -> dict[str, SettingEntry]:
+        """What a user gave a value, by "group.name"; null, which is the default, is no value."""
+        return {path: entry for path, entry in self.entries.items() if entry.value.data is not None}
+
+    def for_world(self, world_size: int | None) -> Loaded:
+        """Resolve what needs the number of processes: gradient_accumulation_steps of a global batch.
+
+        Args:
+            world_size: processes over all machines; None takes num_processes if that is set.
+        """
+        settings, entry = self.settings, self.entries.get(ACCUMULATION)
+        world_size = settings.run.num_processes if world_size is None else world_size
+        if world_size is None or self.rows is not None or world_size % settings.parallel.model_parallel_size:
+            return self
+        rows = settings.batch.per_device_train_batch_size * (world_size // settings.parallel.model_parallel_size)
+        if entry is None or not isinstance(self.dialect.meaning_of(entry.key), GlobalBatchSize):
+            return replace(self, rows=rows)
+        asked = coerce(entry.value, all_settings()[ACCUMULATION])
+        if not isinstance(asked, int) or asked < 1:  # found already
+            return self
+        if asked % rows:
+            what = f"{entry.key} {asked} is not a multiple of {rows}"
+            why = "every data-parallel process computes as many micro-batches, of per_device_train_batch_size rows each"
+            fix = "write " + self.dialect.written(entry.key, either(multiples_around(asked, rows)))
+            finding = self.phrased(Finding(what, entry.where, why, fix))
+            return replace(self, rows=rows, findings=[*self.findings, finding])
+        settings = _with_accumulation(settings, asked // rows)
+        return replace(self, rows=rows, settings=settings, invalid=self.invalid - {ACCUMULATION})
 
     def check(self, architecture: Architecture | None = None, world_size: int | None = None) -> list[Finding]:
-        """Everything that is wrong: `findings`, and the rules that span settings, in the order of the file's lines."""
-        rules = check(self.settings, architecture, world_size, origins=self.origins, invalid=self.invalid)
-        return sorted([*self.findings, *rules], key=_line)
+        """Return all that is wrong, `findings` and what rules find, in the order of the file's lines."""
+        loaded = self.for_world(world_size)
+        return sorted([*loaded.findings, *loaded.check_rules(architecture, world_size)], key=_line)
+
+    def check_rules(
+        self,
+        architecture: Architecture | None = None,
+        world_size: int | None = None,
+        *,
+        rules: Iterable[Rule] = RULES,
+        leave_out: Collection[str] = (),
+    ) -> list[Finding]:
+        """Check the rules that span settings; findings are in the dialect's words.
+
+        Args:
+            leave_out: "group.name" of settings that are not to be judged.
+        """
+        invalid, origins, written = self.invalid.union(leave_out), self.origins, self.written
+        world = (self.settings, architecture, world_size)
+        return [
+            self.phrased(each) for each in check(*world, rules=rules, origins=origins, invalid=invalid, written=written)
+        ]
+
+    def phrased(self, finding: Finding) -> Finding:
+        """Rewrite a finding in the words of the dialect; what the user wrote by our names keeps them."""
+        what, why = (self.dialect.phrased(text, self._own, self.rows) for text in (finding.what, finding.why))
+        return Finding(what, finding.where, why, self.advice(finding.fix))
+
+    def advice(self, text: str) -> str:
+        """Rewrite what is to be written in the words of the dialect."""
+        return self.dialect.phrased(text, self._own, self.rows, is_fix=True)
+
+    @property
+    def _own(self) -> list[str]:
+        return [path for path, entry in self.entries.items() if entry.key == all_settings()[path].name]
 
     def require_valid(self, architecture: Architecture | None = None, world_size: int | None = None) -> Settings:
-        """The settings, if nothing is wrong with them.
+        """Return the settings if nothing is wrong with them.
 
         Raises:
             MegatuneError: with all findings (exit 64).
         """
-        findings = self.check(architecture, world_size)
-        if findings:
+        if findings := self.check(architecture, world_size):
             raise MegatuneError(findings, ExitCode.SETTINGS)
-        return self.settings
+        return self.for_world(world_size).settings
 
     def require_valid_data(self) -> Settings:
-        """The settings, if nothing is wrong with single ones or with what says how rows are made.
+        """Return the settings if nothing is wrong with single ones or with what says how rows are made.
 
         Raises:
             MegatuneError: with all findings (exit 64).
         """
-        rules = check(self.settings, rules=DATA_RULES, origins=self.origins, invalid=self.invalid)
-        if findings := sorted([*self.findings, *rules], key=_line):
+        if findings := sorted([*self.findings, *self.check_rules(rules=DATA_RULES)], key=_line):
             raise MegatuneError(findings, ExitCode.SETTINGS)
         return self.settings
 
@@ -79,7 +147,7 @@ def load(
         source: path of a YAML file, as the user typed it: findings and origins name it so. None reads no file.
         overrides: `key=value` words, the value in YAML.
         flags: `--key value`, `--key=value`, or `--key` for true.
-        dialect: whose keys these are.
+        dialect: whose keys these are, beside our own.
 
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
@@ -104,47 +172,56 @@ class _Reading:
     dialect: Dialect
     findings: list[Finding] = field(default_factory=list)
     invalid: set[str] = field(default_factory=set)
-    chosen: dict[str, Entry] = field(default_factory=dict)  # "group.name", or the key of what is not built
+    # By "group.name", or by the key of what sets nothing: who sets it, and to what.
+    chosen: dict[str, tuple[SettingEntry, Any]] = field(default_factory=dict)
 
-    def add(self, entries: Iterable[Entry], *, last_wins: bool) -> None:
+    def add(self, entries: Iterable[SettingEntry], *, last_wins: bool) -> None:
         """Take the entries of one place; they win over those of the places added earlier."""
-        here: dict[str, Entry] = {}
+        here: dict[str, tuple[SettingEntry, Any]] = {}
         for entry in entries:
             if not self.dialect.knows(entry.key):
                 self.findings.append(_unknown_key(entry, self.dialect))
                 continue
-            target = self.dialect.keys.get(entry.key, entry.key)
-            if target in here and not last_wins:
-                first = here[target]
-                if first.key != entry.key and first.value.data == entry.value.data:
-                    continue  # two names of one setting that say the same: packing and neat_packing, in many files
-                what = f"{entry.key} sets what {first.key} sets at {first.where}"
-                self.findings.append(
-                    Finding(what, entry.where, fix=f"keep one of the two lines, {first.key} by preference")
-                )
-                continue
-            here[target] = entry
+            meaning = self.dialect.meaning_of(entry.key)
+            sets = meaning.read(entry.value) if meaning else {}
+            for target, value in (sets or {entry.key: entry.value.data}).items():
+                first = None if last_wins else here.get(target)
+                if first is None:
+                    here[target] = (entry, value)
+                elif first[0].key == entry.key or first[1] != value:
+                    # Two names of one setting that say the same are in many files: packing and neat_packing.
+                    what = f"{entry.key} sets what {first[0].key} sets at {first[0].where}"
+                    fix = f"keep one of the two lines, {first[0].key} by preference"
+                    self.findings.append(Finding(what, entry.where, fix=fix))
+                    break
         self.chosen.update(here)
 
     def finish(self) -> Loaded:
         infos = all_settings()
         values: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-        for target, entry in self.chosen.items():
-            info = infos.get(target)
-            value = coerce(entry.value, info) if info else entry.value.data
-            refused = self.dialect.not_built.get(entry.key)
-            if refused is not None and refused.refuses(value):
-                self.findings.append(_refused(entry, refused))
+        for target, (entry, value) in self.chosen.items():
+            meaning, refused = self.dialect.meaning_of(entry.key), self.dialect.not_built.get(entry.key)
+            read = entry.value.data if target not in infos else coerce(entry.value, infos[target])
+            if refused is not None and refused.refuses(read):
+                said = read if entry.value.text is None else entry.value.text
+                what, why, fix = refused.texts(entry.key, said, self.dialect.prefix, self.dialect.separator)
+                self._report(Finding(what, entry.where, why, fix))
                 self.invalid.add(target)
-            elif info:
-                values[info.group][info.name] = value
+            elif target in infos:
+                values[infos[target].group][infos[target].name] = value
+            elif meaning is not None:
+                self.findings.append(self._wrong_value(entry, meaning.paths[0]))
         groups = {group: self._group(group, model, values[group]) for group, model in GROUPS.items()}
-        origins = {path: self.chosen[path].origin if path in self.chosen else "default" for path in infos}
-        findings = sorted(self.findings, key=_line)
-        return Loaded(Settings.model_validate(groups), origins, findings, frozenset(self.invalid & set(infos)))
+        entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
+        settings, steps = Settings.model_validate(groups), entries.get(ACCUMULATION)
+        if steps is not None and isinstance(self.dialect.meaning_of(steps.key), GlobalBatchSize):
+            settings = _with_accumulation(settings, infos[ACCUMULATION].default)
+            self.invalid.add(ACCUMULATION)
+        invalid = frozenset(self.invalid & set(infos))
+        return Loaded(settings, sorted(self.findings, key=_line), invalid, entries, self.dialect)
 
     def _group(self, group: str, model: type[Group], values: dict[str, Any]) -> Group:
-        """The group of these values, less those that are wrong."""
+        """Build the group of these values, less those that are wrong."""
         try:
             return model(**values)
         except ValidationError as error:
@@ -156,46 +233,50 @@ class _Reading:
                     items.append(values[str(name)][index])
         for name, items in wrong.items():
             path = f"{group}.{name}"
-            self.findings.append(_wrong_value(self.chosen[path], all_settings()[path], values[name], items))
+            self._report(self._wrong_value(self.chosen[path][0], path, items))
             self.invalid.add(path)
         return model(**{name: value for name, value in values.items() if name not in wrong})
 
+    def _report(self, finding: Finding) -> None:
+        if finding not in self.findings:  # a key may set several settings
+            self.findings.append(finding)
 
-def _unknown_key(entry: Entry, dialect: Dialect) -> Finding:
-    near = difflib.get_close_matches(entry.key.lower(), [*dialect.keys, *dialect.not_built], n=1, cutoff=0.6)
+    def _wrong_value(self, entry: SettingEntry, path: str, items: Sequence[Any] = ()) -> Finding:
+        """Say what is wrong with one value.
+
+        Args:
+            items: of a list, those that are wrong; (), where all of it is.
+        """
+        meaning, key = self.dialect.meaning_of(entry.key), self.dialect.prefix + entry.key
+        assert meaning is not None
+        info = meaning.described(path)
+        value = coerce(entry.value, info)
+        nearest = nearest_valid(value, info)
+        if nearest is not None:
+            fix = f"write {self.dialect.written(entry.key, nearest)}" + (", or null" if info.optional else "")
+        elif info.default is None or info.default == []:
+            fix = f"remove {key}, or give it {info.expected.removesuffix(', or null')}"
+        else:
+            fix = f"write {self.dialect.written(entry.key, info.default)}, the default"
+        why = f"expected {info.expected}"
+        if items and len(value) > 1:
+            why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
+        return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix)
+
+
+def _with_accumulation(settings: Settings, steps: int) -> Settings:
+    batch = settings.batch.model_copy(update={"gradient_accumulation_steps": steps})
+    return settings.model_copy(update={"batch": batch})
+
+
+def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
+    near = difflib.get_close_matches(entry.key.lower(), dialect.names, n=1, cutoff=0.6)
     fix = f"did you mean {near[0]}?" if near else "remove it; `megatune explain --all` lists every setting"
     return Finding(f"unknown setting {entry.key!r}", entry.where, fix=fix)
 
 
-def _refused(entry: Entry, refused: Refused) -> Finding:
-    value = shown(entry.value.text if entry.value.text is not None else entry.value.data)
-    fix = refused.fix
-    if not fix:
-        fix = f"remove {entry.key}" + (f", or write {entry.key}: {shown(refused.off[0])}" if refused.off else "")
-    return Finding(f"{entry.key}: {value} is not supported", entry.where, refused.why, fix)
-
-
-def _wrong_value(entry: Entry, info: SettingInfo, value: Any, items: Sequence[Any]) -> Finding:
-    """What is wrong with one value.
-
-    Args:
-        items: of a list, those that are wrong; (), where all of it is.
-    """
-    nearest = nearest_valid(value, info)
-    if nearest is not None:
-        fix = f"write {entry.key}: {shown(nearest)}" + (", or null" if info.optional else "")
-    elif info.default is None or info.default == []:
-        fix = f"remove {entry.key}, or give it {info.expected.removesuffix(', or null')}"
-    else:
-        fix = f"write {entry.key}: {shown(info.default)}, the default"
-    why = f"expected {info.expected}"
-    if items and len(value) > 1:
-        why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
-    return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix)
-
-
 def nearest_valid(value: Any, info: SettingInfo) -> Any:
-    """The valid value nearest to one that is not; None where none is near."""
+    """Return the valid value nearest to one that is not, or None where none is near."""
     if info.choices and isinstance(value, str):
         near = difflib.get_close_matches(value.lower(), [str(choice) for choice in info.choices], n=1, cutoff=0.5)
         return near[0] if near else None
@@ -215,7 +296,7 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
 
 
 def _line(finding: Finding) -> float:
-    """The line of a finding in its file; those of a command line come after them, and those of no place last."""
+    """Return the line of a finding in its file; those of a command line come after them, and those of no place last."""
     _, colon, line = finding.where.rpartition(":")
     if colon and line.isdigit():
         return int(line)
@@ -223,5 +304,5 @@ def _line(finding: Finding) -> float:
 
 
 def _quoted(value: Any) -> str:
-    """A value that was not expected: text in quotes, anything else as YAML writes it."""
+    """Show a value that was not expected: text in quotes, anything else as YAML writes it."""
     return repr(value) if isinstance(value, str) else shown(value)

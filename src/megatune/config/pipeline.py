@@ -25,7 +25,7 @@ class PipelineChunk:
 
 
 def pipeline_chunks(parallel: ParallelSettings, num_layers: int) -> tuple[PipelineChunk, ...]:
-    """The chunks in the order of the model.
+    """Cut the model into chunks, in its order.
 
     Raises:
         ValueError: the settings cannot be met with this many layers; its text says why, for `config.rules`.
@@ -63,7 +63,7 @@ def _chunks(
 def _share_of_stages(
     pp: int, vpp: int, ends: tuple[int | None, int | None], counted: tuple[bool, bool], num_layers: int
 ) -> list[int]:
-    """Layers of each chunk, where no layout is written out.
+    """Count the layers of each chunk, where no layout is written out.
 
     Shares that are not whole go up in the chunks before the last and down from it: the last one computes the loss.
 
@@ -119,6 +119,6 @@ def parse_layout(text: str) -> list[PipelineChunk]:
 
 
 def write_layout(counts: Sequence[int]) -> str:
-    """The pipeline_model_parallel_layout of chunks with so many layers, embedding first and loss last."""
+    """Write the pipeline_model_parallel_layout of chunks of these numbers of layers, embedding first and loss last."""
     parts = [f"t*{count}" if count > 1 else "t" * count for count in counts]
     return f"E{'|'.join(parts)}L"

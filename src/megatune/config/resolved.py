@@ -8,32 +8,34 @@ from typing import Any
 
 import yaml
 
-from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.settings import GROUPS, Settings
+from megatune.config.rules.finetuning import NOT_BUILT
+from megatune.config.settings import Settings, all_settings, setting_value
 from megatune.config.values import parse
 
 _COMMENT_COLUMN = 52
 
 
-def dump(settings: Settings, origins: Mapping[str, str], dialect: Dialect = LLAMAFACTORY) -> str:
-    """Every setting as a line of YAML in the dialect's keys, with a comment that says where it came from.
+def dump(settings: Settings, origins: Mapping[str, str]) -> str:
+    """Write every setting as a line of YAML under its own name, with a comment that says where it came from.
+
+    Those that would be refused where they are written, because they are not built, are left out.
 
     Args:
         origins: "group.name" -> "run.yaml:7", "override", "flag" or "default"; what is missing counts as default.
     """
     lines: list[str] = []
-    for group, model in GROUPS.items():
-        lines += ["", f"# {group}"] if lines else [f"# {group}"]
-        for name in model.model_fields:
-            path = f"{group}.{name}"
-            line = f"{dialect.key_of(path)}: {_yaml(getattr(getattr(settings, group), name))}"
+    for path, info in all_settings().items():
+        value = setting_value(settings, path)
+        if f"# {info.group}" not in lines:
+            lines += ["", f"# {info.group}"] if lines else [f"# {info.group}"]
+        if info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value):
+            line = f"{info.name}: {_yaml(value)}"
             lines.append(f"{line:<{_COMMENT_COLUMN}}  # {_one_line(origins.get(path, 'default'))}")
     return "\n".join(lines) + "\n"
 
 
 def _yaml(value: Any) -> str:
-    """A value in one line of YAML, that `load` reads as the same value."""
+    """Write a value in one line of YAML, that `load` reads as the same value."""
     match value:
         case None:
             return "null"
@@ -55,7 +57,7 @@ def _yaml(value: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether text needs no quotes: nothing in it is YAML's, and YAML would not read it as a number or a truth."""
+    """Tell whether text needs no quotes: nothing in it is YAML's, and YAML would not read it as a number or a truth."""
     return re.fullmatch(r"[A-Za-z_./][\w./-]*", text) is not None and isinstance(parse(text).data, str)
 
 

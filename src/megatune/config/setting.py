@@ -6,10 +6,35 @@ import hashlib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+_ENGLISH = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "list": "a list, or values separated by commas",
+    "dict": "a mapping of names to values",
+    "one of": "one of: {}",
+    "any of": "a list of any of: {}",
+    "numbers": "a list of numbers, or numbers separated by commas",
+    "or": " or ",
+    "and": ", ",
+    "comma": ", ",
+    "null": "or null",
+    "ge": "at least",
+    "gt": "above",
+    "le": "at most",
+    "lt": "below",
+}
+_KINDS = (bool, int, float, str, list, dict)
+_RANGE = ("ge", "gt", "le", "lt")
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class Group(BaseModel):
@@ -18,20 +43,11 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-def setting(
-    default: Any,
-    *,
-    advice: str,
-    how: str,
-    when: str,
-    values: Mapping[str, str] | None = None,
-    unit: str = "",
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-) -> Any:
-    """Declare a setting of a `Group`; its type, and its choices as a Literal, are the annotation.
+def setting(default: Any, *, advice: str, how: str, when: str, values: Mapping[str, str] | None = None) -> Any:
+    """Declare a setting of a `Group`.
+
+    Its annotation has the type, choices as a Literal, and in Annotated a number's range, a Field, and unit: what it
+    counts ("tokens", "seconds", "steps").
 
     Args:
         default: the value when the user says nothing.
@@ -39,11 +55,9 @@ def setting(
         how: one to three more: how it works.
         when: one to three more: when to change it, and to what. What it costs is planned, not written.
         values: what each choice of a Literal does, without a full stop.
-        unit: what a number counts ("tokens", "seconds", "steps"), "" where it has no unit.
-        ge, gt, le, lt: the range of a number.
     """
-    texts: Any = {"unit": unit, "how": how, "when": when, "values": dict(values or {})}
-    return Field(default, description=advice, json_schema_extra=texts, ge=ge, gt=gt, le=le, lt=lt)
+    texts: Any = {"how": how, "when": when, "values": dict(values or {})}
+    return Field(default, description=advice, json_schema_extra=texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,6 @@ class SettingInfo:
         items: the type of a list's items, str or float.
         choices: the values of a Literal, () for an open type.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
-        expected: type and range in words: "a whole number, at least 1".
         advice, how, when: what it is, how it works, when to change it.
         values: what each choice does, by the choice as YAML writes it.
     """
@@ -69,7 +82,6 @@ class SettingInfo:
     bounds: Mapping[str, float]
     default: Any
     unit: str
-    expected: str
     advice: str
     how: str
     when: str
@@ -84,6 +96,23 @@ class SettingInfo:
         return self.path.partition(".")[2]
 
     @property
+    def expected(self) -> str:
+        """Type and range in words: "a whole number, at least 1"."""
+        return self.expected_in(_ENGLISH)
+
+    def expected_in(self, words: Mapping[str, str]) -> str:
+        """Say type and range in the words of a language, by the keys of the English ones."""
+        if self.choices:
+            listed = (str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
+            said = words["any of" if list in self.kinds else "one of"].format(words["and"].join(listed))
+        elif list in self.kinds and self.items is float:
+            said = words["numbers"]
+        else:
+            said = words["or"].join(words[kind.__name__] for kind in _KINDS if kind in self.kinds)
+        limits = (f"{words[name]} {limit}" for name, limit in self.bounds.items())
+        return words["comma"].join((said, *limits, *([words["null"]] if self.optional else ())))
+
+    @property
     def digest(self) -> str:
         """Of all texts, 8 hex digits: a translation names it, and shows so that it is of these very texts."""
         texts = (self.advice, self.how, self.when, *(part for value in self.values.items() for part in value))
@@ -91,79 +120,36 @@ class SettingInfo:
 
 
 def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
-    """Every setting of one group, in the order of declaration."""
+    """Describe every setting of one group, in the order of declaration."""
     for name, field in model.model_fields.items():
-        kinds, items, choices, optional = _kinds(field.annotation)
-        bounds = _bounds(field)
+        kinds: set[type] = set()
+        items: type = str
+        choices: list[Any] = []
+        notes = list(field.metadata)  # of Annotated, and of its Field
+        annotation: Any = field.annotation
+        members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+        for member in members:
+            while get_origin(member) is Annotated:
+                member, *more = get_args(member)
+                notes += [note for each in more for note in (each.metadata if isinstance(each, FieldInfo) else [each])]
+            origin = get_origin(member) or member
+            literal = get_args(member)[0] if origin is list else member
+            if get_origin(literal) is Literal:
+                choices.extend(get_args(literal))
+                kinds.update([list] if origin is list else map(type, get_args(literal)))
+            elif member is not type(None):
+                kinds.add(origin)
+                items = literal if origin is list else items
         extra: Any = field.json_schema_extra
         yield SettingInfo(
             path=f"{group}.{name}",
-            kinds=kinds,
+            kinds=frozenset(kinds),
             items=items,
-            optional=optional,
-            choices=choices,
-            bounds=bounds,
+            optional=type(None) in members,
+            choices=tuple(choices),
+            bounds={name: getattr(note, name) for note in notes for name in _RANGE if hasattr(note, name)},
             default=field.get_default(call_default_factory=False),
-            unit=extra["unit"],
-            expected=_expected(kinds, items, choices, bounds, optional),
+            unit=next((note for note in notes if isinstance(note, str)), ""),
             advice=field.description or "",
-            how=extra["how"],
-            when=extra["when"],
-            values=extra["values"],
+            **extra,
         )
-
-
-def _kinds(annotation: Any) -> tuple[frozenset[type], type, tuple[Any, ...], bool]:
-    """Split an annotation into its types, that of a list's items, its Literal values, and whether None is allowed."""
-    kinds: set[type] = set()
-    items: type = str
-    choices: list[Any] = []
-    optional = False
-    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    for member in members:
-        if member is type(None):
-            optional = True
-            continue
-        origin = get_origin(member) or member
-        if origin is Literal:
-            choices.extend(get_args(member))
-            kinds.update(type(value) for value in get_args(member))
-        elif origin is list and get_origin(get_args(member)[0]) is Literal:
-            choices.extend(get_args(get_args(member)[0]))
-            kinds.add(list)
-        else:
-            kinds.add(origin)
-            if origin is list:
-                (items,) = get_args(member)
-    return frozenset(kinds), items, tuple(choices), optional
-
-
-_WORDS: tuple[tuple[type, str], ...] = (
-    (bool, "true or false"),
-    (int, "a whole number"),
-    (float, "a number"),
-    (str, "text"),
-    (list, "a list, or values separated by commas"),
-    (dict, "a mapping of names to values"),
-)
-
-
-_RANGE = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
-
-def _bounds(field: FieldInfo) -> dict[str, float]:
-    return {name: getattr(limit, name) for limit in field.metadata for name in _RANGE if hasattr(limit, name)}
-
-
-def _expected(
-    kinds: frozenset[type], items: type, choices: tuple[Any, ...], bounds: Mapping[str, float], optional: bool
-) -> str:
-    if choices:
-        listed = ", ".join("true" if value is True else "false" if value is False else str(value) for value in choices)
-        words = f"a list of any of: {listed}" if list in kinds else f"one of: {listed}"
-    elif list in kinds and items is float:
-        words = "a list of numbers, or numbers separated by commas"
-    else:
-        words = " or ".join(word for kind, word in _WORDS if kind in kinds)
-    words += "".join(f", {_RANGE[name]} {limit}" for name, limit in bounds.items())
-    return f"{words}, or null" if optional else words

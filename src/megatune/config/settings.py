@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from pydantic import Field
 
 from megatune.config.groups.batch import BatchSettings
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.experts import ExpertSettings
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.optimizer import OptimizerSettings, PrecisionSettings
 from megatune.config.groups.output import CheckpointSettings, EvaluationSettings, LoggingSettings
 from megatune.config.groups.parallel import ParallelSettings
@@ -22,6 +24,7 @@ class Settings(Group):
 
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
+    finetuning: FinetuningSettings = Field(default_factory=FinetuningSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     batch: BatchSettings = Field(default_factory=BatchSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
@@ -47,24 +50,22 @@ class Settings(Group):
 
 
 # Group name -> its model, in the order that run.yaml and `explain` list them.
-GROUPS: dict[str, type[Group]] = {
-    "run": RunSettings,
-    "model": ModelSettings,
-    "data": DataSettings,
-    "batch": BatchSettings,
-    "optimizer": OptimizerSettings,
-    "precision": PrecisionSettings,
-    "parallel": ParallelSettings,
-    "experts": ExpertSettings,
-    "recompute": RecomputeSettings,
-    "performance": PerformanceSettings,
-    "logging": LoggingSettings,
-    "checkpoint": CheckpointSettings,
-    "evaluation": EvaluationSettings,
-}
+GROUPS: dict[str, type[Group]] = {name: field.default_factory for name, field in Settings.model_fields.items()}  # type: ignore[misc]
 
 
 @cache
 def all_settings() -> dict[str, SettingInfo]:
-    """Every setting by its path "group.name", in order of declaration."""
+    """Describe every setting by its path "group.name", in order of declaration."""
     return {info.path: info for group, model in GROUPS.items() for info in describe(group, model)}
+
+
+@cache
+def setting_paths() -> dict[str, str]:
+    """Map the names of settings to "group.name"."""
+    return {info.name: path for path, info in all_settings().items()}
+
+
+def setting_value(settings: Settings, path: str) -> Any:
+    """Return the value of "group.name"."""
+    group, _, name = path.partition(".")
+    return getattr(getattr(settings, group), name)

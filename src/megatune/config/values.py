@@ -50,7 +50,7 @@ for _tag, _pattern, _first in (
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The node of a YAML document, None for an empty one.
+    """Return the node of a YAML document, None for an empty one.
 
     Raises:
         yaml.YAMLError: the text is not one YAML document.
@@ -63,10 +63,10 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def value_of(node: yaml.Node, depth: int = 0) -> Value:
-    """The value of a node.
+    """Return the value of a node.
 
     Raises:
-        yaml.YAMLError: a key stands twice in a mapping, an unknown tag, or nesting without end.
+        yaml.YAMLError: a key is written twice in a mapping, an unknown tag, or nesting without end.
     """
     if depth > _MAX_DEPTH:
         raise yaml.MarkedYAMLError(problem="values are nested too deeply", problem_mark=node.start_mark)
@@ -81,13 +81,13 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
         if not isinstance(key_node, yaml.ScalarNode):
             raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)
         if key_node.value in data:
-            raise yaml.MarkedYAMLError(problem=f"{key_node.value!r} stands twice", problem_mark=key_node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"{key_node.value!r} is written twice", problem_mark=key_node.start_mark)
         data[key_node.value] = value_of(value_node, depth + 1).data
     return Value(data)
 
 
 def parse(text: str) -> Value:
-    """The value of text from a command line: YAML where it is YAML, otherwise the text as it stands."""
+    """Read text from a command line: YAML where it is YAML, otherwise the text as it is."""
     try:
         node = compose(text)
         value = Value(None, "") if node is None else value_of(node)
@@ -119,9 +119,9 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def coerce(value: Value, info: SettingInfo) -> Any:
-    """`value` as the type of the setting, where there is one right way; otherwise as it is, to be refused.
+    """Convert `value` to the type of the setting, where there is one right way; otherwise as it is, to be refused.
 
-    null stands for the default where a setting has no null of its own.
+    null is the default where a setting has no null of its own.
     """
     data = value.data
     if data is None:
@@ -142,19 +142,19 @@ def coerce(value: Value, info: SettingInfo) -> Any:
 
 
 def _number(item: Any) -> Any:
-    """An item of a list of numbers, where it is one."""
+    """Convert an item of a list of numbers, where it is one."""
     data = _unquoted(item) if isinstance(item, str) else item
     return float(data) if type(data) is int and abs(data) < 2**1000 else data
 
 
 def _unquoted(text: str) -> Any:
-    """What was quoted without need ("1e-5", "true"), as if it had not been."""
+    """Read what was quoted without need ("1e-5", "true") as if it had not been."""
     data = parse(text.strip()).data
     return data if isinstance(data, bool | int | float) else text
 
 
 def _texts(value: Value) -> Iterator[Any]:
-    """Items of a list as texts: "a,b" and [a, b] are the same."""
+    """List items as texts: "a,b" and [a, b] are the same."""
     if isinstance(value.data, list):
         yield from (item.data if item.text is None else item.text for item in value.items)
     elif value.text is not None:
@@ -164,7 +164,7 @@ def _texts(value: Value) -> Iterator[Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as people write it in YAML, text without quotes."""
+    """Show a value as people write it in YAML, text without quotes."""
     match value:
         case None:
             return "null"

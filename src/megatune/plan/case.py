@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings
@@ -25,32 +24,12 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainable:
-    """Which parameters are trained.
-
-    Attributes:
-        kind: "full" trains every parameter that is not frozen; "lora" adapters beside the language model's matrices.
-        lora_rank: of the adapters.
-        lora_target: names of the linear layers with adapters, of "linear_qkv", "linear_proj", "linear_fc1" and
-            "linear_fc2"; experts' matrices are among the last two.
-        freeze_vision_tower, freeze_multi_modal_projector, freeze_language_model: as LLaMA-Factory's keys, and with its
-            defaults.
-    """
-
-    kind: Literal["full", "lora"] = "full"
-    lora_rank: int = 8
-    lora_target: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    freeze_vision_tower: bool = True
-    freeze_multi_modal_projector: bool = True
-    freeze_language_model: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One plan's question.
 
     Attributes:
-        settings: of the run; layout, batch, precision, optimizer, recomputation and kernels are read from them.
+        settings: of the run; what is trained, layout, batch, precision, optimizer, recomputation and kernels are read
+            from them.
         world_size: processes of the whole run; a multiple of settings.parallel.smallest_world.
         document_length: tokens of the mean document of a packed row; None where a row is one document.
         image_tokens: tokens of a row that stand for images.
@@ -60,7 +39,6 @@ class Case:
     settings: Settings
     world_size: int
     machine: Machine
-    trainable: Trainable = field(default_factory=Trainable)
     document_length: float | None = None
     image_tokens: int = 0
 

@@ -67,7 +67,8 @@ def model_flops(case: Case) -> float:
     rows, length = case.global_batch_size, case.sequence_length
     document = round(min(case.document_length or length, length))
     matmuls, whole = _document_flops(case.model.architecture, document)
-    frozen = case.trainable.kind == "lora" or case.trainable.freeze_language_model
+    finetuning = case.settings.finetuning
+    frozen = finetuning.finetuning_type == "lora" or finetuning.freeze_language_model
     images = images_of(case)
     of_images = _vision_flops(images) * case.num_micro_batches * case.dp_size if images else 0.0
     return rows * length / document * (whole - (matmuls / 3 if frozen else 0.0)) + of_images

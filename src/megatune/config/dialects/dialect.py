@@ -1,15 +1,23 @@
-"""What a dialect is: a table of its keys, and a table of what it knows that is not built."""
+"""What a dialect is: a table from its keys to our settings, and a table of what it knows that is not built."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, TypeAlias
+
+from megatune.config.setting import SettingInfo
+from megatune.config.settings import all_settings, setting_paths
+from megatune.config.values import Value, coerce, parse, shown
+
+ACCUMULATION = "batch.gradient_accumulation_steps"
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A key, or some of its values, that the dialect's users know and this project does not do.
+    """A key, or some of its values, that users know and this project does not do.
 
     Attributes:
         why: the reason, a sentence or two.
@@ -24,43 +32,213 @@ class Refused:
     fix: str = ""
 
     def refuses(self, value: Any) -> bool:
-        """Whether `value`, as it was read from YAML, is refused."""
+        """Tell whether `value`, as it was read from YAML, is refused."""
         if isinstance(value, list) and self.values is not None:
             return any(self.refuses(item) for item in value)
-        if value is None or _among(value, self.off):
+        if value is None or any(_same(value, other) for other in self.off):
             return False
-        return self.values is None or _among(value, self.values)
+        return self.values is None or any(_same(value, other) for other in self.values)
+
+    def texts(self, key: str, value: Any, prefix: str = "", separator: str = ": ") -> tuple[str, str, str]:
+        """Return what, why and fix of a finding, which writes keys as a `Dialect` does."""
+        off = f", or write {prefix}{key}{separator}{shown(self.off[0])}" if self.off else ""
+        fix = self.fix or f"remove {prefix}{key}{off}"
+        return f"{key}: {shown(value)} is not supported", self.why, fix
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """A key that is more than another name of one setting.
+
+    Attributes:
+        paths: "group.name" of the settings that get its value.
+        values: a value as the dialect writes it -> ours; any other stays as it is.
+        factor: what a number is multiplied by: 60 for minutes that set seconds.
+    """
+
+    paths: tuple[str, ...]
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    factor: int = 1
+
+    def read(self, value: Value) -> dict[str, Any]:
+        """Translate `value` to what it sets, by "group.name"."""
+        if value.data is None:
+            return {path: coerce(value, all_settings()[path]) for path in self.paths}
+        read = coerce(value, all_settings()[self.paths[0]])
+        for theirs, ours in self.values.items():
+            if _same(read, theirs):
+                return dict.fromkeys(self.paths, ours)
+        if self.factor != 1 and isinstance(read, int | float) and not isinstance(read, bool):
+            read *= self.factor
+            read = int(read) if read == read // 1 else read
+        return dict.fromkeys(self.paths, read)
+
+    def described(self, path: str) -> SettingInfo:
+        """Describe the setting with choices, range and default as the dialect writes them."""
+        info = all_settings()[path]
+        if not self.values and self.factor == 1:
+            return info
+        more = tuple(theirs for theirs, ours in self.values.items() if ours is None)
+        return replace(
+            info,
+            choices=(*(self.write(path, choice) for choice in info.choices), *more),
+            bounds={name: self.write(path, limit) for name, limit in info.bounds.items()},
+            default=self.write(path, info.default),
+            optional=info.optional and not more,
+        )
+
+    def write(self, path: str, value: Any) -> Any:
+        """Translate our `value` of a setting to the dialect's."""
+        for theirs, ours in self.values.items():
+            if _same(value, ours):
+                return theirs
+        if self.factor == 1 or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return value // self.factor if value % self.factor == 0 else value / self.factor
+
+
+def negated(path: str) -> Sets:
+    """Declare a key that says the opposite of a setting: no_rope_fusion."""
+    return Sets((path,), values={True: False, False: True})
+
+
+@dataclass(frozen=True, slots=True)
+class Chooses:
+    """A key each of whose values sets several settings: torch_dtype.
+
+    Attributes:
+        choices: a value as text -> "group.name" -> value. Settings that only other choices name get their defaults.
+    """
+
+    choices: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(path for sets in self.choices.values() for path in sets))
+
+    def read(self, value: Value) -> dict[str, Any]:
+        """Translate `value` to what it sets: nothing where it is no choice, and the defaults where it is null."""
+        text = str(value.data) if value.text is None else value.text
+        if value.data is not None and text not in self.choices:
+            return {}
+        return {path: self.choices.get(text, {}).get(path, all_settings()[path].default) for path in self.paths}
+
+    def described(self, path: str) -> SettingInfo:
+        """Describe the setting as one of the choices."""
+        info, choices = all_settings()[path], tuple(self.choices)
+        return replace(info, kinds=frozenset({str}), choices=choices, bounds={}, optional=False, default=None)
+
+    def write(self, path: str, value: Any) -> Any:
+        """Return the choice that gives the setting this value, or the value where there is none."""
+        found = (choice for choice, sets in self.choices.items() if path in sets and _same(sets[path], value))
+        return next(found, value)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatchSize:
+    """Rows of a step, from which gradient_accumulation_steps follows when the world is known."""
+
+    paths: tuple[str, ...] = (ACCUMULATION,)
+
+    def read(self, value: Value) -> dict[str, Any]:
+        """Return the rows: `Loaded.for_world` divides them by those of a micro-batch on all replicas."""
+        return {ACCUMULATION: coerce(value, all_settings()[ACCUMULATION])}
+
+    def described(self, path: str) -> SettingInfo:
+        """Describe the setting without its default."""
+        return replace(all_settings()[path], default=None)
+
+
+Meaning: TypeAlias = str | Sets | Chooses | GlobalBatchSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One vocabulary.
+    """One vocabulary. Our own names of settings are understood beside its keys.
 
     Attributes:
         name: what its users call it, for messages.
-        keys: its key -> our "group.name". Several keys may name one setting: generations of one name.
-        not_built: keys refused by name, all values or some of them. A key of `keys` too still sets what passes.
+        keys: its key -> our "group.name", or more than that. Of several for one setting the first is preferred.
+        not_built: keys refused by name, all values or some of them. A key that sets something still sets what passes.
+        prefix, separator: how its users write a key and its value, for messages: `--key value`.
     """
 
     name: str
-    keys: Mapping[str, str]
+    keys: Mapping[str, Meaning]
     not_built: Mapping[str, Refused]
+    prefix: str = ""
+    separator: str = ": "
 
     def knows(self, key: str) -> bool:
-        return key in self.keys or key in self.not_built
+        return key in self.keys or key in setting_paths() or key in self.not_built
+
+    @property
+    def names(self) -> list[str]:
+        """Every key that it knows."""
+        return list(dict.fromkeys((*self.keys, *setting_paths(), *self.not_built)))
+
+    def meaning_of(self, key: str) -> Sets | Chooses | GlobalBatchSize | None:
+        """Return what a key sets, or None where it sets nothing."""
+        meaning = self.keys.get(key) or setting_paths().get(key)
+        return Sets((meaning,)) if isinstance(meaning, str) else meaning
+
+    def names_of(self, path: str) -> list[str]:
+        """List the keys that set a setting, the preferred one first, our own name among them."""
+        found = [key for key in self.keys if (meaning := self.meaning_of(key)) and path in meaning.paths]
+        return list(dict.fromkeys((*found, all_settings()[path].name)))
 
     def key_of(self, path: str) -> str:
-        """The dialect's preferred (first) key for our "group.name".
+        """Return the preferred key of a setting."""
+        return self.names_of(path)[0]
 
-        Raises:
-            KeyError: the dialect has no key for it.
+    def written(self, key: str, value: Any) -> str:
+        """Write a key and its value as users do."""
+        return f"{self.prefix}{key}{self.separator}{shown(value)}"
+
+    def phrased(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
+        """Rewrite a text that names our settings, and values behind them, in the dialect's words.
+
+        A name without an underscore may be a plain word: it counts where a colon follows, or where a line is written or
+        removed.
+
+        Args:
+            own: "group.name" of settings that keep our names: the user wrote them so.
+            rows: of a micro-batch on all replicas; None where the world is not known.
+            is_fix: whether it says what to write: elsewhere what follows from a global batch is only explained.
         """
-        for key, target in self.keys.items():
-            if target == path:
-                return key
-        raise KeyError(path)
+
+        def say(match: re.Match[str]) -> str:
+            name, between, value = match["name"], match["between"] or "", match["value"] or ""
+            path = setting_paths()[name]
+            key = name if path in own else self.key_of(path)
+            meaning = self.meaning_of(key)
+            if meaning is None or self.written(key, "") == f"{name}: ":
+                return match[0]
+            if text.endswith("remove ", 0, match.start()):
+                return self.prefix + key + between + value
+            if isinstance(meaning, GlobalBatchSize) and (not is_fix or rows is None):
+                return f"{match[0]} (from {self.prefix}{key})"
+            if isinstance(meaning, GlobalBatchSize):
+                value = re.sub(r"\d+", lambda number: str(int(number[0]) * (rows or 1)), value)
+            else:
+                parts = {part: meaning.write(path, parse(part).data) for part in value.split(" or ")}
+                value = " or ".join(
+                    part if _same(said, parse(part).data) else shown(said) for part, said in parts.items()
+                )
+            return self.prefix + key + (self.separator if between == ": " else between) + value
+
+        return _names_in_text().sub(say, text)
 
 
-def _among(value: Any, values: tuple[Any, ...]) -> bool:
-    """Membership that keeps 1 and true apart."""
-    return any(type(value) is type(other) and value == other for other in values)
+def _same(value: Any, other: Any) -> bool:
+    """Compare, keeping 1 and true apart."""
+    return type(value) is type(other) and value == other
+
+
+@cache
+def _names_in_text() -> re.Pattern[str]:
+    """Match our names with the value behind them, if there is one: `name: value`, `name: 4 or 8`, `name value`."""
+    long = "|".join(name for name in setting_paths() if "_" in name)
+    plain = "|".join(name for name in setting_paths() if "_" not in name)
+    name = rf"(?<![\w.-])(?P<name>(?:{long})\b|(?:{plain})(?=: )|(?:(?<=write )|(?<=remove ))(?:{plain})\b)"
+    return re.compile(rf"{name}(?:(?P<between>: | )(?P<value>[\w+/-]+(?:\.\w+)*(?: or \d+\b)?))?")

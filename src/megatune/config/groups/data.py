@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from pydantic import Field
+
+from megatune.config.setting import Count, Group, NonNegative, Positive, setting
 
 
 class DataSettings(Group):
@@ -38,10 +40,8 @@ class DataSettings(Group):
         when="Train with the template that the model will be asked with. `megatune data preview` shows what it makes "
         "of your rows.",
     )
-    cutoff_len: int = setting(
+    cutoff_len: Annotated[int, Field(ge=2), "tokens"] = setting(
         2048,
-        unit="tokens",
-        ge=2,
         advice="The longest sample, and the length of packed rows; truncation_strategy says what becomes of longer "
         "samples.",
         how="Without packing a micro-batch is as long as its longest row, so this is only its bound; with packing, "
@@ -68,7 +68,7 @@ class DataSettings(Group):
         None,
         advice="Put several samples into one row of up to cutoff_len tokens, so that little is padding. null packs "
         "the texts of stage pt, and nothing else.",
-        how="Samples are dealt to rows by best fit over the whole data set. Each attends to itself only and counts "
+        how="Samples are assigned to rows by best fit over the whole data set. Each attends to itself only and counts "
         "positions from 0, so losses and gradients are those of unpacked rows.",
         when="Turn it on whenever samples are much shorter than cutoff_len. A row then holds many samples, so lower "
         "the batch size to keep the steps as they were.",
@@ -83,7 +83,7 @@ class DataSettings(Group):
     disable_shuffling: bool = setting(
         False,
         advice="Train rows in the order of the data, the same in every epoch.",
-        how="Batches are cut from the rows as they stand, data set after data set.",
+        how="Batches are cut from the rows in their order, data set after data set.",
         when="For curricula made by hand. Anything else trains better on shuffled rows.",
     )
     mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = setting(
@@ -118,14 +118,12 @@ class DataSettings(Group):
         False,
         advice="Read and tokenise while training, instead of preparing all rows first.",
         how="A process beside the run fills blocks of buffer_size samples, shuffles and packs each, and hands them "
-        "to all ranks. A resume goes on at the place in the files.",
+        "to all ranks. A resume continues at the place in the files.",
         when="For data too large to prepare first. Needs max_steps, since nobody knows how long an epoch is, and "
         "mixes only within a block.",
     )
-    buffer_size: int = setting(
+    buffer_size: Annotated[Count, "samples"] = setting(
         16384,
-        unit="samples",
-        ge=1,
         advice="With streaming: samples that are shuffled, and packed, together.",
         how="The run begins when the first block is read and tokenised; the next one is made while this one is "
         "trained.",
@@ -159,18 +157,14 @@ class DataSettings(Group):
         "them prepares anew without this.",
         when="Seldom: where something outside the key has changed.",
     )
-    max_samples: int | None = setting(
+    max_samples: Annotated[Count, "rows"] | None = setting(
         None,
-        unit="rows",
-        ge=1,
         advice="Use at most this many rows of each data set, the first ones.",
         how="The rest is not read.",
         when="Set it small to try a run out. To thin data out, dataset_weights draws at random.",
     )
-    val_size: float = setting(
+    val_size: Annotated[NonNegative, "rows, or a share below 1"] = setting(
         0.0,
-        unit="rows, or a share below 1",
-        ge=0,
         advice="Hold out rows of the training data for evaluation: a share below 1, or a number of rows.",
         how="A row's own text and the seed decide whether it is held out, so the split stays as rows are added or "
         "other settings change. Copies of a held-out row are not trained.",
@@ -222,19 +216,15 @@ class DataSettings(Group):
         how="The text is replaced before rows are tokenised. Data with {{author}} and no value here is refused.",
         when="Set it with identity data sets.",
     )
-    preprocessing_num_workers: int | None = setting(
+    preprocessing_num_workers: Annotated[Count, "processes"] | None = setting(
         None,
-        unit="processes",
-        ge=1,
         advice="Processes that turn text into tokens. null takes one.",
-        how="Rows are dealt to them in chunks of 256 and come back in order: their number changes no result. Each "
-        "takes seconds to start.",
+        how="Rows are distributed to them in chunks of 256 and come back in order: their number changes no result. "
+        "Each takes seconds to start.",
         when="Raise it towards the machine's cores for data that takes minutes to prepare.",
     )
-    dataloader_num_workers: int = setting(
+    dataloader_num_workers: Annotated[int, Field(ge=0), "processes"] = setting(
         0,
-        unit="processes",
-        ge=0,
         advice="Processes, for each rank, that prepare batches ahead of the step. 0 prepares them in the rank's own "
         "process.",
         how="A batch is only copied from prepared rows: tokenising is long done. The number of processes changes no "
@@ -252,4 +242,47 @@ class DataSettings(Group):
         advice="Either value does the same: only the columns that dataset_info.json names are ever read.",
         how="It is accepted so that files written for other tools run unchanged.",
         when="Never: leave it out.",
+    )
+    image_max_pixels: Annotated[Count, "pixels"] = setting(
+        768 * 768,
+        advice="Images of more pixels are made smaller, to this area.",
+        how="The encoder cuts an image into patches, and a square of them becomes a token: the tokens of a row, and "
+        "the time of the encoder, are in proportion.",
+        when="Lower it where images need no detail. It can be planned; training with images is not built yet.",
+    )
+    image_min_pixels: Annotated[Count, "pixels"] = setting(
+        32 * 32,
+        advice="Images of fewer pixels are made larger, to this area.",
+        how="It is done before the image is cut into patches.",
+        when="Seldom; training with images is not built yet.",
+    )
+    video_max_pixels: Annotated[Count, "pixels"] = setting(
+        256 * 256,
+        advice="Frames of a video with more pixels are made smaller, to this area.",
+        how="The tokens of a video are those of its frames.",
+        when="Lower it for long videos; training with videos is not built yet.",
+    )
+    video_min_pixels: Annotated[Count, "pixels"] = setting(
+        16 * 16,
+        advice="Frames of a video with fewer pixels are made larger, to this area.",
+        how="It is done before the frames are cut into patches.",
+        when="Seldom; training with videos is not built yet.",
+    )
+    video_fps: Annotated[Positive, "frames per second"] = setting(
+        2.0,
+        advice="Frames that are taken of each second of a video.",
+        how="They are spread evenly, at most video_maxlen of them.",
+        when="Raise it where motion matters; training with videos is not built yet.",
+    )
+    video_maxlen: Annotated[Count, "frames"] = setting(
+        128,
+        advice="Frames that are taken of a video at most.",
+        how="Of a longer video they are spread evenly over all of it.",
+        when="Lower it to bound the tokens of a row; training with videos is not built yet.",
+    )
+    media_dir: str | None = setting(
+        None,
+        advice="Folder that the images and videos of the data are named from. null takes dataset_dir.",
+        how="Absolute paths in the data are taken as they are.",
+        when="Set it where pictures lie apart from the data; training with them is not built yet.",
     )

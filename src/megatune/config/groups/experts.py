@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from megatune.config.setting import Count, Group, NonNegative, Positive, setting
 
 
 class ExpertSettings(Group):
@@ -39,17 +39,15 @@ class ExpertSettings(Group):
             "none": "does nothing",
         },
     )
-    moe_aux_loss_coeff: float = setting(
+    moe_aux_loss_coeff: NonNegative = setting(
         0.0,
-        ge=0,
         advice="Weight of the load-balancing loss. 0 trains on the language-model loss alone, as Transformers does "
         "by default.",
         how="The log shows the loss without the weight: 1 where experts are equally busy.",
         when="1e-3 keeps experts busy in long runs. A short fine-tuning needs none.",
     )
-    moe_z_loss_coeff: float | None = setting(
+    moe_z_loss_coeff: NonNegative | None = setting(
         None,
-        ge=0,
         advice="Weight of the router z-loss, which keeps the router's logits small; null is off.",
         how="It is the mean square of the log-sum-exp of the router's logits.",
         when="1e-3 is usual where the router's logits grow without bound in 16 bits.",
@@ -59,15 +57,10 @@ class ExpertSettings(Group):
         advice="The dtype that the router computes in. null takes what Transformers takes for the family.",
         how="Only the small product that makes the router's logits is concerned.",
         when="fp32 is steadier with many experts in 16 bits, where near ties would fall by rounding.",
-        values={
-            "fp32": "computes the router's logits in float32",
-            "fp64": "computes the router's logits in float64",
-        },
+        values={"fp32": "computes the router's logits in float32", "fp64": "computes the router's logits in float64"},
     )
-    moe_router_topk: int | None = setting(
+    moe_router_topk: Annotated[Count, "experts"] | None = setting(
         None,
-        unit="experts",
-        ge=1,
         advice="Experts of each token. null is right: config.json says it.",
         how="Another number than the model's is refused: the checkpoint that comes out would be run with "
         "config.json's.",
@@ -79,17 +72,15 @@ class ExpertSettings(Group):
         how="Another value than the model's is refused: the checkpoint that comes out would be run with config.json's.",
         when="Never; change config.json instead.",
     )
-    moe_router_bias_update_rate: float = setting(
+    moe_router_bias_update_rate: NonNegative = setting(
         0.0,
-        ge=0,
         advice="For models that balance by a bias on each expert (DeepSeek-V3): how far the bias moves in a step.",
         how="The bias of experts that got less than their share goes up by this, that of the others down. It takes "
         "part in choosing experts, not in weighing them.",
         when="0 leaves the bias as it was pre-trained, as Transformers does; 1e-3 was used in pre-training.",
     )
-    moe_expert_capacity_factor: float | None = setting(
+    moe_expert_capacity_factor: Positive | None = setting(
         None,
-        gt=0,
         advice="Experts take at most this times their equal share of tokens; the others are dropped. null drops "
         "nothing.",
         how="Each process keeps the choices with the greatest shares, for each expert. It bounds memory and time of "
@@ -104,7 +95,7 @@ class ExpertSettings(Group):
     )
     moe_shared_expert_overlap: bool = setting(
         False,
-        advice="Compute shared experts while tokens travel to the others.",
+        advice="Compute shared experts while tokens are dispatched to the others.",
         how="Shared experts see every token, so they need no exchange; they run beside it. Needs shared experts and "
         "the alltoall dispatcher.",
         when="Turn it on on GPUs with expert parallelism.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from megatune.config.setting import Group, setting
+from pydantic import Field
+
+from megatune.config.setting import Group, NonNegative, Positive, setting
 
 
 class OptimizerSettings(Group):
@@ -14,14 +16,10 @@ class OptimizerSettings(Group):
         how="adam keeps two averages of each parameter, 8 bytes in fp32; sgd keeps its momentum, 4 bytes, or nothing "
         "with sgd_momentum: 0.",
         when="adam for language models. sgd keeps less state, and seldom trains one as well.",
-        values={
-            "adam": "AdamW: weight decay apart from the gradient",
-            "sgd": "gradient descent with momentum",
-        },
+        values={"adam": "AdamW: weight decay apart from the gradient", "sgd": "gradient descent with momentum"},
     )
-    learning_rate: float = setting(
+    learning_rate: NonNegative = setting(
         5e-5,
-        ge=0,
         advice="The highest learning rate, reached after warm-up.",
         how="lr_scheduler_type says how it falls from there.",
         when="Full fine-tuning usually takes 1e-6 to 5e-5, the lower end for larger models. Lower it if the loss "
@@ -39,7 +37,7 @@ class OptimizerSettings(Group):
         "linear",
         advice="How the learning rate changes after warm-up; the rates are those of Transformers' schedulers of "
         "these names.",
-        how="The rate is a pure function of the step and of the number of all steps, so a resume goes on as if it "
+        how="The rate is a pure function of the step and of the number of all steps, so a resume continues as if it "
         "had never stopped.",
         when="cosine and linear are usual. warmup_stable_decay suits runs whose length is not known when they begin.",
         values={
@@ -59,83 +57,65 @@ class OptimizerSettings(Group):
         how="The names are those of Transformers; what a scheduler does not take is refused.",
         when="Set it with those two types.",
     )
-    warmup_ratio: float = setting(
+    warmup_ratio: Annotated[float, Field(ge=0, le=1), "share of all steps"] = setting(
         0.0,
-        unit="share of all steps",
-        ge=0,
-        le=1,
         advice="Share of the run in which the learning rate rises from 0.",
         how="The number of steps is the share of all steps, rounded up; the first step has a rate of 0.",
         when="0.03 to 0.1 is usual: Adam's averages are not yet reliable in the first steps. Use this or "
         "warmup_steps, not both.",
     )
-    warmup_steps: float = setting(
+    warmup_steps: Annotated[NonNegative, "steps, or a share below 1"] = setting(
         0.0,
-        unit="steps, or a share below 1",
-        ge=0,
         advice="Steps in which the learning rate rises from 0; below 1, a share of the run, as in Transformers 5.",
         how="The first step has a rate of 0, the highest comes after this many.",
         when="Set it where warm-up should not depend on the length of the run. Use this or warmup_ratio, not both.",
     )
-    weight_decay: float = setting(
+    weight_decay: NonNegative = setting(
         0.0,
-        ge=0,
         advice="Pulls weights towards 0 at each step, by this times the learning rate.",
         how="Norms and biases are left out.",
         when="0 to 0.1. It matters in long runs, and little in a few epochs of fine-tuning.",
     )
-    max_grad_norm: float = setting(
+    max_grad_norm: NonNegative = setting(
         1.0,
-        ge=0,
         advice="Gradients are scaled down to this norm, over all parameters, where it is larger. 0 turns it off.",
         how="The norm is taken over all processes after gradients are summed; the log shows it before scaling.",
         when="1 is usual. Look at the logged norm before changing it: a run whose norm is always above learns more "
         "slowly than its learning rate says.",
     )
-    adam_beta1: float = setting(
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.9,
-        ge=0,
-        lt=1,
         advice="How slowly Adam's mean of gradients forgets.",
         how="The mean is over about 1 / (1 − beta1) steps.",
         when="Leave it at 0.9.",
     )
-    adam_beta2: float = setting(
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.999,
-        ge=0,
-        lt=1,
         advice="How slowly Adam's mean of squared gradients forgets.",
         how="The mean is over about 1 / (1 − beta2) steps.",
         when="0.95 is usual for large batches and long runs: it forgets a spike of gradients sooner.",
     )
-    adam_epsilon: float = setting(
+    adam_epsilon: Positive = setting(
         1e-8,
-        gt=0,
         advice="Keeps Adam from dividing by almost nothing.",
         how="It is added to the square root of the mean of squared gradients.",
         when="Leave it; some raise it to 1e-6 against spikes in 16 bits.",
     )
-    sgd_momentum: float = setting(
+    sgd_momentum: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.9,
-        ge=0,
-        lt=1,
         advice="Momentum of optimizer: sgd; adam does not use it.",
         how="Each update is this share of the last one plus the new gradient. 0 keeps no state.",
         when="0.9 is usual.",
     )
-    num_train_epochs: float = setting(
+    num_train_epochs: Annotated[Positive, "epochs"] = setting(
         3.0,
-        unit="epochs",
-        gt=0,
         advice="Passes over the training data; a part of one is allowed. max_steps, where set, decides instead.",
         how="Every epoch has an order of its own, and its last batch may be short. The learning rate's schedule ends "
         "with the last step.",
         when="1 to 3 for fine-tuning. Watch the evaluation loss: more passes learn rows by heart.",
     )
-    max_steps: int = setting(
+    max_steps: Annotated[int, Field(ge=-1), "steps"] = setting(
         -1,
-        unit="steps",
-        ge=-1,
         advice="Ends training after this many steps, whatever num_train_epochs says. -1 leaves it to that.",
         how="The learning rate's schedule is that of a run of this many steps.",
         when="Set it with streaming, and to try a run out.",
@@ -147,10 +127,7 @@ class OptimizerSettings(Group):
         how="The update is computed in fp32 and the mean stored in this dtype.",
         when="bf16 where memory is short and a little rounding does no harm; first share the state out with "
         "use_distributed_optimizer.",
-        values={
-            "fp32": "4 bytes a parameter",
-            "bf16": "2 bytes a parameter, rounded at each step",
-        },
+        values={"fp32": "4 bytes a parameter", "bf16": "2 bytes a parameter, rounded at each step"},
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting(
         "fp32",
@@ -158,10 +135,7 @@ class OptimizerSettings(Group):
         how="The update is computed in fp32 and the mean stored in this dtype. With a beta2 near 1 a step changes "
         "the mean by less than bf16 can hold, so it follows the gradients late.",
         when="Keep fp32 unless memory is short; lower adam_beta2 with bf16.",
-        values={
-            "fp32": "4 bytes a parameter",
-            "bf16": "2 bytes a parameter, rounded at each step",
-        },
+        values={"fp32": "4 bytes a parameter", "bf16": "2 bytes a parameter, rounded at each step"},
     )
     optimizer_cpu_offload: bool = setting(
         False,
@@ -171,10 +145,8 @@ class OptimizerSettings(Group):
         when="When nothing else makes the run fit. Use many micro-batches in a step, so that the update is a small "
         "part of it.",
     )
-    optimizer_offload_fraction: float = setting(
+    optimizer_offload_fraction: Annotated[float, Field(gt=0, le=1)] = setting(
         1.0,
-        gt=0,
-        le=1,
         advice="With optimizer_cpu_offload: the share of the parameters whose state is kept on the host.",
         how="Parameters are taken in their order until the share is reached; the rest is updated on the GPU.",
         when="Lower it to what the memory needs: each part on the GPU makes steps shorter.",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from megatune.config.setting import Count, Group, setting
 
 
 class LoggingSettings(Group):
-    logging_steps: int = setting(
+    logging_steps: Annotated[Count, "steps"] = setting(
         10,
-        unit="steps",
-        ge=1,
-        advice="A log line every so many steps; its loss is the mean over those steps.",
+        advice="Steps from one log line to the next; its loss is the mean over those steps.",
         how="The console, metrics.jsonl, trainer_log.jsonl and TensorBoard all have these lines. eval_steps: null "
         "takes it, too.",
         when="1 for short runs, 10 to 100 for long ones.",
@@ -22,10 +20,7 @@ class LoggingSettings(Group):
         advice="Where the numbers go beside the log files.",
         how="trainer_log.jsonl and metrics.jsonl are always written to output_dir.",
         when="none where nobody looks at TensorBoard.",
-        values={
-            "tensorboard": "event files in output_dir/runs",
-            "none": "the log files only",
-        },
+        values={"tensorboard": "event files in output_dir/runs", "none": "the log files only"},
     )
     plot_loss: bool = setting(
         True,
@@ -42,26 +37,18 @@ class CheckpointSettings(Group):
         how="A checkpoint is written beside its final name, digested and renamed: it is whole or not there. All "
         "processes write at the same time, and training waits.",
         when="steps, for runs that may be interrupted.",
-        values={
-            "steps": "every save_steps",
-            "epoch": "after every epoch",
-            "no": "only at the end",
-        },
+        values={"steps": "every save_steps", "epoch": "after every epoch", "no": "only at the end"},
     )
-    save_steps: int = setting(
+    save_steps: Annotated[Count, "steps"] = setting(
         500,
-        unit="steps",
-        ge=1,
-        advice="A checkpoint every so many steps.",
+        advice="Steps from one checkpoint to the next.",
         how="At most this many steps are lost when a machine fails. Each save takes the time to write the model and "
         "its training state, about 14 bytes a parameter in bf16.",
         when="Such that a save comes every 15 to 60 minutes.",
     )
-    save_total_limit: int | None = setting(
+    save_total_limit: Annotated[Count, "checkpoints"] | None = setting(
         None,
-        unit="checkpoints",
-        ge=1,
-        advice="Keep only the newest so many checkpoints. null keeps all of them.",
+        advice="Keep only this many checkpoints, the newest ones. null keeps all of them.",
         how="Older ones are deleted after a new one is whole. The best one is kept with load_best_model_at_end.",
         when="2 or 3 where the disk is small: a checkpoint of an 8B model takes about 115 GB.",
     )
@@ -86,17 +73,11 @@ class EvaluationSettings(Group):
         advice="When to evaluate. Needs val_size or eval_dataset.",
         how="The loss over all held-out rows is computed without updates, and logged with its perplexity.",
         when="steps to watch a run, epoch for a few passes over small data.",
-        values={
-            "no": "never",
-            "steps": "every eval_steps, and at the end",
-            "epoch": "after every epoch",
-        },
+        values={"no": "never", "steps": "every eval_steps, and at the end", "epoch": "after every epoch"},
     )
-    eval_steps: int | None = setting(
+    eval_steps: Annotated[Count, "steps"] | None = setting(
         None,
-        unit="steps",
-        ge=1,
-        advice="Evaluate every so many steps. null takes logging_steps, as Transformers does.",
+        advice="Steps from one evaluation to the next. null takes logging_steps, as Transformers does.",
         how="The last step is always evaluated.",
         when="Set it: logging_steps is often too frequent. With load_best_model_at_end save_steps is a multiple of it.",
     )

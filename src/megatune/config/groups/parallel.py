@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megatune.config.pipeline import parse_layout
-from megatune.config.setting import Group, setting
+from megatune.config.setting import Count, Group, setting
 
 
 class ParallelSettings(Group):
-    tensor_model_parallel_size: int = setting(
+    tensor_model_parallel_size: Annotated[Count, "processes"] = setting(
         1,
-        unit="processes",
-        ge=1,
         advice="Tensor parallelism: splits every layer over this many processes.",
-        how="Heads and feed-forward channels are dealt out; each layer exchanges its activations twice in the "
-        "forward and twice in the backward pass, which nothing hides. Weights, gradients and most activations are "
-        "divided by it.",
+        how="Heads and feed-forward channels are split; each layer exchanges its activations twice in the forward and "
+        "twice in the backward pass, which nothing hides. Weights, gradients and most activations are divided by it.",
         when="Keep it inside one machine, where the link is fast, and use the smallest size at which the model fits. "
         "Across machines use pipeline parallelism.",
     )
-    pipeline_model_parallel_size: int = setting(
+    pipeline_model_parallel_size: Annotated[Count, "stages"] = setting(
         1,
-        unit="stages",
-        ge=1,
         advice="Pipeline parallelism: splits the layers into this many stages, one after the other.",
         how="A micro-batch passes from stage to stage, one small message each. Stages idle while the pipeline fills "
         "and drains: (stages − 1) / micro-batches of the computing. The first stage holds activations of as many "
@@ -32,10 +29,8 @@ class ParallelSettings(Group):
         when="For models that do not fit in one machine with tensor parallelism. Use several times as many "
         "micro-batches as stages, or virtual stages.",
     )
-    virtual_pipeline_model_parallel_size: int | None = setting(
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2), "model chunks per stage"] | None = setting(
         None,
-        unit="model chunks per stage",
-        ge=2,
         advice="Interleaved pipeline: gives each stage this many smaller groups of layers, so that stages idle less.",
         how="Idle time is divided by it. Each micro-batch passes through every stage this many times, with as many "
         "more messages, and the first stage holds somewhat more activations.",
@@ -78,10 +73,8 @@ class ParallelSettings(Group):
         "nothing to overlap with.",
         when="Leave it on.",
     )
-    context_parallel_size: int = setting(
+    context_parallel_size: Annotated[Count, "processes"] = setting(
         1,
-        unit="processes",
-        ge=1,
         advice="Context parallelism: splits the sequence of every row over this many processes, in all layers.",
         how="Each process holds two pieces of every row, one early and one late, so that causal work is even; "
         "attention exchanges keys and values. Activations are divided by it; weights are not, and the optimizer's "
@@ -101,38 +94,30 @@ class ParallelSettings(Group):
             "a2a": "trades sequence for heads (Ulysses): the least to send; needs a head for each process",
         },
     )
-    expert_model_parallel_size: int = setting(
+    expert_model_parallel_size: Annotated[Count, "processes"] = setting(
         1,
-        unit="processes",
-        ge=1,
-        advice="Expert parallelism: deals the experts of each layer to this many processes, and sends tokens to them.",
-        how="Weights, gradients and optimizer state of experts are divided by it. It takes data- and "
-        "context-parallel processes and leaves the global batch as it is; each expert layer sends tokens there and "
-        "back.",
+        advice="Expert parallelism: shards the experts of each layer over this many processes, and sends tokens "
+        "to them.",
+        how="Weights, gradients and optimizer state of experts are divided by it. It takes data- and context-parallel "
+        "processes and leaves the global batch as it is; each expert layer sends tokens there and back.",
         when="The first choice for large mixtures of experts. Keep it inside one machine where that suffices: the "
         "exchange is large.",
     )
-    expert_tensor_parallel_size: int | None = setting(
+    expert_tensor_parallel_size: Annotated[Count, "processes"] | None = setting(
         None,
-        unit="processes",
-        ge=1,
         advice="Splits each expert over this many processes. null takes tensor_model_parallel_size.",
         how="An expert is small, so its parts make thin matrix products.",
         when="1 with expert parallelism wherever whole experts fit: it is faster.",
     )
-    decoder_first_pipeline_num_layers: int | None = setting(
+    decoder_first_pipeline_num_layers: Annotated[Count, "layers"] | None = setting(
         None,
-        unit="layers",
-        ge=1,
         advice="Layers of the first pipeline stage, which also holds the word embedding. null takes an equal share.",
         how="The other stages share the rest.",
         when="Fewer than the others where the first stage is the fullest: it also holds activations of the most "
         "micro-batches.",
     )
-    decoder_last_pipeline_num_layers: int | None = setting(
+    decoder_last_pipeline_num_layers: Annotated[Count, "layers"] | None = setting(
         None,
-        unit="layers",
-        ge=1,
         advice="Layers of the last pipeline stage, which also computes the loss over the vocabulary. null takes an "
         "equal share.",
         how="The other stages share the rest. The slowest stage sets the pace of all.",
@@ -140,14 +125,14 @@ class ParallelSettings(Group):
     )
     account_for_embedding_in_pipeline_split: bool = setting(
         False,
-        advice="Count the word embedding as one layer when layers are dealt to pipeline stages: the first stage gets "
-        "one fewer.",
+        advice="Count the word embedding as one layer when layers are assigned to pipeline stages: the first stage "
+        "gets one fewer.",
         how="Layers plus what is counted are shared equally.",
         when="Where the first stage is the fullest, or to make an odd number of layers divide.",
     )
     account_for_loss_in_pipeline_split: bool = setting(
         False,
-        advice="Count the output layer and loss as one layer when layers are dealt to pipeline stages: the last "
+        advice="Count the output layer and loss as one layer when layers are assigned to pipeline stages: the last "
         "stage gets one fewer.",
         how="Layers plus what is counted are shared equally.",
         when="For large vocabularies: otherwise the others wait for the last stage.",
@@ -156,7 +141,7 @@ class ParallelSettings(Group):
         None,
         advice="Says stage by stage what each holds, stages parted by |: E the embedding, t a layer, L the loss; t*3 "
         "repeats, (tt|)*4 too.",
-        how="Et*3|t*4|t*4|t*3L is 14 layers on 4 stages, or on 2 with 2 virtual stages each. Parts are dealt to the "
+        how="Et*3|t*4|t*4|t*3L is 14 layers on 4 stages, or on 2 with 2 virtual stages each. Parts are assigned to the "
         "stages in turn.",
         when="Where none of the simpler keys balances the stages.",
     )
@@ -177,7 +162,7 @@ class ParallelSettings(Group):
         return self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """Every size by its short name, in the order that people write layouts; expert tensor parallelism apart."""
+        """List every size by its short name, in the order of written layouts; expert tensor parallelism apart."""
         return {
             "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,
@@ -194,7 +179,7 @@ class ParallelSettings(Group):
 
     @property
     def sequence_multiple(self) -> int:
-        """The whole row's length is a multiple of this: context parallelism deals two equal parts to each process, and
+        """The whole row's length is a multiple of this: context parallelism gives two equal parts to each process, and
         sequence parallelism cuts each one's tokens once more."""
         parts = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
         return parts * (self.tensor_model_parallel_size if self.sequence_parallel else 1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from megatune.config.setting import Count, Group, setting
 
 
 class RecomputeSettings(Group):
@@ -31,10 +31,8 @@ class RecomputeSettings(Group):
             "block": "recomputes the first layers of each stage only",
         },
     )
-    recompute_num_layers: int | None = setting(
+    recompute_num_layers: Annotated[Count, "layers"] | None = setting(
         None,
-        unit="layers",
-        ge=1,
         advice="With full: layers of one recomputed group (uniform) or recomputed layers of each stage (block). null "
         "takes 1 with uniform, and all with block.",
         how="A larger group keeps fewer inputs, and needs the activations of the whole group at once in its backward "
@@ -55,7 +53,7 @@ class RecomputeSettings(Group):
             "core_attn": "attention between its inputs and its output; frees hardly anything",
             "layernorm": "the two norms of a layer",
             "mlp": "the dense feed-forward",
-            "moe": "the sparse feed-forward, tokens' travel included",
+            "moe": "the sparse feed-forward, dispatching tokens included",
             "moe_act": "the experts' activation; needs moe_grouped_gemm",
             "mla_up_proj": "the up-projections of multi-latent attention",
             "shared_experts": "the shared experts",
@@ -64,7 +62,8 @@ class RecomputeSettings(Group):
     moe_layer_recompute: bool = setting(
         False,
         advice="Recompute whole expert layers in the backward pass: selective with the module moe.",
-        how="Tokens travel to their experts a second time.",
+        how="Tokens are dispatched to their experts a second time. With full and block it holds for the layers "
+        "that are not recomputed as a whole.",
         when="Where the activations of experts do not fit, above all when experts are unevenly busy.",
     )
 
@@ -127,15 +126,13 @@ class PerformanceSettings(Group):
     )
     manual_gc: bool = setting(
         False,
-        advice="Collect Python's garbage at the same steps on all processes, instead of whenever each one likes.",
+        advice="Collect Python's garbage at the same steps on all processes, instead of whenever each process does.",
         how="A collection takes tens of milliseconds, and all wait for the process that does it.",
         when="Turn it on for runs of many processes.",
     )
-    manual_gc_interval: int = setting(
+    manual_gc_interval: Annotated[Count, "steps"] = setting(
         50,
-        unit="steps",
-        ge=1,
-        advice="With manual_gc: collect every so many steps.",
+        advice="With manual_gc: steps from one collection to the next.",
         how="Between collections only what is in reference circles stays in the host's memory.",
         when="Raise it where steps are short.",
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatune.config.setting import Group, setting
+from pydantic import Field
+
+from megatune.config.setting import Count, Group, setting
 
 
 class RunSettings(Group):
@@ -30,10 +32,10 @@ class RunSettings(Group):
     output_dir: str | None = setting(
         None,
         advice="Folder for checkpoints, logs and the final model.",
-        how="A run started again on the same folder goes on from its newest whole checkpoint. Every checkpoint kept "
+        how="A run started again on the same folder resumes from its newest whole checkpoint. Every checkpoint kept "
         "takes the model's size on disk, and with its training state about 12 bytes per parameter more (8 in fp32).",
         when="Name a new folder for every new run, on a disk that every machine of the run sees. Name the old one to "
-        "go on with a run.",
+        "continue a run.",
     )
     overwrite_output_dir: bool = setting(
         False,
@@ -45,26 +47,22 @@ class RunSettings(Group):
     )
     resume_from_checkpoint: bool | str | None = setting(
         None,
-        advice="Where the run goes on from: null is the newest whole checkpoint of output_dir if there is one, true "
+        advice="Where the run resumes from: null is the newest whole checkpoint of output_dir if there is one, true "
         "insists on one, false never resumes, a path names the checkpoint.",
         how="Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked "
         "first. The layout may differ from the one that saved it; in the same layout the run continues bit for bit.",
         when="null is right for nearly every run. Use true where a start from step 0 would be a mistake, and a path "
         "to go back to an earlier step.",
     )
-    seed: int = setting(
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = setting(
         42,
-        ge=0,
-        lt=2**32,
         advice="Seeds the order of rows, the held-out split, packing and the random numbers of training.",
         how="The order of rows is a pure function of the seed and the epoch, in every layout. The same seed in the "
         "same layout gives the same run, bit for bit.",
         when="Change it to see how much of a result is chance. Changing it also changes which rows val_size holds out.",
     )
-    num_processes: int | None = setting(
+    num_processes: Annotated[Count, "processes"] | None = setting(
         None,
-        unit="processes",
-        ge=1,
         advice="Processes of the whole run; one drives one GPU. null takes one for each GPU, and on a CPU as few as "
         "the layout allows.",
         how="What the layout does not take (tensor, pipeline and context parallelism) becomes data parallelism. "
@@ -72,25 +70,21 @@ class RunSettings(Group):
         when="Set it on a CPU, to try the layout of a larger machine there, or to use only some of a machine's GPUs. "
         "More data-parallel processes help a CPU only while there are cores for them.",
     )
-    ddp_timeout: int = setting(
+    ddp_timeout: Annotated[int, Field(gt=0), "seconds"] = setting(
         1800,
-        unit="seconds",
-        gt=0,
         advice="How long a collective operation may wait for the other processes before the run is ended.",
         how="It bounds start-up, loading, saving and every exchange. A process that shows no progress for this long, "
         "or for half an hour if that is less, is named and ends the run.",
         when="Raise it for slow storage or very large models, whose loading or saving takes longer. A larger value "
         "also means that a hang is noticed later.",
     )
-    check_agreement_interval: int | None = setting(
+    check_agreement_interval: Annotated[Count, "steps"] | None = setting(
         None,
-        unit="steps",
-        ge=1,
-        advice="Every so many steps, check that processes which hold the same weights and gradients hold the same "
+        advice="Steps between checks that processes which hold the same weights and gradients hold the same "
         "numbers; null is off.",
         how="At those steps gradients are compared before the update and weights after it, across all copies. The "
         "first difference ends the run and names the ranks.",
-        when="Use it on new machines and when hunting faults: 100 finds a broken device for little time. Leave it "
+        when="Use it on new machines and when looking for faults: 100 finds a broken device for little time. Leave it "
         "off once the machines are trusted.",
     )
     memory_check: Literal["error", "warn", "off"] = setting(
@@ -149,17 +143,5 @@ class ModelSettings(Group):
         advice="Always false: the supported families need no code from a checkpoint's repository, so none is run.",
         how="The model is built from this project's own description of its family; config.json only gives the numbers.",
         when="Never: true is refused.",
-        values={
-            "false": "no code of the checkpoint is run",
-        },
-    )
-    finetuning_type: Literal["full"] = setting(
-        "full",
-        advice="Which parameters are trained.",
-        how="full keeps weights, gradients and optimizer state of every parameter: 18 bytes each in bf16, 16 in "
-        "fp32, shared out by the layout and the distributed optimizer.",
-        when="full is all that is built; LoRA and freezing are refused by name.",
-        values={
-            "full": "trains every parameter",
-        },
+        values={"false": "no code of the checkpoint is run"},
     )

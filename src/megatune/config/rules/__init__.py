@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
-from megatune.config.rules import attention, data, experts, layout, memory, pipeline, run, schedule
+from megatune.config.entry import SettingEntry
+from megatune.config.rules import attention, data, experts, finetuning, layout, memory, pipeline, run, schedule
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-RULES: tuple[Rule, ...] = (
+_BUILT: tuple[Rule, ...] = (
     *data.RULES,
     *run.RULES,
     *schedule.RULES,
@@ -21,7 +22,10 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
 )
 
-DATA_RULES = data.RULES
+# Of a run, of what only reads its data, and of a plan, which takes some of what is not built.
+RULES = (*finetuning.RULES, *_BUILT)
+DATA_RULES = (*finetuning.RULES, *data.RULES)
+PLAN_RULES = (*finetuning.PLAN_RULES, *_BUILT)
 
 
 def check(
@@ -32,26 +36,28 @@ def check(
     rules: Iterable[Rule] = RULES,
     origins: Mapping[str, str] | None = None,
     invalid: Collection[str] = (),
+    written: Mapping[str, SettingEntry] | None = None,
 ) -> list[Finding]:
-    """Everything that is wrong between settings.
+    """Find all that is wrong between settings.
 
     Args:
         architecture: the model's numbers; None leaves out the rules that need them.
         world_size: processes over all machines; None takes num_processes if that is set.
-        rules: which ones; `DATA_RULES` are those of what only reads the data.
+        rules: which ones.
         origins: "group.name" -> where it was written, to say where each problem is.
         invalid: "group.name" of settings already refused; problems they take part in are not reported again.
+        written: "group.name" of what a user gave a value; what is not built is refused where it is written.
     """
-    context = Context(settings, architecture, world_size)
+    context = Context(settings, architecture, world_size, written or {})
     problems = (problem for rule in rules for problem in rule(context))
     return [
-        Finding(problem.what, _where(problem.paths, origins or {}), problem.why, problem.fix)
+        Finding(problem.what, problem.where or _where(problem.paths, origins or {}), problem.why, problem.fix)
         for problem in problems
         if not set(problem.paths) & set(invalid)
     ]
 
 
 def _where(paths: tuple[str, ...], origins: Mapping[str, str]) -> str:
-    """The first place where a user wrote one of the settings."""
+    """Return the first place where a user wrote one of the settings."""
     written = (origins.get(path, "default") for path in paths)
     return next((origin for origin in written if origin != "default"), "")

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from megatune.config.rules.problem import Context, Problem, Rule
 
-_BACKEND = "performance.attention_backend"
-
 
 def whole_rows(context: Context) -> Iterator[Problem]:
     """cuDNN attends to whole rows of one document only."""
@@ -17,19 +15,14 @@ def whole_rows(context: Context) -> Iterator[Problem]:
         return
     fix = "write attention_backend: auto, or flash"
     if settings.packing:
-        yield Problem(
-            (_BACKEND, "data.packing"),
-            "attention_backend: fused and packing: true",
-            "cuDNN's attention is used for rows of one document only; packed rows need flash attention",
-            fix,
-        )
+        what = "attention_backend: fused and packing: true"
+        why = "cuDNN's attention is used for rows of one document only; packed rows need flash attention"
+        yield Problem(("attention_backend", "packing"), what, why, fix)
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
-        yield Problem(
-            (_BACKEND, "parallel.cp_comm_type", "parallel.context_parallel_size"),
-            f"attention_backend: fused and cp_comm_type {parallel.cp_comm_type}",
-            "cuDNN's attention is used for whole rows only, and each process has a part of the row's queries",
-            f"{fix}; or cp_comm_type: a2a, which attends to whole rows",
-        )
+        what = f"attention_backend: fused and cp_comm_type {parallel.cp_comm_type}"
+        why = "cuDNN's attention is used for whole rows only, and each process has a part of the row's queries"
+        fix = f"{fix}; or cp_comm_type: a2a, which attends to whole rows"
+        yield Problem(("attention_backend", "cp_comm_type", "context_parallel_size"), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (whole_rows,)

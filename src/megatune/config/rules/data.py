@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatune.config.groups.data import DataSettings
 from megatune.config.rules.problem import Context, Problem, Rule
 
-_HELD_OUT = ("data.val_size", "data.eval_dataset")
+_HELD_OUT = ("val_size", "eval_dataset")
 _SUM_TOLERANCE = 2e-3  # 0.333 of each of three data sets is meant to be all
 
 
@@ -16,22 +16,20 @@ def required(context: Context) -> Iterator[Problem]:
     settings = context.settings
     if not settings.model.model_name_or_path:
         fix = "write model_name_or_path: FOLDER, a Hugging Face checkpoint, or the id of a model on a hub"
-        yield Problem(("model.model_name_or_path",), "model_name_or_path is missing", "", fix)
+        yield Problem(("model_name_or_path",), "model_name_or_path is missing", "", fix)
     if not settings.data.dataset:
         fix = "write dataset: NAME, one or more of the names in dataset_info.json"
-        yield Problem(("data.dataset",), "dataset is missing", "", fix)
+        yield Problem(("dataset",), "dataset is missing", "", fix)
 
 
 def trained_turns(context: Context) -> Iterator[Problem]:
     """One says train on more than the answers, the other on fewer of them."""
     data = context.settings.data
     if data.train_on_prompt and data.mask_history:
-        yield Problem(
-            ("data.mask_history", "data.train_on_prompt"),
-            "train_on_prompt: true and mask_history: true",
-            "one trains on every turn, the other on the last answer only",
-            "remove one of the two",
-        )
+        what = "train_on_prompt: true and mask_history: true"
+        why = "one trains on every turn, the other on the last answer only"
+        fix = "remove one of the two"
+        yield Problem(("mask_history", "train_on_prompt"), what, why, fix)
 
 
 def held_out(context: Context) -> Iterator[Problem]:
@@ -44,7 +42,7 @@ def held_out(context: Context) -> Iterator[Problem]:
     if data.val_size >= 1 and not data.val_size.is_integer():
         whole = round(data.val_size)
         what = f"val_size {data.val_size:g} is neither a share below 1 nor a number of rows"
-        yield Problem(("data.val_size",), what, "", f"write val_size: {whole} for {whole} rows")
+        yield Problem(("val_size",), what, "", f"write val_size: {whole} for {whole} rows")
 
 
 def mixing(context: Context) -> Iterator[Problem]:
@@ -55,7 +53,7 @@ def mixing(context: Context) -> Iterator[Problem]:
         if values is not None and len(values) != count:
             what = f"{len(values)} of {key} for {count} data sets"
             fix = "write as many numbers as data sets, in their order"
-            yield Problem((f"data.{key}", "data.dataset"), what, "", fix)
+            yield Problem((key, "dataset"), what, "", fix)
     yield from _numbers(data.interleave_probs, data.dataset_weights)
     yield from _strategy(data)
 
@@ -64,10 +62,10 @@ def _numbers(probs: list[float] | None, weights: list[float] | None) -> Iterator
     fix = "leave out of `dataset` what is never to be drawn from"
     for key, values in (("interleave_probs", probs), ("dataset_weights", weights)):
         if values is not None and min(values, default=1) <= 0:
-            yield Problem((f"data.{key}",), f"{key} has {min(values):g}", "every number must be above 0", fix)
+            yield Problem((key,), f"{key} has {min(values):g}", "every number must be above 0", fix)
     if probs and min(probs) > 0 and abs(sum(probs) - 1) > _SUM_TOLERANCE:
         fix = f"write interleave_probs: {', '.join(f'{p / sum(probs):.4g}' for p in probs)}"
-        yield Problem(("data.interleave_probs",), f"interleave_probs sum to {sum(probs):.4g}, not to 1", "", fix)
+        yield Problem(("interleave_probs",), f"interleave_probs sum to {sum(probs):.4g}, not to 1", "", fix)
 
 
 def _strategy(data: DataSettings) -> Iterator[Problem]:
@@ -75,16 +73,12 @@ def _strategy(data: DataSettings) -> Iterator[Problem]:
     if probs is not None and data.mix_strategy == "concat":
         why = "concat takes every data set whole"
         fix = "write mix_strategy: interleave_under, interleave_over or interleave_once"
-        yield Problem(
-            ("data.interleave_probs", "data.mix_strategy"), "interleave_probs with mix_strategy concat", why, fix
-        )
+        yield Problem(("interleave_probs", "mix_strategy"), "interleave_probs with mix_strategy concat", why, fix)
     if weights is not None and data.mix_strategy != "concat":
-        yield Problem(
-            ("data.dataset_weights", "data.mix_strategy"),
-            f"dataset_weights with mix_strategy {data.mix_strategy}",
-            "both say how often each data set is trained",
-            "write interleave_probs instead of dataset_weights",
-        )
+        what = f"dataset_weights with mix_strategy {data.mix_strategy}"
+        why = "both say how often each data set is trained"
+        fix = "write interleave_probs instead of dataset_weights"
+        yield Problem(("dataset_weights", "mix_strategy"), what, why, fix)
 
 
 def order(context: Context) -> Iterator[Problem]:
@@ -96,11 +90,11 @@ def order(context: Context) -> Iterator[Problem]:
     if data.disable_shuffling:
         what = "group_by_length: true and disable_shuffling: true"
         why = "one sorts rows, the other leaves them as they are"
-        yield Problem(("data.group_by_length", "data.disable_shuffling"), what, why, "remove one of the two")
+        yield Problem(("group_by_length", "disable_shuffling"), what, why, "remove one of the two")
     if settings.packing:
         why = "packed rows are of one length"
-        paths = ("data.group_by_length", "data.packing", "run.stage")
-        yield Problem(paths, "group_by_length: true with packing", why, "write group_by_length: false")
+        names = ("group_by_length", "packing", "stage")
+        yield Problem(names, "group_by_length: true with packing", why, "write group_by_length: false")
 
 
 def streaming(context: Context) -> Iterator[Problem]:
@@ -111,20 +105,18 @@ def streaming(context: Context) -> Iterator[Problem]:
         return
     why = "how many rows there are is not known while they are read"
     if settings.optimizer.max_steps <= 0:
-        yield Problem(
-            ("data.streaming", "optimizer.max_steps"), "streaming: true without max_steps", why, "write max_steps: N"
-        )
+        yield Problem(("streaming", "max_steps"), "streaming: true without max_steps", why, "write max_steps: N")
     if 0 < data.val_size < 1:
         fix = "write val_size as a number of rows, or name an eval_dataset"
         what = f"streaming: true with val_size {data.val_size:g}"
-        yield Problem(("data.val_size", "data.streaming"), what, why, fix)
+        yield Problem(("val_size", "streaming"), what, why, fix)
     not_kept = "rows are trained as they are read, and not kept"
     for key, reason in (("group_by_length", why), ("tokenized_path", not_kept)):
         if getattr(data, key):
-            yield Problem((f"data.{key}", "data.streaming"), f"streaming: true with {key}", reason, f"remove {key}")
+            yield Problem((key, "streaming"), f"streaming: true with {key}", reason, f"remove {key}")
     if data.dataset_weights is not None:
         fix = "write mix_strategy: interleave_over and interleave_probs"
-        yield Problem(("data.dataset_weights", "data.streaming"), "streaming: true with dataset_weights", why, fix)
+        yield Problem(("dataset_weights", "streaming"), "streaming: true with dataset_weights", why, fix)
 
 
 def pairs(context: Context) -> Iterator[Problem]:
@@ -135,11 +127,11 @@ def pairs(context: Context) -> Iterator[Problem]:
         return
     if data.packing:
         why = "the two answers of a pair are compared with each other"
-        yield Problem(("data.packing", "run.stage"), "packing with stage dpo is not built", why, "write packing: false")
+        yield Problem(("packing", "stage"), "packing with stage dpo is not built", why, "write packing: false")
     for key in ("train_on_prompt", "mask_history"):
         if getattr(data, key):
             why = "only the two answers of a pair are trained"
-            yield Problem((f"data.{key}", "run.stage"), f"{key} with stage dpo", why, f"remove {key}")
+            yield Problem((key, "stage"), f"{key} with stage dpo", why, f"remove {key}")
 
 
 def without_effect(context: Context) -> Iterator[Problem]:
@@ -149,12 +141,12 @@ def without_effect(context: Context) -> Iterator[Problem]:
     if data.buffer_size != DataSettings().buffer_size and not data.streaming:
         what = f"buffer_size {data.buffer_size} without streaming"
         why = "prepared rows are shuffled all together"
-        yield Problem(("data.buffer_size", "data.streaming"), what, why, "remove buffer_size, or write streaming: true")
+        yield Problem(("buffer_size", "streaming"), what, why, "remove buffer_size, or write streaming: true")
     if data.preserve_thinking and not data.mask_history and settings.run.stage != "dpo":
         what = "preserve_thinking: true without mask_history"
         why = "the reasoning of answers that are trained is always kept"
-        paths = ("data.preserve_thinking", "data.mask_history")
-        yield Problem(paths, what, why, "remove preserve_thinking, or write mask_history: true")
+        names = ("preserve_thinking", "mask_history")
+        yield Problem(names, what, why, "remove preserve_thinking, or write mask_history: true")
 
 
 RULES: tuple[Rule, ...] = (required, trained_turns, held_out, mixing, order, streaming, pairs, without_effect)

@@ -1,4 +1,4 @@
-"""Rules of mixtures of experts: they need some, and experts are dealt and split evenly."""
+"""Rules of mixtures of experts: they need some, and experts are sharded and split evenly."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from megatune.config.groups.experts import ExpertSettings
 from megatune.config.rules.problem import Context, Problem, Rule, divisors, nearest
 
-_EP = "parallel.expert_model_parallel_size"
-_ETP = "parallel.expert_tensor_parallel_size"
-_TP = "parallel.tensor_model_parallel_size"
 # What asks for something that only experts can do; the others say how it would be done.
 _ASKING = (
     "moe_aux_loss_coeff",
@@ -22,49 +19,43 @@ _ASKING = (
 
 
 def dense_model(context: Context) -> Iterator[Problem]:
-    """A dense model has no experts to deal, to balance or to bound. How they would be computed may be said."""
+    """A dense model has no experts to shard, to balance or to bound. How they would be computed may be said."""
     architecture, parallel, experts = context.architecture, context.settings.parallel, context.settings.experts
     if architecture is None or architecture.moe is not None:
         return
-    asked = [("expert_model_parallel_size", _EP)] if parallel.expert_model_parallel_size > 1 else []
-    asked += [("expert_tensor_parallel_size", _ETP)] if (parallel.expert_tensor_parallel_size or 1) > 1 else []
-    asked += [(name, f"experts.{name}") for name in _ASKING if getattr(experts, name)]
+    sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    asked = [name for name in sizes if (getattr(parallel, name) or 1) > 1]
+    asked += [name for name in _ASKING if getattr(experts, name)]
     if context.settings.recompute.moe_layer_recompute:
-        asked.append(("moe_layer_recompute", "recompute.moe_layer_recompute"))
+        asked.append("moe_layer_recompute")
     why = f"a {architecture.model_type} has no experts"
-    for name, path in asked:
-        yield Problem((path,), f"{name} with a dense model", why, f"remove {name}")
+    for name in asked:
+        yield Problem((name,), f"{name} with a dense model", why, f"remove {name}")
 
 
-def dealing(context: Context) -> Iterator[Problem]:
+def sharding(context: Context) -> Iterator[Problem]:
     """Every expert-parallel process holds the same number of experts, and every slice of one is as large."""
     architecture, parallel = context.architecture, context.settings.parallel
     if architecture is None or architecture.moe is None:
         return
     moe, ep, etp = architecture.moe, parallel.expert_model_parallel_size, parallel.expert_tensor_size
     if moe.num_experts % ep:
-        yield Problem(
-            (_EP,),
-            f"expert_model_parallel_size {ep} does not divide the model's {moe.num_experts} experts",
-            "each process holds the same number of experts",
-            f"write expert_model_parallel_size: {nearest(ep, divisors(moe.num_experts))}, the nearest that does",
-        )
+        what = f"expert_model_parallel_size {ep} does not divide the model's {moe.num_experts} experts"
+        why = "each process holds the same number of experts"
+        fix = f"write expert_model_parallel_size: {nearest(ep, divisors(moe.num_experts))}, the nearest that does"
+        yield Problem(("expert_model_parallel_size",), what, why, fix)
     channels = moe.moe_ffn_hidden_size
     if channels % etp:
         implied = "" if parallel.expert_tensor_parallel_size else " (tensor_model_parallel_size, as it is not set)"
-        yield Problem(
-            (_ETP, _TP),
-            f"expert_tensor_parallel_size {etp}{implied} does not divide an expert's {channels} channels",
-            "each process takes an equal, whole share of every expert",
-            f"write expert_tensor_parallel_size: {nearest(etp, divisors(channels))}",
-        )
+        what = f"expert_tensor_parallel_size {etp}{implied} does not divide an expert's {channels} channels"
+        why = "each process takes an equal, whole share of every expert"
+        fix = f"write expert_tensor_parallel_size: {nearest(etp, divisors(channels))}"
+        yield Problem(("expert_tensor_parallel_size", "tensor_model_parallel_size"), what, why, fix)
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield Problem(
-            ("parallel.sequence_parallel", _TP),
-            "tensor_model_parallel_size above 1 without sequence_parallel",
-            "without it every tensor-parallel process would send all tokens to the experts",
-            "write sequence_parallel: true",
-        )
+        what = "tensor_model_parallel_size above 1 without sequence_parallel"
+        why = "without it every tensor-parallel process would send all tokens to the experts"
+        fix = "write sequence_parallel: true"
+        yield Problem(("sequence_parallel", "tensor_model_parallel_size"), what, why, fix)
 
 
 def routing(context: Context) -> Iterator[Problem]:
@@ -79,26 +70,20 @@ def routing(context: Context) -> Iterator[Problem]:
         asked = getattr(experts, name)
         if asked is not None and asked != value:
             said = str(value).lower() if isinstance(value, bool) else value
-            yield Problem(
-                (f"experts.{name}",),
-                f"{name} {str(asked).lower()}, and the model's is {said}",
-                "the checkpoint that comes out would be run with what its config.json says",
-                f"remove {name}, or change config.json",
-            )
+            what = f"{name} {str(asked).lower()}, and the model's is {said}"
+            why = "the checkpoint that comes out would be run with what its config.json says"
+            fix = f"remove {name}, or change config.json"
+            yield Problem((name,), what, why, fix)
     if experts.moe_router_bias_update_rate and not architecture.moe.expert_bias:
-        yield Problem(
-            ("experts.moe_router_bias_update_rate",),
-            "moe_router_bias_update_rate with a model that has no bias on its experts",
-            f"a {architecture.model_type} balances by a loss: moe_aux_loss_coeff",
-            "remove moe_router_bias_update_rate",
-        )
+        what = "moe_router_bias_update_rate with a model that has no bias on its experts"
+        why = f"a {architecture.model_type} balances by a loss: moe_aux_loss_coeff"
+        fix = "remove moe_router_bias_update_rate"
+        yield Problem(("moe_router_bias_update_rate",), what, why, fix)
     if experts.moe_router_load_balancing_type == "sinkhorn" and architecture.moe.score_function != "softmax":
-        yield Problem(
-            ("experts.moe_router_load_balancing_type",),
-            f"moe_router_load_balancing_type sinkhorn with a {architecture.model_type}",
-            "sinkhorn balances the softmax of the router's logits; this model takes their sigmoid",
-            "write moe_router_load_balancing_type: seq_aux_loss",
-        )
+        what = f"moe_router_load_balancing_type sinkhorn with a {architecture.model_type}"
+        why = "sinkhorn balances the softmax of the router's logits; this model takes their sigmoid"
+        fix = "write moe_router_load_balancing_type: seq_aux_loss"
+        yield Problem(("moe_router_load_balancing_type",), what, why, fix)
 
 
 def balancing(context: Context) -> Iterator[Problem]:
@@ -106,39 +91,32 @@ def balancing(context: Context) -> Iterator[Problem]:
     experts: ExpertSettings = context.settings.experts
     kind = experts.moe_router_load_balancing_type
     if experts.moe_aux_loss_coeff and kind in ("sinkhorn", "none"):
-        yield Problem(
-            ("experts.moe_aux_loss_coeff", "experts.moe_router_load_balancing_type"),
-            f"moe_aux_loss_coeff {experts.moe_aux_loss_coeff:g} with moe_router_load_balancing_type {kind}",
-            "there is no auxiliary loss to weigh",
-            "write moe_router_load_balancing_type: aux_loss, or moe_aux_loss_coeff: 0",
-        )
+        what = f"moe_aux_loss_coeff {experts.moe_aux_loss_coeff:g} with moe_router_load_balancing_type {kind}"
+        why = "there is no auxiliary loss to weigh"
+        fix = "write moe_router_load_balancing_type: aux_loss, or moe_aux_loss_coeff: 0"
+        yield Problem(("moe_aux_loss_coeff", "moe_router_load_balancing_type"), what, why, fix)
     if experts.moe_pad_expert_input_to_capacity and experts.moe_expert_capacity_factor is None:
-        yield Problem(
-            ("experts.moe_pad_expert_input_to_capacity", "experts.moe_expert_capacity_factor"),
-            "moe_pad_expert_input_to_capacity: true without moe_expert_capacity_factor",
-            "without it experts have no capacity",
-            "write moe_expert_capacity_factor: 1.5, or moe_pad_expert_input_to_capacity: false",
-        )
+        what = "moe_pad_expert_input_to_capacity: true without moe_expert_capacity_factor"
+        why = "without it experts have no capacity"
+        fix = "write moe_expert_capacity_factor: 1.5, or moe_pad_expert_input_to_capacity: false"
+        names = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor")
+        yield Problem(names, what, why, fix)
 
 
 def dropping(context: Context) -> Iterator[Problem]:
     """What cannot be combined with bounding the experts, or with choosing one only."""
     experts, architecture = context.settings.experts, context.architecture
     if experts.moe_router_load_balancing_type == "sinkhorn" and experts.moe_expert_capacity_factor is not None:
-        yield Problem(
-            ("experts.moe_expert_capacity_factor", "experts.moe_router_load_balancing_type"),
-            "moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn",
-            "sinkhorn keeps experts equally busy itself",
-            "remove moe_expert_capacity_factor",
-        )
+        what = "moe_expert_capacity_factor with moe_router_load_balancing_type sinkhorn"
+        why = "sinkhorn keeps experts equally busy itself"
+        fix = "remove moe_expert_capacity_factor"
+        yield Problem(("moe_expert_capacity_factor", "moe_router_load_balancing_type"), what, why, fix)
     moe = None if architecture is None else architecture.moe
     if moe is not None and moe.router_topk == 1 and moe.score_function == "softmax" and not moe.pre_softmax:
-        yield Problem(
-            ("model.model_name_or_path",),
-            "the model sends each token to one expert and normalizes its share, which is then always 1",
-            "its router would never learn",
-            "train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false",
-        )
+        what = "the model sends each token to one expert and normalizes its share, which is then always 1"
+        why = "its router would never learn"
+        fix = "train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false"
+        yield Problem(("model_name_or_path",), what, why, fix)
 
 
 def shared_experts(context: Context) -> Iterator[Problem]:
@@ -146,22 +124,18 @@ def shared_experts(context: Context) -> Iterator[Problem]:
     experts, architecture = context.settings.experts, context.architecture
     if not experts.moe_shared_expert_overlap:
         return
-    path = "experts.moe_shared_expert_overlap"
+    path = "moe_shared_expert_overlap"
     if experts.moe_token_dispatcher_type == "allgather":
-        yield Problem(
-            (path, "experts.moe_token_dispatcher_type"),
-            "moe_shared_expert_overlap: true with moe_token_dispatcher_type allgather",
-            "allgather has no exchange to compute beside",
-            "write moe_token_dispatcher_type: alltoall, or moe_shared_expert_overlap: false",
-        )
+        what = "moe_shared_expert_overlap: true with moe_token_dispatcher_type allgather"
+        why = "allgather has no exchange to compute beside"
+        fix = "write moe_token_dispatcher_type: alltoall, or moe_shared_expert_overlap: false"
+        yield Problem((path, "moe_token_dispatcher_type"), what, why, fix)
     moe = None if architecture is None else architecture.moe
     if architecture is not None and moe is not None and not moe.shared_expert_intermediate_size:
-        yield Problem(
-            (path,),
-            "moe_shared_expert_overlap: true with a model without shared experts",
-            f"a {architecture.model_type} has none",
-            "remove moe_shared_expert_overlap",
-        )
+        what = "moe_shared_expert_overlap: true with a model without shared experts"
+        why = f"a {architecture.model_type} has none"
+        fix = "remove moe_shared_expert_overlap"
+        yield Problem((path,), what, why, fix)
 
 
-RULES: tuple[Rule, ...] = (dense_model, dealing, routing, balancing, dropping, shared_experts)
+RULES: tuple[Rule, ...] = (dense_model, sharding, routing, balancing, dropping, shared_experts)

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from megatune.architecture import Architecture
 from megatune.config.rules.problem import Context, Problem, Rule, divisors, either, multiples_around, nearest
 
-_TP = "parallel.tensor_model_parallel_size"
-_PP = "parallel.pipeline_model_parallel_size"
-_CP = "parallel.context_parallel_size"
+_TP = "tensor_model_parallel_size"
+_CP = "context_parallel_size"
 
 
 def tensor_parallel_fits(architecture: Architecture, size: int) -> bool:
@@ -39,12 +38,10 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
     unequal = [f"{number} {name}" for number, name, remainder in _shares(architecture, tp) if remainder]
     heads = architecture.num_attention_heads
     valid = nearest(tp, (size for size in divisors(heads) if tensor_parallel_fits(architecture, size)))
-    yield Problem(
-        (_TP,),
-        f"tensor_model_parallel_size {tp} does not split the model's {', '.join(unequal)}",
-        "each process takes an equal, whole share; key/value heads may also be shared by several processes",
-        f"write tensor_model_parallel_size: {valid}, the nearest that this model allows",
-    )
+    what = f"tensor_model_parallel_size {tp} does not split the model's {', '.join(unequal)}"
+    why = "each process takes an equal, whole share; key/value heads may also be shared by several processes"
+    fix = f"write tensor_model_parallel_size: {valid}, the nearest that this model allows"
+    yield Problem((_TP,), what, why, fix)
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
@@ -54,18 +51,14 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
     if not parallel.sequence_parallel:
         return
     if tp == 1:
-        yield Problem(
-            ("parallel.sequence_parallel", _TP),
-            "sequence_parallel: true with tensor_model_parallel_size 1",
-            "it splits the sequence over the tensor-parallel processes; there is one",
-            "remove sequence_parallel, or write tensor_model_parallel_size: 2",
-        )
+        what = "sequence_parallel: true with tensor_model_parallel_size 1"
+        why = "it splits the sequence over the tensor-parallel processes; there is one"
+        fix = "remove sequence_parallel, or write tensor_model_parallel_size: 2"
+        yield Problem(("sequence_parallel", _TP), what, why, fix)
     elif cutoff < tp:
         what = f"cutoff_len {cutoff} is shorter than tensor_model_parallel_size {tp}"
         why = "sequence_parallel gives each tensor-parallel process a part of the sequence"
-        yield Problem(
-            ("data.cutoff_len", _TP, "parallel.sequence_parallel"), what, why, f"write cutoff_len: {tp} or more"
-        )
+        yield Problem(("cutoff_len", _TP, "sequence_parallel"), what, why, f"write cutoff_len: {tp} or more")
 
 
 def context_parallel(context: Context) -> Iterator[Problem]:
@@ -78,7 +71,7 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     if heads % (tp * cp) and heads % tp == 0:
         valid = nearest(cp, divisors(heads // tp))
         yield Problem(
-            (_CP, "parallel.cp_comm_type", _TP),
+            (_CP, "cp_comm_type", _TP),
             f"context_parallel_size {cp} with cp_comm_type a2a does not divide the {heads // tp} attention heads of a "
             "process",
             "a2a gives each context-parallel process an equal share of the heads",
@@ -92,12 +85,12 @@ def world(context: Context) -> Iterator[Problem]:
     num_processes = asked if context.world_size is None else context.world_size
     if num_processes is None:
         return
-    tp, pp, cp = (getattr(parallel, key.partition(".")[2]) for key in (_TP, _PP, _CP))
+    tp, pp, cp = (getattr(parallel, name) for name in (_TP, "pipeline_model_parallel_size", _CP))
     if num_processes % parallel.model_parallel_size:
         what = f"the {parallel.model_parallel_size} that one copy of the model takes"
         parts = f"tensor_model_parallel_size {tp} times pipeline_model_parallel_size {pp}"
         parts += f" times context_parallel_size {cp}" if cp > 1 else ""
-        paths = ("run.num_processes", _TP, _PP, *([_CP] if cp > 1 else []))
+        names = ("num_processes", _TP, "pipeline_model_parallel_size", *([_CP] if cp > 1 else []))
         why = f"{parts} is {parallel.model_parallel_size}"
     elif num_processes % parallel.expert_parallel_size:
         what = f"the {parallel.expert_parallel_size} that one copy of the experts takes"
@@ -108,17 +101,16 @@ def world(context: Context) -> Iterator[Problem]:
         )
         if parallel.expert_tensor_parallel_size is None and etp > 1:
             why += "; expert_tensor_parallel_size is tensor_model_parallel_size where it is not set"
-        paths = ("run.num_processes", "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size")
+        names = ("num_processes", "expert_model_parallel_size", "expert_tensor_parallel_size")
     else:
         return
     key = "num_processes" if asked == num_processes else "the number of processes"
     valid = either(multiples_around(num_processes, parallel.smallest_world))
-    yield Problem(
-        paths,
-        f"{num_processes} processes are not a multiple of {what}",
-        why,
-        f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout",
+    what = f"{num_processes} processes are not a multiple of {what}"
+    fix = (
+        f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout"
     )
+    yield Problem(names, what, why, fix)
 
 
 def overlap_param_gather(context: Context) -> Iterator[Problem]:
@@ -126,18 +118,10 @@ def overlap_param_gather(context: Context) -> Iterator[Problem]:
     parallel = context.settings.parallel
     missing = [key for key in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(parallel, key)]
     if parallel.overlap_param_gather and missing:
-        yield Problem(
-            ("parallel.overlap_param_gather", *(f"parallel.{key}" for key in missing)),
-            f"overlap_param_gather: true without {' and '.join(missing)}",
-            "it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps",
-            "write " + " and ".join(f"{key}: true" for key in missing) + ", or overlap_param_gather: false",
-        )
+        what = f"overlap_param_gather: true without {' and '.join(missing)}"
+        why = "it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps"
+        fix = "write " + " and ".join(f"{key}: true" for key in missing) + ", or overlap_param_gather: false"
+        yield Problem(("overlap_param_gather", *missing), what, why, fix)
 
 
-RULES: tuple[Rule, ...] = (
-    tensor_parallel,
-    sequence_parallel,
-    context_parallel,
-    world,
-    overlap_param_gather,
-)
+RULES: tuple[Rule, ...] = (tensor_parallel, sequence_parallel, context_parallel, world, overlap_param_gather)

@@ -8,26 +8,19 @@ from collections.abc import Iterator
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.rules.problem import Context, Problem, Rule, divisors, nearest
 
-_GRANULARITY = "recompute.recompute_granularity"
-_METHOD = "recompute.recompute_method"
-_COUNT = "recompute.recompute_num_layers"
-_MODULES = "recompute.recompute_modules"
-
 
 def granularity(context: Context) -> Iterator[Problem]:
     """Method and number of layers are of full recomputation."""
     recompute = context.settings.recompute
     if recompute.recompute_granularity == "full":
         return
-    for name, path in (("recompute_method", _METHOD), ("recompute_num_layers", _COUNT)):
+    for name in ("recompute_method", "recompute_num_layers"):
         if getattr(recompute, name) is not None:
             said = recompute.recompute_granularity or "null"
-            yield Problem(
-                (path, _GRANULARITY),
-                f"{name} with recompute_granularity {said}",
-                "it says how whole layers are recomputed",
-                f"write recompute_granularity: full, or remove {name}",
-            )
+            what = f"{name} with recompute_granularity {said}"
+            why = "it says how whole layers are recomputed"
+            fix = f"write recompute_granularity: full, or remove {name}"
+            yield Problem((name, "recompute_granularity"), what, why, fix)
 
 
 def groups_of_layers(context: Context) -> Iterator[Problem]:
@@ -45,12 +38,10 @@ def groups_of_layers(context: Context) -> Iterator[Problem]:
     uneven = next((chunk.num_layers for chunk in chunks if chunk.num_layers % count), None)
     if uneven is not None:
         sizes = divisors(math.gcd(*(chunk.num_layers for chunk in chunks)))
-        yield Problem(
-            (_COUNT, _METHOD),
-            f"recompute_num_layers {count} does not divide the {uneven} layers of a stage",
-            "uniform recomputes layers in groups of that size",
-            f"write recompute_num_layers: {nearest(count, sizes)}, the nearest that does, or recompute_method: block",
-        )
+        what = f"recompute_num_layers {count} does not divide the {uneven} layers of a stage"
+        why = "uniform recomputes layers in groups of that size"
+        fix = f"write recompute_num_layers: {nearest(count, sizes)}, the nearest that does, or recompute_method: block"
+        yield Problem(("recompute_num_layers", "recompute_method"), what, why, fix)
 
 
 def modules(context: Context) -> Iterator[Problem]:
@@ -69,18 +60,15 @@ def modules(context: Context) -> Iterator[Problem]:
             absent["shared_experts"] = "has no shared experts"
         for module in sorted(chosen & absent.keys()):
             what = f"recompute_modules has {module}, and a {architecture.model_type} {absent[module]}"
-            yield Problem((_MODULES,), what, "", f"remove {module}")
+            yield Problem(("recompute_modules",), what, "", f"remove {module}")
     for module, needs, wanted in (
         ("moe_act", "moe_grouped_gemm", True),
         ("shared_experts", "moe_shared_expert_overlap", False),
     ):
         if module in chosen - absent.keys() and getattr(experts, needs) is not wanted:
-            yield Problem(
-                (_MODULES, f"experts.{needs}"),
-                f"recompute_modules has {module} with {needs}: {str(not wanted).lower()}",
-                "",
-                f"remove {module}, or write {needs}: {str(wanted).lower()}",
-            )
+            what = f"recompute_modules has {module} with {needs}: {str(not wanted).lower()}"
+            fix = f"remove {module}, or write {needs}: {str(wanted).lower()}"
+            yield Problem(("recompute_modules", needs), what, "", fix)
 
 
 def optimizer_state(context: Context) -> Iterator[Problem]:
@@ -88,38 +76,30 @@ def optimizer_state(context: Context) -> Iterator[Problem]:
     optimizer = context.settings.optimizer
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if optimizer.optimizer == "sgd" and getattr(optimizer, name) != "fp32":
-            yield Problem(
-                (f"optimizer.{name}", "optimizer.optimizer"),
-                f"{name} {getattr(optimizer, name)} with optimizer sgd",
-                "it is part of Adam's state",
-                f"remove {name}, or write optimizer: adam",
-            )
+            what = f"{name} {getattr(optimizer, name)} with optimizer sgd"
+            why = "it is part of Adam's state"
+            fix = f"remove {name}, or write optimizer: adam"
+            yield Problem((name, "optimizer"), what, why, fix)
     if optimizer.optimizer == "sgd" and optimizer.optimizer_cpu_offload:
-        yield Problem(
-            ("optimizer.optimizer_cpu_offload", "optimizer.optimizer"),
-            "optimizer_cpu_offload: true with optimizer sgd",
-            "it moves Adam's state",
-            "write optimizer: adam, or optimizer_cpu_offload: false",
-        )
+        what = "optimizer_cpu_offload: true with optimizer sgd"
+        why = "it moves Adam's state"
+        fix = "write optimizer: adam, or optimizer_cpu_offload: false"
+        yield Problem(("optimizer_cpu_offload", "optimizer"), what, why, fix)
     if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
-        yield Problem(
-            ("optimizer.optimizer_offload_fraction", "optimizer.optimizer_cpu_offload"),
-            f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} without optimizer_cpu_offload",
-            "nothing is offloaded",
-            "write optimizer_cpu_offload: true, or remove optimizer_offload_fraction",
-        )
+        what = f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} without optimizer_cpu_offload"
+        why = "nothing is offloaded"
+        fix = "write optimizer_cpu_offload: true, or remove optimizer_offload_fraction"
+        yield Problem(("optimizer_offload_fraction", "optimizer_cpu_offload"), what, why, fix)
 
 
 def gradients(context: Context) -> Iterator[Problem]:
     """In fp32 there is no other dtype to add gradients in."""
     precision = context.settings.precision
     if not precision.accumulate_allreduce_grads_in_fp32 and precision.params_dtype == "float32":
-        yield Problem(
-            ("precision.accumulate_allreduce_grads_in_fp32",),
-            "accumulate_allreduce_grads_in_fp32: false without bf16 or fp16",
-            "gradients have the dtype of the model, which is fp32",
-            "write bf16: true, or remove accumulate_allreduce_grads_in_fp32",
-        )
+        what = "accumulate_allreduce_grads_in_fp32: false without bf16 or fp16"
+        why = "gradients have the dtype of the model, which is fp32"
+        fix = "write bf16: true, or remove accumulate_allreduce_grads_in_fp32"
+        yield Problem(("accumulate_allreduce_grads_in_fp32",), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (granularity, groups_of_layers, modules, optimizer_state, gradients)

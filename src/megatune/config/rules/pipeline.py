@@ -8,9 +8,9 @@ from megatune.config.pipeline import parse_layout, pipeline_chunks, write_layout
 from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
 from megatune.config.settings import ParallelSettings
 
-_PP = "parallel.pipeline_model_parallel_size"
-_VPP = "parallel.virtual_pipeline_model_parallel_size"
-_LAYOUT = "parallel.pipeline_model_parallel_layout"
+_PP = "pipeline_model_parallel_size"
+_VPP = "virtual_pipeline_model_parallel_size"
+_LAYOUT = "pipeline_model_parallel_layout"
 _SHAPES = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -29,20 +29,16 @@ def shapes(context: Context) -> Iterator[Problem]:
     parallel = context.settings.parallel
     given = _given_shapes(parallel)
     if given and parallel.pipeline_model_parallel_size == 1:
-        yield Problem(
-            (*(f"parallel.{name}" for name in given), _PP),
-            f"{' and '.join(given)} with pipeline_model_parallel_size 1",
-            "there is one stage, which holds everything",
-            f"remove {' and '.join(given)}, or write pipeline_model_parallel_size: 2",
-        )
+        what = f"{' and '.join(given)} with pipeline_model_parallel_size 1"
+        why = "there is one stage, which holds everything"
+        fix = f"remove {' and '.join(given)}, or write pipeline_model_parallel_size: 2"
+        yield Problem((*given, _PP), what, why, fix)
     kinds = {name.partition("_")[0] for name in given}
     if len(kinds) > 1:
-        yield Problem(
-            tuple(f"parallel.{name}" for name in given),
-            " and ".join(given),
-            "each says which stage holds how many layers",
-            f"keep {given[-1] if 'pipeline' in kinds else given[0]}",
-        )
+        what = " and ".join(given)
+        why = "each says which stage holds how many layers"
+        fix = f"keep {given[-1] if 'pipeline' in kinds else given[0]}"
+        yield Problem(tuple(given), what, why, fix)
 
 
 def written_layout(context: Context) -> Iterator[Problem]:
@@ -61,16 +57,14 @@ def written_layout(context: Context) -> Iterator[Problem]:
     if parts % pp or (vpp and parts != pp * vpp):
         stages = f"{pp} stages" + (f" of {vpp} virtual stages" if vpp else "")
         expected = f"{pp * vpp} parts" if vpp else f"a multiple of {pp} parts"
-        yield Problem(
-            (_LAYOUT, _PP, *([_VPP] if vpp else [])),
-            f"pipeline_model_parallel_layout {text!r} has {parts} parts for {stages}",
-            "every stage holds one part, or one for each of its virtual stages",
-            f"write {expected}{_stages_for(parts, pp, vpp)}",
-        )
+        what = f"pipeline_model_parallel_layout {text!r} has {parts} parts for {stages}"
+        why = "every stage holds one part, or one for each of its virtual stages"
+        fix = f"write {expected}{_stages_for(parts, pp, vpp)}"
+        yield Problem((_LAYOUT, _PP, *([_VPP] if vpp else [])), what, why, fix)
 
 
 def _stages_for(parts: int, pp: int, vpp: int | None) -> str:
-    """The sizes that a layout of so many parts is right for, if there are any."""
+    """The sizes that a layout of this many parts is right for, if there are any."""
     if parts == 1:
         return ", or remove pipeline_model_parallel_layout"
     if vpp is None:
@@ -100,7 +94,7 @@ def layers(context: Context) -> Iterator[Problem]:
 def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> Problem:
     """More stages, or virtual stages, than there is something for."""
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_stages
-    counted = [f"parallel.{name}" for name in _given_shapes(parallel)]
+    counted = _given_shapes(parallel)
     most = num_layers + len(counted)
     if vpp and pp <= most:
         fix = (
@@ -120,9 +114,9 @@ def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> 
 def _numbers(parallel: ParallelSettings, num_layers: int, asked: list[str], error: str) -> Problem:
     """Numbers of layers that do not make up the model."""
     named = " and ".join(f"{name} {getattr(parallel, name)}" for name in asked)
-    paths = (*(f"parallel.{name}" for name in asked), _PP)
+    names = (*asked, _PP)
     why = f"the parts together hold the model's {num_layers} layers"
-    return Problem(paths, f"{named}: {error}", why, _nearest_numbers(parallel, num_layers, asked))
+    return Problem(names, f"{named}: {error}", why, _nearest_numbers(parallel, num_layers, asked))
 
 
 def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[str]) -> str:
@@ -154,19 +148,15 @@ def virtual_stages(context: Context) -> Iterator[Problem]:
     if pp < 2:
         what = f"virtual_pipeline_model_parallel_size {vpp} with pipeline_model_parallel_size {pp}"
         why = "virtual stages interleave the layers of several pipeline stages; there is one"
-        yield Problem(
-            (_VPP, _PP),
-            what,
-            why,
-            "remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2",
-        )
+        fix = "remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2"
+        yield Problem((_VPP, _PP), what, why, fix)
         return
     steps = batch.gradient_accumulation_steps
     if steps % pp:
         what = f"gradient_accumulation_steps {steps} is not a multiple of pipeline_model_parallel_size {pp}"
         why = "with virtual stages, micro-batches go through the pipeline in rounds of one for each stage"
         fix = f"write gradient_accumulation_steps: {either(multiples_around(steps, pp))}"
-        yield Problem(("batch.gradient_accumulation_steps", key, _PP), what, why, fix)
+        yield Problem(("gradient_accumulation_steps", key, _PP), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (shapes, written_layout, layers, virtual_stages)

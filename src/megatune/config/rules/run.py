@@ -7,48 +7,42 @@ from collections.abc import Iterator
 
 from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
 
-_STRATEGY = "evaluation.eval_strategy"
-_SAVE = "checkpoint.save_strategy"
-_BEST = "evaluation.load_best_model_at_end"
-_HELD_OUT = ("data.val_size", "data.eval_dataset")
+_BEST = "load_best_model_at_end"
+_HELD_OUT = ("val_size", "eval_dataset")
 
 
 def output(context: Context) -> Iterator[Problem]:
     """A run leaves something behind."""
     if not context.settings.run.output_dir:
         fix = "write output_dir: FOLDER, for checkpoints, logs and the final model"
-        yield Problem(("run.output_dir",), "output_dir is missing", "", fix)
+        yield Problem(("output_dir",), "output_dir is missing", "", fix)
 
 
 def stage(context: Context) -> Iterator[Problem]:
     """Data of every stage can be looked at; not every stage can be trained."""
     if context.settings.run.stage == "dpo":
         fix = "write stage: sft or stage: pt"
-        yield Problem(("run.stage",), "stage dpo cannot be trained", "DPO is not built yet", fix)
+        yield Problem(("stage",), "stage dpo cannot be trained", "DPO is not built yet", fix)
 
 
 def own_folder(context: Context) -> Iterator[Problem]:
     """The final model is written into output_dir itself, and would replace the one that the run starts from."""
     model, output = context.settings.model.model_name_or_path, context.settings.run.output_dir
     if model and output and os.path.abspath(model) == os.path.abspath(output):
-        yield Problem(
-            ("run.output_dir", "model.model_name_or_path"),
-            f"output_dir is model_name_or_path, {output!r}",
-            "the final model is written into output_dir, over the weights that the run starts from",
-            "write another output_dir",
-        )
+        what = f"output_dir is model_name_or_path, {output!r}"
+        why = "the final model is written into output_dir, over the weights that the run starts from"
+        fix = "write another output_dir"
+        yield Problem(("output_dir", "model_name_or_path"), what, why, fix)
 
 
 def fresh_start(context: Context) -> Iterator[Problem]:
-    """A run starts over in its folder, or goes on from what is there."""
+    """A run starts over in its folder, or resumes from what is there."""
     run = context.settings.run
     if run.overwrite_output_dir and run.resume_from_checkpoint is True:
-        yield Problem(
-            ("run.overwrite_output_dir", "run.resume_from_checkpoint"),
-            "overwrite_output_dir: true and resume_from_checkpoint: true",
-            "one starts over, the other goes on from the newest checkpoint of the same folder",
-            "remove one of the two",
-        )
+        what = "overwrite_output_dir: true and resume_from_checkpoint: true"
+        why = "one starts over, the other resumes from the newest checkpoint of the same folder"
+        fix = "remove one of the two"
+        yield Problem(("overwrite_output_dir", "resume_from_checkpoint"), what, why, fix)
 
 
 def evaluation(context: Context) -> Iterator[Problem]:
@@ -57,12 +51,12 @@ def evaluation(context: Context) -> Iterator[Problem]:
     if strategy != "no" and not data.val_size and not data.eval_dataset:
         what = f"eval_strategy {strategy} without val_size or eval_dataset"
         fix = "write val_size: 0.1 to hold out a tenth of the rows, name an eval_dataset, or write eval_strategy: no"
-        yield Problem((_STRATEGY, *_HELD_OUT), what, "there is nothing to evaluate on", fix)
+        yield Problem(("eval_strategy", *_HELD_OUT), what, "there is nothing to evaluate on", fix)
     if strategy == "no" and (data.val_size or data.eval_dataset):
         key = "val_size" if data.val_size else "eval_dataset"
         why = "the held-out rows would be neither trained on nor evaluated" if data.val_size else "it would not be read"
         fix = f"write eval_strategy: epoch, or remove {key}"
-        yield Problem((f"data.{key}", _STRATEGY), f"{key} with eval_strategy no", why, fix)
+        yield Problem((key, "eval_strategy"), f"{key} with eval_strategy no", why, fix)
 
 
 def streamed_epochs(context: Context) -> Iterator[Problem]:
@@ -70,11 +64,14 @@ def streamed_epochs(context: Context) -> Iterator[Problem]:
     settings = context.settings
     if not settings.data.streaming:
         return
-    for path, strategy in ((_STRATEGY, settings.evaluation.eval_strategy), (_SAVE, settings.checkpoint.save_strategy)):
+    strategies = {
+        "eval_strategy": settings.evaluation.eval_strategy,
+        "save_strategy": settings.checkpoint.save_strategy,
+    }
+    for name, strategy in strategies.items():
         if strategy == "epoch":
-            key = path.partition(".")[2]
             why = "how many steps an epoch has is not known while rows are read"
-            yield Problem((path, "data.streaming"), f"{key} epoch with streaming: true", why, f"write {key}: steps")
+            yield Problem((name, "streaming"), f"{name} epoch with streaming: true", why, f"write {name}: steps")
 
 
 def best_model(context: Context) -> Iterator[Problem]:
@@ -85,35 +82,26 @@ def best_model(context: Context) -> Iterator[Problem]:
     evaluates, saves = settings.evaluation.eval_strategy, settings.checkpoint.save_strategy
     why = "the best checkpoint is one that was saved and evaluated at the same step"
     if evaluates == "no":
-        yield Problem(
-            (_STRATEGY, _BEST),
-            "load_best_model_at_end: true with eval_strategy no",
-            why,
-            f"write eval_strategy: {saves if saves != 'no' else 'epoch'}, or load_best_model_at_end: false",
-        )
+        what = "load_best_model_at_end: true with eval_strategy no"
+        fix = f"write eval_strategy: {saves if saves != 'no' else 'epoch'}, or load_best_model_at_end: false"
+        yield Problem(("eval_strategy", _BEST), what, why, fix)
     elif evaluates != saves:
-        yield Problem(
-            (_SAVE, _STRATEGY, _BEST),
-            f"load_best_model_at_end: true with save_strategy {saves} and eval_strategy {evaluates}",
-            why,
-            f"write save_strategy: {evaluates}",
-        )
+        what = f"load_best_model_at_end: true with save_strategy {saves} and eval_strategy {evaluates}"
+        fix = f"write save_strategy: {evaluates}"
+        yield Problem(("save_strategy", "eval_strategy", _BEST), what, why, fix)
     elif saves == "steps" and settings.checkpoint.save_steps % settings.eval_interval:
         every, between = settings.checkpoint.save_steps, settings.eval_interval
-        yield Problem(
-            ("checkpoint.save_steps", "evaluation.eval_steps", _BEST),
-            f"load_best_model_at_end: true with save_steps {every}, which is not a multiple of eval_steps {between}",
-            why,
-            f"write save_steps: {either(multiples_around(every, between))}",
-        )
+        what = f"load_best_model_at_end: true with save_steps {every}, which is not a multiple of eval_steps {between}"
+        fix = f"write save_steps: {either(multiples_around(every, between))}"
+        yield Problem(("save_steps", "eval_steps", _BEST), what, why, fix)
 
 
 def reports(context: Context) -> Iterator[Problem]:
-    """none stands alone."""
+    """none excludes the others."""
     report_to = context.settings.logging.report_to
     if "none" in report_to and len(set(report_to)) > 1:
         what = f"report_to has none and {', '.join(name for name in report_to if name != 'none')}"
-        yield Problem(("logging.report_to",), what, "", "remove none")
+        yield Problem(("report_to",), what, "", "remove none")
 
 
 RULES: tuple[Rule, ...] = (output, stage, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports)

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatune.config.rules.problem import Context, Problem, Rule
 
-_KWARGS = "optimizer.lr_scheduler_kwargs"
-_TYPE = "optimizer.lr_scheduler_type"
+_KWARGS = "lr_scheduler_kwargs"
+_TYPE = "lr_scheduler_type"
 
 
 def _is_number(value: Any) -> bool:
@@ -76,60 +76,52 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
     given = [name for name in ("min_lr", "min_lr_rate") if name in kwargs]
     if not given:
         rate = optimizer.learning_rate / 10
-        yield Problem(
-            (_TYPE, _KWARGS),
-            "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate",
-            "the lowest rate is not derived from anything else",
-            f"write lr_scheduler_kwargs: {{min_lr: {rate:g}}}, a tenth of the highest",
-        )
+        what = "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate"
+        why = "the lowest rate is not derived from anything else"
+        fix = f"write lr_scheduler_kwargs: {{min_lr: {rate:g}}}, a tenth of the highest"
+        yield Problem((_TYPE, _KWARGS), what, why, fix)
     elif len(given) == 2:
         yield Problem(
             (_KWARGS,), "lr_scheduler_kwargs has min_lr and min_lr_rate", "both set the lowest rate", "keep one"
         )
     elif _is_number(kwargs.get("min_lr")) and kwargs["min_lr"] > optimizer.learning_rate:
         what = f"min_lr {kwargs['min_lr']:g} is above learning_rate {optimizer.learning_rate:g}"
-        yield Problem(
-            (_KWARGS, "optimizer.learning_rate"), what, "", f"write a min_lr of {optimizer.learning_rate:g} or less"
-        )
+        yield Problem((_KWARGS, "learning_rate"), what, "", f"write a min_lr of {optimizer.learning_rate:g} or less")
 
 
 def warmup(context: Context) -> Iterator[Problem]:
     """One of the two ways to say how long the warm-up is, and a scheduler that has one."""
     optimizer = context.settings.optimizer
     ratio, steps = optimizer.warmup_ratio, optimizer.warmup_steps
-    paths = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
+    names = ("warmup_steps", "warmup_ratio")
     if ratio and steps:
         what = f"warmup_ratio {ratio:g} and warmup_steps {steps:g}"
-        yield Problem(paths, what, "both set the length of the warm-up", "keep one of the two")
+        yield Problem(names, what, "both set the length of the warm-up", "keep one of the two")
     if steps >= 1 and not steps.is_integer():
         what = f"warmup_steps {steps:g} is neither a share below 1 nor a number of steps"
-        yield Problem(paths[:1], what, "", f"write warmup_steps: {round(steps)}")
+        yield Problem(names[:1], what, "", f"write warmup_steps: {round(steps)}")
     if (ratio or steps) and optimizer.lr_scheduler_type == "constant":
         given = f"warmup_steps {steps:g}" if steps else f"warmup_ratio {ratio:g}"
-        yield Problem(
-            (_TYPE, *paths),
-            f"lr_scheduler_type constant with {given}",
-            "a constant rate has no warm-up",
-            "write lr_scheduler_type: constant_with_warmup",
-        )
+        what = f"lr_scheduler_type constant with {given}"
+        why = "a constant rate has no warm-up"
+        fix = "write lr_scheduler_type: constant_with_warmup"
+        yield Problem((_TYPE, *names), what, why, fix)
 
 
 def steps(context: Context) -> Iterator[Problem]:
-    """A run of no steps is a slip of the pen."""
+    """A run has steps."""
     if context.settings.optimizer.max_steps == 0:
         fix = "write max_steps: 1, or -1 to let num_train_epochs decide"
-        yield Problem(("optimizer.max_steps",), "max_steps is 0", "nothing would be trained", fix)
+        yield Problem(("max_steps",), "max_steps is 0", "nothing would be trained", fix)
 
 
 def precision(context: Context) -> Iterator[Problem]:
     """The model computes in one dtype."""
     if context.settings.precision.bf16 and context.settings.precision.fp16:
-        yield Problem(
-            ("precision.fp16", "precision.bf16"),
-            "bf16: true and fp16: true",
-            "the model computes in one of them",
-            "remove fp16: bf16 needs no loss scaling",
-        )
+        what = "bf16: true and fp16: true"
+        why = "the model computes in one of them"
+        fix = "remove fp16: bf16 needs no loss scaling"
+        yield Problem(("fp16", "bf16"), what, why, fix)
 
 
 def cutoff(context: Context) -> Iterator[Problem]:
@@ -137,12 +129,10 @@ def cutoff(context: Context) -> Iterator[Problem]:
     architecture, length = context.architecture, context.settings.data.cutoff_len
     if architecture is not None and length > architecture.max_position_embeddings:
         longest = architecture.max_position_embeddings
-        yield Problem(
-            ("data.cutoff_len",),
-            f"cutoff_len {length} is more than the {longest} positions of the model",
-            "config.json's max_position_embeddings is what its rotary embeddings were made for",
-            f"write cutoff_len: {longest}, the longest it allows",
-        )
+        what = f"cutoff_len {length} is more than the {longest} positions of the model"
+        why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
+        fix = f"write cutoff_len: {longest}, the longest it allows"
+        yield Problem(("cutoff_len",), what, why, fix)
 
 
 RULES: tuple[Rule, ...] = (scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff)

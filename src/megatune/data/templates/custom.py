@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatune.config.entry import Entry
-from megatune.config.yaml_file import read_file
+from megatune.config.entry import SettingEntry, read_file
 from megatune.data.templates.named import TEXTS, NamedTemplate
 from megatune.data.templates.tools import TOOL_FORMATS
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -58,7 +57,7 @@ def read_template(path: str) -> NamedTemplate:
     return NamedTemplate(**fields)
 
 
-def _field(entry: Entry, findings: list[Finding]) -> Any:
+def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
     """Return the value of one key, None where it is wrong; what is wrong is added to `findings`."""
     key, value = entry.key, entry.value
     if key not in _KEYS:

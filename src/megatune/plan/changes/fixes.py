@@ -98,7 +98,6 @@ def searched(before: Estimate) -> Fix | None:
             machine=case.machine,
             world_size=case.world_size,
             settings=case.settings,
-            trainable=case.trainable,
             global_batch_size=case.global_batch_size,
             document_length=case.document_length,
             image_tokens=case.image_tokens,

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
-from megatune.config.rules import attention, experts, layout, memory, pipeline, run, schedule
+from megatune.config.rules import attention, experts, finetuning, layout, memory, pipeline, run, schedule
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
@@ -29,6 +29,7 @@ _RULES: tuple[Rule, ...] = (
     *experts.RULES,
     *memory.RULES,
     *attention.RULES,
+    *finetuning.PLAN_RULES,
     run.stage,
     schedule.precision,
     schedule.cutoff,
@@ -68,6 +69,7 @@ COMPANIONS: tuple[Mapping[str, Any], ...] = (
     {"optimizer.optimizer": "sgd"},
     {"optimizer.optimizer_cpu_offload": True},
     {"experts.moe_expert_capacity_factor": 1.5},
+    {"finetuning.finetuning_type": "lora"},
 )
 
 
@@ -147,7 +149,6 @@ def ground_of_file(
     machine: Machine,
     world_size: int | None = None,
     *,
-    trainable: Trainable = Trainable(),  # noqa: B008 (frozen)
     is_assumed: bool = False,
 ) -> Ground:
     """Return the case of a settings file.
@@ -155,7 +156,6 @@ def ground_of_file(
     Args:
         world_size: processes of the whole run; None takes num_processes, or as many as one usual machine has, made
             up to whole copies of the model.
-        trainable: what is trained; the settings themselves do not know LoRA yet.
         is_assumed: nobody asked for these machines.
     """
     settings, name = loaded.settings, loaded.settings.model.model_name_or_path
@@ -169,7 +169,8 @@ def ground_of_file(
     except MegatuneError as error:
         return Ground(None, assumed, error.findings[0].what)
     world = asked or size * -(-DEFAULT_GPUS // size)
-    case = Case(model=model, settings=settings, world_size=world, machine=machine, trainable=trainable)
+    settings = loaded.for_world(world).settings
+    case = Case(model=model, settings=settings, world_size=world, machine=machine)
     return _plannable(case, assumed)
 
 

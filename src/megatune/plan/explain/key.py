@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatune.config.dialects.dialect import Dialect, Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import GROUPS, all_settings
 from megatune.config.values import shown
@@ -30,14 +31,15 @@ def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en", 
     """
     name = key.removeprefix("--").replace("-", "_")
     infos, words = all_settings(), words_of(language)
-    path = dialect.keys.get(name) or (name if name in infos else None)
+    meaning = dialect.meaning_of(name)
+    path = meaning.paths[0] if meaning else name if name in infos else None
     refused = dialect.not_built.get(name)
     if path is None and refused is None:
         raise _unknown(key, dialect)
     lines: list[str] = []
     if path is not None:
         lines += _explained(infos[path], grounds, language, dialect)
-        refused = refused or dialect.not_built.get(dialect.key_of(path))
+        refused = refused or {**NOT_BUILT, **dialect.not_built}.get(infos[path].name)
     if refused is not None:
         lines += [""] if lines else [name]
         lines += _refusal(name, refused, words, language)
@@ -65,7 +67,7 @@ _SHORT = {
 
 
 def _unknown(key: str, dialect: Dialect) -> MegatuneError:
-    names = [*dialect.keys, *dialect.not_built]
+    names = dialect.names
     name = key.lower().removeprefix("--").replace("-", "_").rpartition(".")[2]
     near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
     near += [] if name in _SHORT else [each for each in names if name in each and each not in near][: 3 - len(near)]
@@ -75,7 +77,7 @@ def _unknown(key: str, dialect: Dialect) -> MegatuneError:
 
 def _explained(info: SettingInfo, grounds: Sequence[Ground], language: Language, dialect: Dialect) -> Iterator[str]:
     words, texts = words_of(language), texts_of(info, language)
-    names = [key for key, path in dialect.keys.items() if path == info.path]
+    names = dialect.names_of(info.path)
     yield wrapped(info.name + words.parentheses.format(f"{words.group}{words.colon}{info.group}"))
     heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values, words.cost)
     width = max(map(columns_of, heads)) + 2
@@ -127,7 +129,7 @@ def settings_page(language: Language = "en", dialect: Dialect = LLAMAFACTORY) ->
 
 def _setting(info: SettingInfo, words: Words, language: Language, dialect: Dialect) -> Iterator[str]:
     texts = texts_of(info, language)
-    names = [key for key, path in dialect.keys.items() if path == info.path]
+    names = dialect.names_of(info.path)
     yield f"\n### {names[0]}\n\n"
     yield f"{texts.type}{words.semicolon}{words.default} `{shown(info.default)}`"
     yield (
@@ -141,7 +143,7 @@ def _setting(info: SettingInfo, words: Words, language: Language, dialect: Diale
 
 
 def _refused(words: Words, language: Language, dialect: Dialect) -> Iterator[str]:
-    for key, refused in sorted(dialect.not_built.items()):
+    for key, refused in sorted({**NOT_BUILT, **dialect.not_built}.items()):
         every = refused.values is None
         values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.values or ())
         passes = ", ".join(f"`{shown(v)}`" for v in refused.off) or ("`null`" if every else words.the_rest)

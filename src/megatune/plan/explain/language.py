@@ -44,11 +44,11 @@ def texts_of(info: SettingInfo, language: Language) -> Texts:
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(info.advice, info.how, info.when, info.expected + unit, info.values)
-    from megatune.config.chinese import expected, phrases, translations
+    from megatune.config.chinese import phrases, translations
 
     text = translations()[info.path]
     unit = f"（单位：{phrases('units')[info.unit].removeprefix('个').strip()}）" if info.unit else ""
-    return Texts(text.what, text.how, text.when, expected(info) + unit, text.values)
+    return Texts(text.what, text.how, text.when, info.expected_in(phrases("types")) + unit, text.values)
 
 
 def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from math import prod
 
 from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
 from megatune.families.dense import ENGINE_LAYER
 from megatune.families.weights import WHOLE, Slice, TensorLayout, Weight, experts_of, hf_shape, layers_of
-from megatune.plan.case import PlannedModel, Trainable
+from megatune.plan.case import PlannedModel
 
 # The engine's matrices by the names that lora_target has for them.
 _TARGETS = {
@@ -29,7 +30,9 @@ _TARGETS = {
 }
 
 
-def adapter_sizes(weight: Weight, architecture: Architecture, part: Slice, trainable: Trainable) -> Iterator[int]:
+def adapter_sizes(
+    weight: Weight, architecture: Architecture, part: Slice, trainable: FinetuningSettings
+) -> Iterator[int]:
     """Elements that a rank holds of each adapter matrix beside a weight: A, then B, of each Hugging Face tensor.
 
     Nothing where the weight has no adapter. Every Hugging Face matrix [out, in] has its own, as PEFT makes it: A [r,
@@ -37,9 +40,9 @@ def adapter_sizes(weight: Weight, architecture: Architecture, part: Slice, train
     tensor parallelism cuts the outputs, it cuts B's rows, and A is whole on every rank; where it cuts the inputs, it
     cuts A's columns, and B is whole. An expert's matrices have an adapter for each expert.
     """
-    if trainable.kind != "lora" or trainable.freeze_language_model:
+    if trainable.finetuning_type != "lora" or trainable.freeze_language_model:
         return
-    if _TARGETS.get(weight.engine.removeprefix(f"{ENGINE_LAYER}.")) not in trainable.lora_target:
+    if _TARGETS.get(weight.engine.removeprefix(f"{ENGINE_LAYER}.")) not in trainable.lora_layers:
         return
     # Key/value heads that are fewer than tp: the rank that gets most of them.
     cut_rows = part.tp_size if weight.layout in (TensorLayout.ROWS, TensorLayout.QKV, TensorLayout.GATE_UP) else 1
@@ -51,24 +54,24 @@ def adapter_sizes(weight: Weight, architecture: Architecture, part: Slice, train
         yield of_rank * -(-rows // cut_rows)
 
 
-def num_trained_parameters(model: PlannedModel, trainable: Trainable) -> int:
+def num_trained_parameters(model: PlannedModel, trainable: FinetuningSettings) -> int:
     """Elements of the whole model that are trained, without padding; of adapters as PEFT counts them."""
     architecture = model.architecture
     trained = sum(
         len(layers_of(weight, architecture)) * _num_trained(weight, architecture, trainable)
         for weight in FAMILIES[architecture.model_type].weight_map(architecture)
     )
-    if model.architecture.vision is not None and trainable.kind == "full":
+    if model.architecture.vision is not None and trainable.finetuning_type == "full":
         trained += 0 if trainable.freeze_vision_tower else model.architecture.vision.num_parameters
         trained += 0 if trainable.freeze_multi_modal_projector else model.architecture.vision.num_projector_parameters
     return trained
 
 
-def _num_trained(weight: Weight, architecture: Architecture, trainable: Trainable) -> int:
+def _num_trained(weight: Weight, architecture: Architecture, trainable: FinetuningSettings) -> int:
     """Of one layer's weight."""
     if trainable.freeze_language_model or weight.is_buffer:
         return 0
-    if trainable.kind == "lora":
+    if trainable.finetuning_type == "lora":
         return sum(adapter_sizes(weight, architecture, WHOLE, trainable))
     experts = len(experts_of(weight, architecture))
     return experts * sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf)

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.memory.buffers import bucket_size, padded_size, shared_buckets
 from megatune.plan.memory.optimizer import OptimizerRules, optimizer_rules
 from megatune.plan.memory.tensors import (
@@ -78,7 +79,7 @@ class Rules:
     """
 
     model: PlannedModel
-    trainable: Trainable
+    trainable: FinetuningSettings
     parallel: ParallelSettings
     dp_size: int
     shards: tuple[int, int]
@@ -90,7 +91,7 @@ class Rules:
     def of(cls, case: Case) -> Rules:
         return cls(
             case.model,
-            case.trainable,
+            case.settings.finetuning,
             case.settings.parallel,
             case.dp_size,
             (case.shard_size, case.expert_shard_size),

@@ -8,12 +8,13 @@ from functools import lru_cache
 from math import prod
 
 from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, OUTPUT_LAYER
 from megatune.families.weights import Layers, Slice, Weight, engine_shape
-from megatune.plan.case import PlannedModel, Trainable
+from megatune.plan.case import PlannedModel
 from megatune.plan.memory.adapters import adapter_sizes
 
 # The order in which Megatron-Core's modules create them; the optimizer's shards follow from it.
@@ -111,7 +112,7 @@ def stage_chunks(parallel: ParallelSettings, architecture: Architecture) -> tupl
 
 @lru_cache(maxsize=4096)
 def held_parameters(
-    model: PlannedModel, trainable: Trainable, tp: int, etp: int, ep: int, pipelined: bool
+    model: PlannedModel, trainable: FinetuningSettings, tp: int, etp: int, ep: int, pipelined: bool
 ) -> HeldParameters:
     """Parameters of a rank.
 
@@ -121,7 +122,7 @@ def held_parameters(
     """
     architecture = model.architecture
     whole, expert = Slice(tp_size=tp), Slice(tp_size=etp, ep_size=ep)
-    trained = trainable.kind == "full" and not trainable.freeze_language_model
+    trained = trainable.finetuning_type == "full" and not trainable.freeze_language_model
 
     def held(weight: Weight) -> HeldParameter:
         shape = engine_shape(weight, architecture, expert if weight.per_expert else whole)
@@ -175,11 +176,11 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
     )
 
 
-def _vision(model: PlannedModel, trainable: Trainable) -> Iterator[HeldParameter]:
+def _vision(model: PlannedModel, trainable: FinetuningSettings) -> Iterator[HeldParameter]:
     """Encoder and projectors, each as one parameter: whole on every rank of the first stage."""
     if model.architecture.vision is None:
         return
-    full = trainable.kind == "full"
+    full = trainable.finetuning_type == "full"
     yield HeldParameter(model.architecture.vision.num_parameters, trained=full and not trainable.freeze_vision_tower)
     projectors = model.architecture.vision.num_projector_parameters
     yield HeldParameter(projectors, trained=full and not trainable.freeze_multi_modal_projector)

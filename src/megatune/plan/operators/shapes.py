@@ -118,10 +118,10 @@ def shapes_of(case: Case) -> Shapes:
     """Read the sizes and switches of a case."""
     settings, architecture = case.settings, case.model.architecture
     parallel, performance, experts = settings.parallel, settings.performance, settings.experts
-    trainable = case.trainable
+    trainable = case.settings.finetuning
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
     rows, length = case.micro_batch_size, case.sequence_length
-    lora = trainable.kind == "lora"
+    lora = trainable.finetuning_type == "lora"
     trains_weights = not lora and not trainable.freeze_language_model
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
     return Shapes(

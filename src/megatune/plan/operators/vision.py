@@ -45,10 +45,10 @@ class Images:
 
 def images_of(case: Case) -> Images | None:
     """What a micro-batch has of images; None where nothing."""
-    tower, trainable = case.model.architecture.vision, case.trainable
+    tower, trainable = case.model.architecture.vision, case.settings.finetuning
     if tower is None or not case.image_tokens:
         return None
-    full = trainable.kind == "full"
+    full = trainable.finetuning_type == "full"
     return Images(
         tower,
         case.micro_batch_size * case.image_tokens,

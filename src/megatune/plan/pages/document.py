@@ -58,7 +58,7 @@ def standing_notes(question: Question) -> Iterator[str]:
         yield f"efficiencies are fitted to {count(runs, 'run')} on this device"
     else:
         yield ("efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them")
-    if question.trainable.kind == "lora":
+    if question.settings.finetuning.finetuning_type == "lora":
         yield "LoRA can be planned, and not trained yet"
     if question.model.architecture.vision is not None:
         yield "vision-language models can be planned, and not trained yet"
@@ -117,11 +117,19 @@ def search_document(result: SearchResult, top: int) -> dict[str, Any]:
 def document(found: Answer, top: int) -> str:
     """Return the whole answer; numbers in bytes and seconds."""
     question, machine = found.question, found.question.machine
+    trainable = question.settings.finetuning
     content = {
         "model": {
             "name": question.model.name,
             "num_parameters": num_parameters(question.model.architecture),
-            "trainable": dataclasses.asdict(question.trainable),
+            "trainable": {
+                "kind": trainable.finetuning_type,
+                "lora_rank": trainable.lora_rank,
+                "lora_target": trainable.lora_layers,
+                "freeze_vision_tower": trainable.freeze_vision_tower,
+                "freeze_multi_modal_projector": trainable.freeze_multi_modal_projector,
+                "freeze_language_model": trainable.freeze_language_model,
+            },
         },
         "machine": {
             "device": machine.device.name,

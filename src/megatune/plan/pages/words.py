@@ -227,9 +227,9 @@ def slow_precision(question: Question) -> str:
 
 def trained_words(case: Case) -> str:
     """Say what is trained, and in which precision."""
-    trainable = case.trainable
-    if trainable.kind == "lora":
-        text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_target)}"
+    trainable = case.settings.finetuning
+    if trainable.finetuning_type == "lora":
+        text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_layers)}"
     else:
         text = "full fine-tuning"
     has_vision = case.model.architecture.vision is not None
@@ -241,6 +241,6 @@ def trained_words(case: Case) -> str:
         }
         frozen = ", ".join(name for name, is_frozen in parts.items() if is_frozen)
         text += f", frozen: {frozen}" if frozen else ""
-    if trainable.kind == "lora" or has_vision:
+    if trainable.finetuning_type == "lora" or has_vision:
         text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

@@ -12,7 +12,7 @@ from megatune.config.load import Loaded
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.fixes import savings, searched
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
@@ -78,16 +78,8 @@ def preflight(
     settings = loaded.settings
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
         return Preflight(settings=settings)
-    model, trainable = PlannedModel(name=str(path), architecture=architecture), settings.model.finetuning_type
-    planned = estimate(
-        Case(
-            model=model,
-            settings=settings,
-            world_size=world_size,
-            machine=machine,
-            trainable=Trainable(kind=trainable),
-        )
-    )
+    model = PlannedModel(name=str(path), architecture=architecture)
+    planned = estimate(Case(model=model, settings=settings, world_size=world_size, machine=machine))
     if planned.fits:
         said: Iterable[str] = warnings(planned, idle_gpus)
     else:
@@ -95,11 +87,13 @@ def preflight(
         if may_fit(planned):
             said = [str(finding)]
         elif settings.run.memory_check == "error":
-            raise MegatuneError(finding, ExitCode.SETTINGS)
+            raise MegatuneError(loaded.phrased(finding), ExitCode.SETTINGS)
         else:
             said = [f"{finding.what}; memory_check: warn lets it start"]
     return Preflight(
-        settings=settings, planned=planned, lines=(*plan_lines(planned), *(f"warning    {each}" for each in said))
+        settings=settings,
+        planned=planned,
+        lines=(*plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said)),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatune.config.settings import Settings
 from megatune.errors import Finding
-from megatune.plan.case import Case, PlannedModel, Trainable
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 
@@ -30,7 +30,6 @@ class SearchRequest:
     machine: Machine
     world_size: int
     settings: Settings = field(default_factory=Settings)
-    trainable: Trainable = field(default_factory=Trainable)
     global_batch_size: int | None = None
     document_length: float | None = None
     image_tokens: int = 0
@@ -52,7 +51,6 @@ class SearchRequest:
             settings=settings,
             world_size=self.world_size,
             machine=self.machine,
-            trainable=self.trainable,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
         )

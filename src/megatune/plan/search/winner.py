@@ -63,11 +63,11 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
 def _not_built(case: Case) -> list[Finding]:
     """Say what can be planned, and not trained."""
     problems = []
-    if case.trainable.kind == "lora":
+    if case.settings.finetuning.finetuning_type == "lora":
         problems.append(("training LoRA adapters is not built yet", "plan without --output, or full training"))
     if case.model.architecture.vision is not None:
         problems.append(("training vision-language models is not built yet", "plan without --output"))
-    elif case.trainable.freeze_language_model:
+    elif case.settings.finetuning.freeze_language_model:
         problems.append(("a frozen language model leaves nothing to train", "plan without freeze_language_model"))
     return [
         Finding(f"no settings file for {case.model.name}: {what}", why="it is planned only", fix=fix)
