@@ -27,8 +27,7 @@ from megatune.training.callbacks import (
     build_callbacks,
 )
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.json_lines import read_json_lines
-from megatune.training.callbacks.metrics import Metrics, TrainerLog
+from megatune.training.callbacks.metrics import Metrics, TrainerLog, read_json_lines
 from megatune.training.callbacks.plot import LossPlot, draw, smooth
 from megatune.training.callbacks.results import Results
 from megatune.training.callbacks.tensorboard import TensorBoard

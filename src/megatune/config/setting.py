@@ -53,7 +53,7 @@ class SettingInfo:
     Attributes:
         path: "group.name", its one name inside the project.
         kinds: the types it takes, of bool, int, float, str, list, dict; `optional` says whether None is one too.
-        items: the type of a list's items, str or float.
+        items: the type of a list's items: str, int or float.
         choices: the values of a Literal, () for an open type.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
         expected: type and range in words: "a whole number, at least 1".
@@ -161,8 +161,9 @@ def _expected(
     if choices:
         listed = ", ".join("true" if value is True else "false" if value is False else str(value) for value in choices)
         words = f"a list of any of: {listed}" if list in kinds else f"one of: {listed}"
-    elif list in kinds and items is float:
-        words = "a list of numbers, or numbers separated by commas"
+    elif list in kinds and items is not str:
+        whole = "whole " if items is int else ""
+        words = f"a list of {whole}numbers, or numbers separated by commas"
     else:
         words = " or ".join(word for kind, word in _WORDS if kind in kinds)
     words += "".join(f", {_RANGE[name]} {limit}" for name, limit in bounds.items())

@@ -25,6 +25,7 @@ class Kind(IntEnum):
     ERROR = 0  # raised by the rank's own work, or its death
     UNAVAILABLE = 1  # somebody else was missing, and this rank says who
     COLLECTIVE = 2  # a collective operation broke off, as it does when any other rank fails
+    RELAYED = 3  # another rank raised it, and said so to this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def describe_failure(error: BaseException, context: RankContext | None = None) -
         exit_code=_exit_code(error, kind),
         kind=kind,
         summary="".join(traceback.format_exception_only(error)).strip(),
-        timed_out=_is_timeout(error),
+        timed_out=kind is not Kind.RELAYED and _is_timeout(error),
         findings=error.findings if isinstance(error, MegatuneError) else (),
         # Without the frame of ours that caught it.
         traceback="".join(
@@ -113,7 +114,15 @@ _OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator", "cannot allocate
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
+def mark_relayed(error: Exception, exit_code: int) -> Exception:
+    """Mark what another rank raised, which this rank raises in turn: a consequence, with the exit code of its cause."""
+    error.__dict__["relayed_exit_code"] = exit_code
+    return error
+
+
 def _kind_of(error: BaseException) -> Kind:
+    if hasattr(error, "relayed_exit_code"):
+        return Kind.RELAYED
     if isinstance(error, MegatuneError):
         return Kind.UNAVAILABLE if error.exit_code == ExitCode.UNAVAILABLE else Kind.ERROR
     if _is_out_of_memory(error):
@@ -146,6 +155,8 @@ def _mentions(error: BaseException, texts: tuple[str, ...]) -> bool:
 
 
 def _exit_code(error: BaseException, kind: Kind) -> int:
+    if kind is Kind.RELAYED:
+        return int(error.relayed_exit_code)  # type: ignore[attr-defined]
     if isinstance(error, MegatuneError):
         return int(error.exit_code)
     if isinstance(error, SystemExit):

@@ -116,7 +116,8 @@ def print_failure(failure: Failure, log: IO[str]) -> None:
     elif failure.kind is Kind.ERROR or log is not sys.stderr:
         text = f"rank {failure.rank}: {failure.traceback}"
     else:
-        text = f"megatune: rank {failure.rank} lost its peers: {failure.summary}"
+        what = "failed as rank 0 did" if failure.kind is Kind.RELAYED else "lost its peers"
+        text = f"megatune: rank {failure.rank} {what}: {failure.summary}"
     print(text, file=log, flush=True)
 
 

@@ -28,6 +28,7 @@ _SIGNAL_REASONS: dict[int, str] = {
     signal.SIGILL: "a library was built for another processor",
     signal.SIGFPE: "native code divided by zero",
 }
+_OUT_OF_MEMORY_KILL = "the kernel's out-of-memory killer: this machine or container is out of main memory"
 _OUT_OF_MEMORY_FIXES = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps; a smaller cutoff_len; larger"
     " tensor_model_parallel_size or pipeline_model_parallel_size"
@@ -93,7 +94,7 @@ def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) 
     if culprit.signal is not None:
         end = f"was killed by {_signal_name(culprit.signal)}"
         if culprit.signal == signal.SIGKILL and out_of_memory:
-            why = "the kernel's out-of-memory killer: this machine or container is out of main memory"
+            exit_code, why = ExitCode.OUT_OF_MEMORY, _OUT_OF_MEMORY_KILL
     elif culprit.exit_code == ExitCode.CANNOT_WRITE:
         exit_code = ExitCode.CANNOT_WRITE
         end, why = "could not write", f"its report could not be written to {run_dir} either: is a disk full?"
@@ -101,6 +102,8 @@ def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) 
         end = f"ended itself with exit code {culprit.exit_code}, without a Python exception"
     what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_place(culprit)}"
     fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; start again to resume from the last checkpoint"
+    if exit_code == ExitCode.OUT_OF_MEMORY:
+        fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers"
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
@@ -116,6 +119,8 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
         verb, fix = "ran out of memory", _OUT_OF_MEMORY_FIXES
     elif failure.kind is Kind.COLLECTIVE:
         verb, why = "lost its peers", "no rank of this machine failed before it; see the other machines' reports"
+    elif failure.kind is Kind.RELAYED:
+        verb, why = "ended", "rank 0 failed so; see the report of its machine"
     else:
         verb = "failed"
     finding = Finding(
@@ -124,15 +129,16 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
     return Outcome("failed", failure.exit_code, rank, (finding,), failure.traceback, failure.summary)
 
 
-def lost_outcome(run_dir: Path, signum: int | None) -> Outcome:
+def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outcome:
     """The outcome of a run whose zygote ended by itself, before or after it started the ranks."""
     end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
+    killed = signum == signal.SIGKILL and out_of_memory
     finding = Finding(
         f"the process that imports the program and starts the ranks {end}, and the ranks with it",
-        why=_SIGNAL_REASONS.get(signum or 0, ""),
+        why=_OUT_OF_MEMORY_KILL if killed else _SIGNAL_REASONS.get(signum or 0, ""),
         fix=f"read {log_path(run_dir, 'start')}; start again to resume from the last checkpoint",
     )
-    return Outcome("failed", ExitCode.PROCESS_DIED, findings=(finding,))
+    return Outcome("failed", ExitCode.OUT_OF_MEMORY if killed else ExitCode.PROCESS_DIED, findings=(finding,))
 
 
 def hung_outcome(run_dir: Path, culprit: RankState, silent_seconds: float, standings: dict[int, Standing]) -> Outcome:

@@ -40,6 +40,7 @@ GRACE_SECONDS = 600.0
 # collective operation broke off, the rank that broke it has longer to fail too.
 SETTLE_SECONDS = 0.3
 SETTLE_COLLECTIVE_SECONDS = 3.0
+OOM_SECONDS = 5.0  # from the kernel's decision to a rank's end, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,9 @@ def run_ranks(
     if world.node_rank == 0:
         ensure_port_free(world.master_port)
     _prepare_run_dir(request)
-    started, oom_kills = time.time(), count_oom_kills()
+    started = time.time()
     with _Requests() as requests, RankProcesses(request) as processes:
-        outcome = _watch(processes, requests, Limits(start_timeout, hang_timeout, grace), oom_kills)
+        outcome = _watch(processes, requests, Limits(start_timeout, hang_timeout, grace))
         ranks = [processes.ranks[rank] for rank in sorted(processes.ranks)]
     start_method = processes.ready["start"] if processes.ready else ""
     print_outcome(outcome)
@@ -153,18 +154,20 @@ def _prepare_run_dir(request: StartRequest) -> None:
         request.stop_file.unlink(missing_ok=True)
 
 
-def _watch(processes: RankProcesses, requests: _Requests, limits: Limits, oom_kills: int) -> Outcome:
+def _watch(processes: RankProcesses, requests: _Requests, limits: Limits) -> Outcome:
     """Follows the ranks until all have ended, ending them itself where that is needed."""
     begun = time.monotonic()
+    kills = _OomKills()
     stop_by: float | None = None
     while processes.pending:
         processes.poll(POLL_SECONDS)
         now = time.monotonic()
+        kills.look(now)
         if requests.interrupts and stop_by is None:
             processes.end(impatient=lambda: requests.interrupts > 1)
             return Outcome("interrupted", ExitCode.INTERRUPTED, findings=(Finding("interrupted"),))
         if processes.failed():
-            return _conclude_failure(processes, oom_kills)
+            return _conclude_failure(processes, kills)
         if requests.terminations and not processes.ready:
             return Outcome("stopped", ExitCode.STOPPED)
         if requests.terminations and stop_by is None and processes.started:
@@ -179,14 +182,32 @@ def _watch(processes: RankProcesses, requests: _Requests, limits: Limits, oom_ki
     if processes.failure is not None:
         return raised_outcome(processes.request.run_dir, processes.failure, None)
     if processes.lost:
-        return lost_outcome(processes.request.run_dir, processes.zygote_signal)
+        return lost_outcome(processes.request.run_dir, processes.zygote_signal, kills.happened())
     if processes.failed():
-        return _conclude_failure(processes, oom_kills)
+        return _conclude_failure(processes, kills)
     stopped = any(state.exit_code == ExitCode.STOPPED for state in processes.ranks.values())
     return Outcome("stopped", ExitCode.STOPPED) if stopped else Outcome("done", ExitCode.DONE)
 
 
-def _conclude_failure(processes: RankProcesses, oom_kills: int) -> Outcome:
+class _OomKills:
+    """Whether the kernel's out-of-memory killer has struck lately: a kill of hours ago, or of another container of the
+    machine, says nothing about a rank that dies now."""
+
+    def __init__(self) -> None:
+        self._looked, self._before = time.monotonic(), count_oom_kills()
+        self._now = self._before
+
+    def look(self, now: float) -> None:
+        """Forget what was OOM_SECONDS to twice as long ago."""
+        if now - self._looked > OOM_SECONDS:
+            self._looked, self._before, self._now = now, self._now, count_oom_kills()
+
+    def happened(self) -> bool:
+        """Whether it has since."""
+        return count_oom_kills() > self._before
+
+
+def _conclude_failure(processes: RankProcesses, kills: _OomKills) -> Outcome:
     """A rank has failed: gathers what failed with it, ends the others, and finds the first cause."""
     run_dir = processes.request.run_dir
 
@@ -205,7 +226,7 @@ def _conclude_failure(processes: RankProcesses, oom_kills: int) -> Outcome:
         return _conclude_hang(processes)
     failed = processes.failed()  # before the others are ended, which is no failure of theirs
     processes.end()
-    return failed_outcome(run_dir, failed, out_of_memory=count_oom_kills() > oom_kills)
+    return failed_outcome(run_dir, failed, out_of_memory=kills.happened())
 
 
 def _conclude_hang(processes: RankProcesses) -> Outcome:

@@ -16,8 +16,8 @@ from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.streaming.stream import Stream
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
-from megatune.training.course import Course
 from megatune.training.rows import check_vocabulary, prepare_on_node
+from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage import writing
 from megatune.training.streaming import StreamFollower, open_stream
 
@@ -51,7 +51,7 @@ class RunData(Protocol):
         """To train; None where nobody knows."""
         ...
 
-    def feed(self, course: Course, vocab_size: int) -> Feed:
+    def feed(self, course: RunSchedule, vocab_size: int) -> Feed:
         """What the trainer takes rows from. Collective.
 
         Raises:
@@ -97,7 +97,7 @@ class _PreparedData:
     def num_rows(self) -> int | None:
         return len(self.prepared.train)
 
-    def feed(self, course: Course, vocab_size: int) -> Feed:
+    def feed(self, course: RunSchedule, vocab_size: int) -> Feed:
         prepared = self.prepared
         check_vocabulary(prepared, vocab_size)
         lines = list(prepared.report.lines())
@@ -128,7 +128,7 @@ class _StreamedData:
     def num_rows(self) -> int | None:
         return None
 
-    def feed(self, course: Course, vocab_size: int) -> Feed:
+    def feed(self, course: RunSchedule, vocab_size: int) -> Feed:
         follower = StreamFollower(
             self.stream,
             self.context,

@@ -27,6 +27,32 @@ TEXTS = {
         how="最多每 30 秒画一次，占用时间不超过百分之一。",
         when="matplotlib 启动慢或不需要时关闭。",
     ),
+    "logging.profile": Translation(
+        english="c2f6566f",
+        what="用 torch.profiler 分析几步。",
+        how="output_dir/profile 中每个被分析的 rank 有一份时间线（rank-K.json.gz，"
+        "用 Perfetto 或 chrome://tracing 打开）和一张最慢算子的表（rank-K.txt）。GPU 的内存分配也会记录：内存耗尽的 rank 留下 memory-rank-K.pickle，"
+        "在 pytorch.org/memory_viz 查看。",
+        when="想知道慢的一步由什么组成时打开。被分析的步会变慢。",
+    ),
+    "logging.profile_step_start": Translation(
+        english="c5d9924e",
+        what="从这一步之后的一步开始分析。",
+        how="进程最初的几步比其他步慢：设为 2 或更大即可避开。",
+        when="训练很短时调低。",
+    ),
+    "logging.profile_step_end": Translation(
+        english="d995a8ae",
+        what="分析的最后一步。",
+        how="时间线随步数增长：大模型每步几百 MB。",
+        when="比 profile_step_start 大一到三步。",
+    ),
+    "logging.profile_ranks": Translation(
+        english="be87271f",
+        what="参与分析的 rank。",
+        how="各自写自己的文件；其他 rank 不会变慢，但会等待它们。",
+        when="加上最后一个流水线阶段的 rank，或较慢的 rank。",
+    ),
     "checkpoint.save_strategy": Translation(
         english="dbe0e63b",
         what="何时保存检查点。训练结束时总会保存。",

@@ -40,7 +40,7 @@ def expected(info: SettingInfo) -> str:
             "true" if value is True else "false" if value is False else str(value) for value in info.choices
         )
         words = f"列表，取自：{listed}" if list in info.kinds else f"可选：{listed}"
-    elif list in info.kinds and info.items is float:
+    elif list in info.kinds and info.items is not str:
         words = "数的列表，或用逗号分隔的数"
     else:
         words = "，或".join(word for kind, word in _KINDS if kind in info.kinds)

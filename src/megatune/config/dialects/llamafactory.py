@@ -130,6 +130,10 @@ KEYS: dict[str, str] = {
     "logging_steps": "logging.logging_steps",
     "report_to": "logging.report_to",
     "plot_loss": "logging.plot_loss",
+    "profile": "logging.profile",
+    "profile_step_start": "logging.profile_step_start",
+    "profile_step_end": "logging.profile_step_end",
+    "profile_ranks": "logging.profile_ranks",
     # checkpoint
     "save_strategy": "checkpoint.save_strategy",
     "save_steps": "checkpoint.save_steps",

@@ -33,6 +33,36 @@ class LoggingSettings(Group):
         how="It is drawn at most every 30 seconds, and never for more than a hundredth of the time.",
         when="Turn it off where matplotlib is slow to start or not wanted.",
     )
+    profile: bool = setting(
+        False,
+        advice="Profile a few steps with torch.profiler.",
+        how="output_dir/profile gets a trace of each profiled rank (rank-K.json.gz, for Perfetto or chrome://tracing) "
+        "and a table of its slowest operators (rank-K.txt). A GPU's allocations are recorded too: a rank that runs out "
+        "of memory leaves memory-rank-K.pickle, for pytorch.org/memory_viz.",
+        when="To see what a slow step consists of. Profiled steps are slower.",
+    )
+    profile_step_start: int = setting(
+        10,
+        unit="steps",
+        ge=0,
+        advice="Profile from the step after this one on.",
+        how="The first steps of a process are slower than the others: 2 or more leaves them out.",
+        when="Lower it in a short run.",
+    )
+    profile_step_end: int = setting(
+        12,
+        unit="steps",
+        ge=1,
+        advice="The last step to profile.",
+        how="A trace grows with its steps: of a large model a few hundred megabytes a step.",
+        when="One to three steps after profile_step_start.",
+    )
+    profile_ranks: list[int] = setting(
+        [0],
+        advice="The ranks that profile.",
+        how="Each writes its own files; the other ranks are not slowed down, but wait for these.",
+        when="Add the last stage's rank, or one that is slow.",
+    )
 
 
 class CheckpointSettings(Group):

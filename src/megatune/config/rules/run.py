@@ -10,6 +10,7 @@ from megatune.config.rules.problem import Context, Problem, Rule, either, multip
 _STRATEGY = "evaluation.eval_strategy"
 _SAVE = "checkpoint.save_strategy"
 _BEST = "evaluation.load_best_model_at_end"
+_PROFILE_END = "logging.profile_step_end"
 _HELD_OUT = ("data.val_size", "data.eval_dataset")
 
 
@@ -116,4 +117,35 @@ def reports(context: Context) -> Iterator[Problem]:
         yield Problem(("logging.report_to",), what, "", "remove none")
 
 
-RULES: tuple[Rule, ...] = (output, stage, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports)
+def profiler(context: Context) -> Iterator[Problem]:
+    """What is profiled is part of the run."""
+    logs, max_steps = context.settings.logging, context.settings.optimizer.max_steps
+    first, last, keys = logs.profile_step_start, logs.profile_step_end, (_PROFILE_END, "logging.profile_step_start")
+    if not logs.profile:
+        return
+    if last <= first:
+        what = f"profile_step_end {last} is not beyond profile_step_start {first}"
+        yield Problem(keys, what, "no step would be profiled", f"write profile_step_end: {first + 2}")
+    if 0 < max_steps < last:
+        what = f"profile_step_end {last} is beyond max_steps {max_steps}"
+        fix = f"write profile_step_end: {max_steps} and profile_step_start: {max(0, max_steps - 2)}"
+        yield Problem((_PROFILE_END, "optimizer.max_steps"), what, "the run ends before", fix)
+    ranks, size = logs.profile_ranks, context.world_size
+    wrong = [rank for rank in ranks if rank < 0 or (size is not None and rank >= size)]
+    if wrong or not ranks:
+        what = f"profile_ranks has {', '.join(map(str, wrong))}" if wrong else "profile_ranks is empty"
+        why = f"ranks are numbered from 0 to {size - 1}" if size else "ranks are numbered from 0"
+        yield Problem(("logging.profile_ranks",), what, why, "write profile_ranks: [0]")
+
+
+RULES: tuple[Rule, ...] = (
+    output,
+    stage,
+    own_folder,
+    fresh_start,
+    evaluation,
+    streamed_epochs,
+    best_model,
+    reports,
+    profiler,
+)

@@ -1,16 +1,16 @@
-"""training_loss.png: the loss so far, drawn again and again while a run lives."""
+"""training_loss.png: the loss so far, drawn again and again while a run is alive."""
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.picture import as_png, new_figure
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
-from megatune.training.callbacks.json_lines import read_json_lines
-from megatune.training.callbacks.metrics import METRICS_NAME
+from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
 from megatune.training.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PLOT_NAME = "training_loss.png"
 _PAUSE_SECONDS = 30.0
+_FIELDS = {each.name for each in fields(LogReport)}  # what else a record has is a metric
 _LARGEST_SHARE = 0.01  # of a run's time that drawing may take
 
 
@@ -50,7 +51,7 @@ class LossPlot(Callback):
 
 
 def draw(metrics: Path, image: Path) -> bool:
-    """Draw a metrics.jsonl as a PNG: loss raw and smoothed, evaluation loss, learning rate and gradient norm.
+    """Draw a metrics.jsonl as a PNG: loss raw and smoothed, evaluation loss, learning rate, gradient norm, metrics.
 
     Returns:
         Whether there was anything to draw.
@@ -60,13 +61,18 @@ def draw(metrics: Path, image: Path) -> bool:
     if not loss[0] and not evaluation[0]:
         return False
 
-    figure = new_figure(9, 6.5)
+    small = {"learning rate": _series(records, "learning_rate"), "gradient norm": _series(records, "grad_norm")}
+    names = {key for record in records for key in record if not key.startswith("eval_")} - _FIELDS
+    small |= {name: series for name in sorted(names) if (series := _series(records, name))[0]}
+    rows = [list(small)[first : first + 2] for first in range(0, len(small), 2)]
+    figure = new_figure(9, 5 + 1.5 * len(rows))
     from matplotlib.ticker import MaxNLocator
 
-    axes = figure.subplot_mosaic([["loss", "loss"], ["rate", "norm"]], height_ratios=[2.6, 1])
+    mosaic: list[Any] = [["loss", "loss"], *([*row, row[-1]][:2] for row in rows)]
+    axes = figure.subplot_mosaic(mosaic, height_ratios=[2.6, *[1] * len(rows)])
     _draw_loss(axes["loss"], loss, evaluation)
-    _draw_small(axes["rate"], _series(records, "learning_rate"), "learning rate")
-    _draw_small(axes["norm"], _series(records, "grad_norm"), "gradient norm")
+    for name, series in small.items():
+        _draw_small(axes[name], series, name)
     for panel in axes.values():
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.training.callbacks.base import Callback, EvalReport, StepReport, TrainInfo, TrainSummary
-from megatune.training.callbacks.json_lines import read_json_lines
-from megatune.training.callbacks.metrics import METRICS_NAME
+from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
 from megatune.training.storage import write_atomically
 
 

@@ -15,12 +15,11 @@ _TRAIN_TAGS = (
     "learning_rate",
     "grad_norm",
     "epoch",
+    "data_seconds",
     "tokens_per_second",
     "model_tflops",
     "mfu",
     "memory_gib",
-    "load_balancing_loss",
-    "z_loss",
 )
 
 
@@ -43,12 +42,12 @@ class TensorBoard(Callback):
         self._writer = SummaryWriter(str(self._log_dir), purge_step=self._resume_step + 1, flush_secs=30)
 
     def on_log(self, report: LogReport) -> None:
-        for tag in _TRAIN_TAGS:
-            self._scalar(f"train/{tag}", getattr(report, tag), report.step)
+        for tag, value in {**report.metrics, **{tag: getattr(report, tag) for tag in _TRAIN_TAGS}}.items():
+            self._scalar(f"train/{tag}", value, report.step)
 
     def on_evaluate(self, report: EvalReport) -> None:
-        self._scalar("eval/loss", report.loss, report.step)
-        self._scalar("eval/perplexity", report.perplexity, report.step)
+        for tag, value in {**report.metrics, "loss": report.loss, "perplexity": report.perplexity}.items():
+            self._scalar(f"eval/{tag}", value, report.step)
 
     def on_save(self, path: Path) -> None:
         if self._writer is not None:

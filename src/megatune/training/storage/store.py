@@ -6,19 +6,17 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatune.errors import Finding, MegatuneError
+from megatune.errors import Finding
 from megatune.training.storage.files import sync_folder, writing
 from megatune.training.storage.manifest import (
     MANIFEST_NAME,
     FileDigest,
     Manifest,
     digest_files,
-    read_manifest,
-    verify,
     write_manifest,
 )
 
@@ -130,28 +128,24 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]
 
 
-def newest_verified(output_dir: Path) -> tuple[Path | None, list[Finding]]:
-    """The newest checkpoint that is whole and can be resumed from, and why newer ones were passed over.
+def newest_verified(
+    checkpoints: Sequence[Path], verify: Callable[[Path], list[Finding]]
+) -> tuple[Path | None, list[Finding]]:
+    """Return the newest checkpoint with which nothing is wrong, and why newer ones were passed over.
 
-    The folders themselves are looked at; no file points to the newest one. Where the answer is None and there are
-    findings, training from the start would silently throw work away: the caller refuses or asks.
+    Where there is none and there are findings, training from the start would silently throw work away: the caller
+    refuses or asks.
+
+    Args:
+        checkpoints: the smallest step first.
+        verify: says what is wrong with one.
     """
     passed_over: list[Finding] = []
-    for path in reversed(list_checkpoints(output_dir)):
-        problems = verify(path) or _not_resumable(path)
-        if not problems:
+    for path in reversed(checkpoints):
+        if not (problems := verify(path)):
             return path, passed_over
         passed_over += problems
     return None, passed_over
-
-
-def _not_resumable(path: Path) -> list[Finding]:
-    try:
-        if read_manifest(path).resumable:
-            return []
-    except MegatuneError as error:  # it changed since it was verified
-        return list(error.findings)
-    return [Finding("holds a model without training state, so no run can resume from it", where=str(path))]
 
 
 def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
