@@ -25,7 +25,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_and_watch(settings: Settings, run_dir: Path, fail: bool = False) -> tuple[set[tuple[bool, bool]], bool]:
-    """Train; whether gradients were on and whether the module was in training mode, of every call of a model or a router;
+    """Train; (whether gradients were on, whether the module was in training mode) of every call of a model or a router,
     and whether all modules are in training mode at the end.
 
     Args:
@@ -108,4 +108,6 @@ def test_steps_are_measured_with_the_time_that_they_wait_for_data(
         assert line["tokens_per_second"] == pytest.approx(line["num_input_tokens"] / line["seconds"])
     first, *_, last = lines
     # Saving is no part of them.
-    assert last["elapsed_seconds"] > first["elapsed_seconds"] + sum(line["seconds"] for line in lines) - first["seconds"]
+    assert (
+        last["elapsed_seconds"] > first["elapsed_seconds"] + sum(line["seconds"] for line in lines) - first["seconds"]
+    )
