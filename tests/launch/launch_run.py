@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from megatune.launch.heartbeat import heartbeat_path, read_beat
+from megatune.launch.context import heartbeat_path, read_beat
 
 HERE = Path(__file__).parent
 LIMIT = 25.0  # seconds; no launch test waits longer for anything

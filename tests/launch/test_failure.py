@@ -9,12 +9,11 @@ import time
 import pytest
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.context import RankContext
+from megatune.launch.context import RankContext, heartbeat_path, read_beat
 from megatune.launch.failure import Kind, describe_failure, read_failure, write_failure
-from megatune.launch.heartbeat import heartbeat_path, read_beat
+from megatune.launch.hang import Standing, find_hung
 from megatune.launch.processes import RankState
 from megatune.launch.report import first_cause
-from megatune.launch.stacks import Standing, find_hung
 from megatune.launch.world import RankEnv
 
 
@@ -97,7 +96,7 @@ def test_the_hung_rank_is_the_one_outside_of_a_collective_or_behind():
 
 
 def beat(moment: float, step: int):
-    from megatune.launch.heartbeat import Beat
+    from megatune.launch.context import Beat
 
     return Beat(count=1, time=moment, phase="forward", step=step, limit=None)
 

@@ -62,7 +62,8 @@ def test_every_rank_reads_its_share_once(pool: RankPool, tmp_path: Path) -> None
     assert {name for name, _, _ in found} == {"checkpoint-5"}
     files = [read for _, _, read in found]
     assert [len(read) for read in files] == [2, 2, 2, 2]
-    assert sorted(name for read in files for name in read) == [f"checkpoint-5/model-{number}.safetensors" for number in range(8)]
+    names = [f"checkpoint-5/model-{number}.safetensors" for number in range(8)]
+    assert sorted(name for read in files for name in read) == names
     (note,) = found[0][1]
     assert note.startswith(f"verified   {tmp_path}/checkpoint-5: 8.0 kB in ")
     assert note.endswith("GB/s, by 4 processes")

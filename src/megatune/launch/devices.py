@@ -14,7 +14,7 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """The number of GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; 0 on a CPU machine."""
+    """Count the GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; 0 on a CPU machine."""
     installed = _count_installed_gpus()
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -29,13 +29,19 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def _count_installed_gpus() -> int:
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
+    listing = _nvidia_smi("-L")
+    if listing is None:
         return sum(1 for device in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name))
     return sum(1 for line in listing.splitlines() if line.startswith("GPU "))
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """Return what nvidia-smi prints, None where there is none or it fails."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +58,10 @@ class Gpu:
 
 
 def list_gpus(env: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; () where nvidia-smi does not tell."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        table = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
+    """List the GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; () where nvidia-smi does not tell."""
+    table = _nvidia_smi("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
     found = {}
-    for line in table.splitlines():
+    for line in (table or "").splitlines():
         match [cell.strip() for cell in line.split(",")]:
             case [index, uuid, name, memory] if memory.isdigit():
                 found[index] = found[uuid] = Gpu(name, int(memory) * 2**20)

@@ -60,7 +60,7 @@ def error_path(run_dir: Path, rank: int) -> Path:
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Writes the file whole or not at all."""
+    """Write the file whole or not at all."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(failure.to_json(), indent=1))
     draft.replace(path)
@@ -74,7 +74,7 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def describe_failure(error: BaseException, context: RankContext | None = None) -> Failure:
-    """Everything the report needs of an exception; `context` is None for one raised before there were ranks."""
+    """Collect what the report needs of an exception; `context` is None for one raised before there were ranks."""
     kind = _kind_of(error)
     return Failure(
         rank=context.rank if context else 0,

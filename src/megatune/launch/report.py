@@ -1,4 +1,4 @@
-"""How a run ended: the first cause, told once on stderr and as report.json."""
+"""How a run ended: the first cause, once on stderr and as report.json."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TextIO
 
 from megatune.errors import ExitCode, Finding
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
+from megatune.launch.hang import Standing
 from megatune.launch.processes import RankState
 from megatune.launch.protocol import log_path
-from megatune.launch.stacks import Standing
 from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
@@ -28,6 +28,7 @@ _SIGNAL_REASONS: dict[int, str] = {
     signal.SIGILL: "a library was built for another processor",
     signal.SIGFPE: "native code divided by zero",
 }
+_AGAIN = "start again to resume from the last checkpoint"
 _OUT_OF_MEMORY_KILL = "the kernel's out-of-memory killer: this machine or container is out of main memory"
 _OUT_OF_MEMORY_FIXES = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps; a smaller cutoff_len; larger"
@@ -56,7 +57,7 @@ class Outcome:
 
 
 def collect_failures(run_dir: Path, failed: list[RankState]) -> dict[int, Failure]:
-    """What the failed ranks wrote down; those that died of a signal wrote nothing."""
+    """Read what the failed ranks wrote down; those that died of a signal wrote nothing."""
     failures = {}
     for state in failed:
         failure = read_failure(error_path(run_dir, state.rank))
@@ -73,7 +74,7 @@ def kind_of(state: RankState, failure: Failure | None) -> Kind:
 
 
 def first_cause(failed: list[RankState], failures: dict[int, Failure]) -> RankState:
-    """The failed rank that the report blames: the strongest kind, then the earliest."""
+    """Find the failed rank that the report blames: the strongest kind, then the earliest."""
 
     def order(state: RankState) -> tuple[Kind, float]:
         failure = failures.get(state.rank)
@@ -101,7 +102,7 @@ def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) 
     else:
         end = f"ended itself with exit code {culprit.exit_code}, without a Python exception"
     what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_place(culprit)}"
-    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; start again to resume from the last checkpoint"
+    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; {_AGAIN}"
     if exit_code == ExitCode.OUT_OF_MEMORY:
         fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers"
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
@@ -136,7 +137,7 @@ def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outc
     finding = Finding(
         f"the process that imports the program and starts the ranks {end}, and the ranks with it",
         why=_OUT_OF_MEMORY_KILL if killed else _SIGNAL_REASONS.get(signum or 0, ""),
-        fix=f"read {log_path(run_dir, 'start')}; start again to resume from the last checkpoint",
+        fix=f"read {log_path(run_dir, 'start')}; {_AGAIN}",
     )
     return Outcome("failed", ExitCode.OUT_OF_MEMORY if killed else ExitCode.PROCESS_DIED, findings=(finding,))
 
@@ -154,18 +155,13 @@ def hung_outcome(run_dir: Path, culprit: RankState, silent_seconds: float, stand
     else:
         why = "its process does not answer signals"
     if others and all(other.in_collective for other in others):
-        why += (
-            "; all ranks wait in collective operations, and this one is behind"
-            if standing.in_collective
-            else "; the other ranks wait for it in a collective operation"
-        )
+        behind = "all ranks wait in collective operations, and this one is behind"
+        why += f"; {behind if standing.in_collective else 'the other ranks wait for it in a collective operation'}"
     what = (
         f"rank {culprit.rank} on host {socket.gethostname()} hung {_place(culprit)}:"
         f" no progress for {silent_seconds:.0f} s"
     )
-    fix = (
-        f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; start again to resume from the last checkpoint"
-    )
+    fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {_AGAIN}"
     return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
@@ -186,7 +182,7 @@ def _signal_name(number: int) -> str:
 
 
 def print_outcome(outcome: Outcome, file: TextIO | None = None) -> None:
-    """Tells the user, once; a run that is done needs no telling."""
+    """Print what to tell the user; nothing for a run that is done."""
     file = file or sys.stderr
     if outcome.findings and file.isatty():
         print(file=file)  # rank 0 may have been in the middle of a line

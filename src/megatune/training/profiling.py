@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import profile
@@ -75,10 +74,8 @@ class StepProfiler:
     def __enter__(self) -> StepProfiler:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._profile is not None and error is None:  # a run that stops on request
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._profile is not None and kind is None:  # a run that stops on request
             self._write()
 
     def _write(self) -> None:

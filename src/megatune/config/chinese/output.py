@@ -31,7 +31,8 @@ TEXTS = {
         english="c2f6566f",
         what="用 torch.profiler 分析几步。",
         how="output_dir/profile 中每个被分析的 rank 有一份时间线（rank-K.json.gz，"
-        "用 Perfetto 或 chrome://tracing 打开）和一张最慢算子的表（rank-K.txt）。GPU 的内存分配也会记录：内存耗尽的 rank 留下 memory-rank-K.pickle，"
+        "用 Perfetto 或 chrome://tracing 打开）和一张最慢算子的表（rank-K.txt）。"
+        "GPU 的内存分配也会记录：内存耗尽的 rank 留下 memory-rank-K.pickle，"
         "在 pytorch.org/memory_viz 查看。",
         when="想知道慢的一步由什么组成时打开。被分析的步会变慢。",
     ),

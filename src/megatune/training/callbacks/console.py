@@ -48,13 +48,8 @@ class Console(Callback):
             f"{info.global_batch_size} rows per step{resumed}"
         )
         if self._console.is_terminal:
-            self._progress = Progress(
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                console=self._console,
-                expand=True,
-            )
+            columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}")
+            self._progress = Progress(*columns, console=self._console, expand=True)
             self._progress.add_task("", total=info.total_steps, completed=self._resume_step)
             self._progress.start()
 

@@ -72,7 +72,9 @@ def draw(metrics: Path, image: Path) -> bool:
     axes = figure.subplot_mosaic(mosaic, height_ratios=[2.6, *[1] * len(rows)])
     _draw_loss(axes["loss"], loss, evaluation)
     for name, series in small.items():
-        _draw_small(axes[name], series, name)
+        axes[name].plot(*series, color="tab:gray", linewidth=1.2, marker="o" if len(series[0]) == 1 else "")
+        axes[name].set_ylabel(name)
+        axes[name].set_ylim(bottom=min(0.0, *series[1]) if series[1] else 0.0)
     for panel in axes.values():
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -84,20 +86,18 @@ def draw(metrics: Path, image: Path) -> bool:
 def smooth(values: list[float]) -> list[float]:
     """Average with weights that fall exponentially, over about a twentieth of the values, to both sides of each."""
     decay = 1 - 1 / max(1.0, len(values) / 20)
-    before = _decaying_sums(values, decay)
-    after = _decaying_sums(values[::-1], decay)[::-1]
+    before, after = _decaying_sums(values, decay), _decaying_sums(values[::-1], decay)[::-1]
     return [
-        (sum_before + sum_after - value) / (weight_before + weight_after - 1)
-        for value, (sum_before, weight_before), (sum_after, weight_after) in zip(values, before, after, strict=True)
+        (left + right - value) / (left_weight + right_weight - 1)
+        for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True)
     ]
 
 
 def _decaying_sums(values: list[float], decay: float) -> list[tuple[float, float]]:
-    """For each value: the sum of it and its predecessors, each weighted by decay ** distance, and of those weights."""
+    """Sum for each value it and its predecessors, each weighted by decay ** distance, and those weights."""
     sums, total, weight = [], 0.0, 0.0
     for value in values:
-        total = value + decay * total
-        weight = 1 + decay * weight
+        total, weight = value + decay * total, 1 + decay * weight
         sums.append((total, weight))
     return sums
 
@@ -117,14 +117,8 @@ def _draw_loss(axes: Axes, loss: tuple[list[int], list[float]], evaluation: tupl
     axes.legend(frameon=False)
 
 
-def _draw_small(axes: Axes, series: tuple[list[int], list[float]], label: str) -> None:
-    axes.plot(*series, color="tab:gray", linewidth=1.2, marker="o" if len(series[0]) == 1 else "")
-    axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
-
-
 def _series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and finite values of one key."""
+    """Return steps and finite values of one key."""
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     points = [(step, value) for step, value in points if math.isfinite(value)]
     return [step for step, _ in points], [value for _, value in points]

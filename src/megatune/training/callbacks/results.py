@@ -11,15 +11,16 @@ from megatune.training.callbacks.base import Callback, EvalReport, StepReport, T
 from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
 from megatune.training.storage import write_atomically
 
+# The part of a line of metrics.jsonl that Transformers' log_history has, under the same names.
+_HISTORY = ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")
+
 
 class Results(Callback):
     """trainer_state.json with its log_history, train_results.json, eval_results.json and all_results.json."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
-        self._info: TrainInfo | None = None
-        self._num_steps = 0
-        self._loss_sum = 0.0
+        self._num_steps, self._loss_sum = 0, 0.0
         self._epoch: float | None = 0.0
         self._evaluation: dict[str, Any] = {}
 
@@ -40,25 +41,8 @@ class Results(Callback):
         }
 
     def on_train_end(self, summary: TrainSummary) -> None:
-        assert self._info is not None, "on_train_begin comes first"
-        self._write("trainer_state.json", self._trainer_state(self._info, summary))
-        if summary.outcome != "finished" or not self._num_steps:
-            return
-        train = {
-            "epoch": self._epoch,
-            "train_loss": self._loss_sum / self._num_steps,
-            "train_runtime": summary.seconds,
-            "train_samples_per_second": self._num_steps * self._info.global_batch_size / summary.seconds,
-            "train_steps_per_second": self._num_steps / summary.seconds,
-        }
-        self._write("train_results.json", train)
-        if self._evaluation:
-            self._write("eval_results.json", self._evaluation)
-        self._write("all_results.json", {**train, **self._evaluation})
-
-    def _trainer_state(self, info: TrainInfo, summary: TrainSummary) -> dict[str, Any]:
-        best = summary.best_checkpoint
-        return {
+        info, best, num_steps = self._info, summary.best_checkpoint, self._num_steps
+        state = {
             "best_metric": summary.best_loss,
             "best_model_checkpoint": str(best) if best is not None else None,
             "epoch": self._epoch,
@@ -68,15 +52,25 @@ class Results(Callback):
             "is_world_process_zero": True,
             "log_history": [_history_entry(record) for record in read_json_lines(self._output_dir / METRICS_NAME)],
         }
+        self._write("trainer_state.json", state)
+        if summary.outcome != "finished" or not num_steps:
+            return
+        train = {
+            "epoch": self._epoch,
+            "train_loss": self._loss_sum / num_steps,
+            "train_runtime": summary.seconds,
+            "train_samples_per_second": num_steps * info.global_batch_size / summary.seconds,
+            "train_steps_per_second": num_steps / summary.seconds,
+        }
+        self._write("train_results.json", train)
+        if self._evaluation:
+            self._write("eval_results.json", self._evaluation)
+        self._write("all_results.json", {**train, **self._evaluation})
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         write_atomically(self._output_dir / name, json.dumps(content, indent=2) + "\n")
 
 
 def _history_entry(record: dict[str, Any]) -> dict[str, Any]:
-    """The part of a line of metrics.jsonl that Transformers' log_history has, under the same names."""
-    keys = ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")
-    entry = {key: record[key] for key in keys if key in record}
-    if "eval_seconds" in record:
-        entry["eval_runtime"] = record["eval_seconds"]
-    return entry
+    entry = {key: record[key] for key in _HISTORY if key in record}
+    return entry | ({"eval_runtime": record["eval_seconds"]} if "eval_seconds" in record else {})

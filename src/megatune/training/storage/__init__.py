@@ -9,13 +9,13 @@ only file in `training/`, and the checkpoint can be verified but not resumed fro
 """
 
 from megatune.training.storage.files import amount, ensure_room, write_atomically, writing
-from megatune.training.storage.final import finalize_model
 from megatune.training.storage.lock import OutputLock
 from megatune.training.storage.manifest import FileDigest, Manifest, digest_files, problem_of, read_manifest
 from megatune.training.storage.store import (
     CheckpointStore,
     checkpoint_step,
     clean_partials,
+    finalize_model,
     list_checkpoints,
     newest_verified,
     remove_checkpoints,

@@ -1,4 +1,4 @@
-"""Where each rank stands when the run hangs: stack dumps in the logs, and what they say."""
+"""Where each rank is when the run hangs: stack dumps in the logs, and what they say."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Standing:
 
 
 def dump_stacks(processes: RankProcesses) -> dict[int, Standing]:
-    """Has each living rank write all its stacks into its log, which works wherever it hangs, and reads them back."""
+    """Have each living rank write all its stacks into its log, which works wherever it hangs, and read them back."""
     run_dir = processes.request.run_dir
     living = processes.alive()
     logs = {state.rank: log_path(run_dir, f"rank-{state.rank}") for state in living}
-    offsets = {rank: _size(path) for rank, path in logs.items()}
+    offsets = {rank: path.stat().st_size if path.exists() else 0 for rank, path in logs.items()}
     processes.send(signal.SIGUSR1)
     time.sleep(DUMP_SECONDS)
     return {
@@ -52,8 +52,7 @@ def dump_stacks(processes: RankProcesses) -> dict[int, Standing]:
 
 
 def find_hung(living: list[RankState], standings: dict[int, Standing]) -> RankState:
-    """The rank that the others most likely wait for: stopped or silent, else outside of a collective operation, else
-    behind."""
+    """Find the rank that the others wait for: stopped or silent, else in no collective operation, else behind."""
 
     def order(state: RankState) -> tuple[bool, bool, bool, int, float]:
         standing = standings[state.rank]
@@ -61,10 +60,6 @@ def find_hung(living: list[RankState], standings: dict[int, Standing]) -> RankSt
         return not standing.stopped, bool(standing.stack), standing.in_collective, step, moment
 
     return min(living, key=order)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _process_state(pid: int) -> str:
