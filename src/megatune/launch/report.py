@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatune.errors import ExitCode, Finding
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
@@ -104,7 +104,7 @@ def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) 
     what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_place(culprit)}"
     fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; {_AGAIN}"
     if exit_code == ExitCode.OUT_OF_MEMORY:
-        fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers"
+        fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers; then {_AGAIN}"
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
@@ -194,6 +194,12 @@ def print_outcome(outcome: Outcome, file: TextIO | None = None) -> None:
     file.flush()
 
 
+def _rank_entry(state: RankState) -> dict[str, Any]:
+    fields = asdict(state) | {"signal": _signal_name(state.signal) if state.signal else None}
+    del fields["progressed"]
+    return fields | {"last_beat": fields.pop("beat")}
+
+
 def write_report(
     run_dir: Path, world: World, outcome: Outcome, ranks: list[RankState], started: float, start_method: str
 ) -> None:
@@ -210,17 +216,7 @@ def write_report(
         "culprit": outcome.rank,
         "findings": [asdict(finding) for finding in outcome.findings],
         "traceback": outcome.traceback,
-        "ranks": [
-            {
-                "rank": state.rank,
-                "pid": state.pid,
-                "exit_code": state.exit_code,
-                "signal": _signal_name(state.signal) if state.signal else None,
-                "ended": state.ended,
-                "last_beat": asdict(state.beat) if state.beat else None,
-            }
-            for state in ranks
-        ],
+        "ranks": [_rank_entry(state) for state in ranks],
     }
     draft = run_dir / f"{name}.draft"
     draft.write_text(json.dumps(report, indent=1))
