@@ -16,7 +16,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankActivity:
     """What a rank of a hung run does.
 
     Attributes:
@@ -37,7 +37,7 @@ class Standing:
         return any("torch/distributed/" in frame for frame in self.stack[:4])
 
 
-def dump_stacks(processes: RankProcesses) -> dict[int, Standing]:
+def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
     """Have each living rank write all its stacks into its log, which works wherever it hangs, and read them back."""
     run_dir = processes.request.run_dir
     living = processes.alive()
@@ -46,18 +46,18 @@ def dump_stacks(processes: RankProcesses) -> dict[int, Standing]:
     processes.send(signal.SIGUSR1)
     time.sleep(DUMP_SECONDS)
     return {
-        state.rank: Standing(_process_state(state.pid), _main_stack(logs[state.rank], offsets[state.rank]))
+        state.rank: RankActivity(_process_state(state.pid), _main_stack(logs[state.rank], offsets[state.rank]))
         for state in living
     }
 
 
-def find_hung(living: list[RankState], standings: dict[int, Standing]) -> RankState:
+def find_hung(living: list[RankState], activities: dict[int, RankActivity]) -> RankState:
     """Find the rank that the others wait for: stopped or silent, else in no collective operation, else behind."""
 
     def order(state: RankState) -> tuple[bool, bool, bool, int, float]:
-        standing = standings[state.rank]
+        activity = activities[state.rank]
         step, moment = (state.beat.step, state.beat.time) if state.beat else (-1, 0.0)
-        return not standing.stopped, bool(standing.stack), standing.in_collective, step, moment
+        return not activity.stopped, bool(activity.stack), activity.in_collective, step, moment
 
     return min(living, key=order)
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from megatune.errors import ExitCode, Finding
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
-from megatune.launch.hang import Standing
+from megatune.launch.hang import RankActivity
 from megatune.launch.processes import RankState
 from megatune.launch.protocol import log_path
 from megatune.launch.world import World
@@ -142,21 +142,23 @@ def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outc
     return Outcome("failed", ExitCode.OUT_OF_MEMORY if killed else ExitCode.PROCESS_DIED, findings=(finding,))
 
 
-def hung_outcome(run_dir: Path, culprit: RankState, silent_seconds: float, standings: dict[int, Standing]) -> Outcome:
+def hung_outcome(
+    run_dir: Path, culprit: RankState, silent_seconds: float, activities: dict[int, RankActivity]
+) -> Outcome:
     """The outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
-    standing = standings[culprit.rank]
-    others = [other for rank, other in standings.items() if rank != culprit.rank]
-    if standing.stopped:
+    activity = activities[culprit.rank]
+    others = [other for rank, other in activities.items() if rank != culprit.rank]
+    if activity.stopped:
         why = "its process is stopped (SIGSTOP, or a debugger)"
-    elif standing.process_state == "D":
+    elif activity.process_state == "D":
         why = "its process waits for a disk or a device that does not answer"
-    elif standing.stack:
-        why = "it is in " + ", called by ".join(standing.stack[:3])
+    elif activity.stack:
+        why = "it is in " + ", called by ".join(activity.stack[:3])
     else:
         why = "its process does not answer signals"
     if others and all(other.in_collective for other in others):
         behind = "all ranks wait in collective operations, and this one is behind"
-        why += f"; {behind if standing.in_collective else 'the other ranks wait for it in a collective operation'}"
+        why += f"; {behind if activity.in_collective else 'the other ranks wait for it in a collective operation'}"
     what = (
         f"rank {culprit.rank} on host {socket.gethostname()} hung {_place(culprit)}:"
         f" no progress for {silent_seconds:.0f} s"

@@ -209,11 +209,11 @@ def _conclude_failure(processes: RankProcesses, kills: _OomKills) -> Outcome:
 
 
 def _conclude_hang(processes: RankProcesses) -> Outcome:
-    standings = dump_stacks(processes)
-    culprit = find_hung(processes.alive(), standings)
+    activities = dump_stacks(processes)
+    culprit = find_hung(processes.alive(), activities)
     silent = time.monotonic() - culprit.progressed
     processes.end()
-    return hung_outcome(processes.request.run_dir, culprit, silent, standings)
+    return hung_outcome(processes.request.run_dir, culprit, silent, activities)
 
 
 def _start_timed_out(processes: RankProcesses, limit: float) -> Outcome:
