@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import time
 import traceback
@@ -98,19 +99,11 @@ def describe_failure(error: BaseException, context: RankContext | None = None) -
 # Errors of torch.distributed by class name, since this room imports no torch.
 _COLLECTIVE_CLASSES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
 _COLLECTIVE_TEXTS = (
-    "gloo",
-    "nccl",
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "socket closed",
-    "broken pipe",
-    "timed out waiting",
-    "caused pair closure",
-    "monitoredbarrier",
+    "gloo|nccl|connection closed by peer|connection reset by peer|connection refused|socket closed|broken pipe"
+    "|timed out waiting|caused pair closure|monitoredbarrier"
 )
-_TIMEOUT_TEXTS = ("timed out", "timeout")
-_OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator", "cannot allocate memory", "can't allocate memory")
+_TIMEOUT_TEXTS = "timed out|timeout"
+_OUT_OF_MEMORY_TEXTS = "out of memory|defaultcpuallocator|cannot allocate memory|can't allocate memory"
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
@@ -149,9 +142,8 @@ def _is_timeout(error: BaseException) -> bool:
     return _mentions(error, _TIMEOUT_TEXTS) or (error.__cause__ is not None and _is_timeout(error.__cause__))
 
 
-def _mentions(error: BaseException, texts: tuple[str, ...]) -> bool:
-    message = str(error).lower()
-    return any(text in message for text in texts)
+def _mentions(error: BaseException, texts: str) -> bool:
+    return re.search(texts, str(error), re.IGNORECASE) is not None
 
 
 def _exit_code(error: BaseException, kind: Kind) -> int:
