@@ -11,9 +11,8 @@ import pytest
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext, heartbeat_path, read_beat
 from megatune.launch.failure import Kind, describe_failure, read_failure, write_failure
-from megatune.launch.hang import RankActivity, find_hung
 from megatune.launch.processes import RankState
-from megatune.launch.report import first_cause
+from megatune.launch.report import RankActivity, find_hung, first_cause
 from megatune.launch.world import RankEnv
 
 

@@ -28,9 +28,8 @@ from megatune.training.callbacks import (
     build_callbacks,
 )
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.metrics import Metrics, TrainerLog, read_json_lines
+from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog, read_json_lines
 from megatune.training.callbacks.plot import LossPlot, draw, smooth
-from megatune.training.callbacks.results import Results
 from megatune.training.callbacks.tensorboard import TensorBoard
 
 INFO = TrainInfo(total_steps=12, num_train_epochs=3, global_batch_size=16)

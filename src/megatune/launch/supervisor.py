@@ -16,13 +16,14 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import heartbeat_path
 from megatune.launch.devices import count_oom_kills
 from megatune.launch.failure import Kind, error_path
-from megatune.launch.hang import dump_stacks, find_hung
 from megatune.launch.processes import POLL_SECONDS, RankProcesses, RankState
 from megatune.launch.protocol import StartRequest, log_path
 from megatune.launch.report import (
     Outcome,
     collect_failures,
+    dump_stacks,
     failed_outcome,
+    find_hung,
     first_cause,
     hung_outcome,
     kind_of,

@@ -12,10 +12,9 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.metrics import Metrics, TrainerLog
+from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
 from megatune.training.callbacks.prediction import Prediction, begin_record
-from megatune.training.callbacks.results import Results
 from megatune.training.callbacks.tensorboard import TensorBoard
 
 __all__ = [
