@@ -309,6 +309,20 @@ WRONG = [
         "    fix: write save_steps: 40 or 60",
     ),
     (
+        ["profile=true", "max_steps=100", "profile_step_end=10"],
+        "profile_step_end 10 is not beyond profile_step_start 10\n    why: no step would be profiled\n"
+        "    fix: write profile_step_end: 12",
+    ),
+    (
+        ["profile=true", "max_steps=8"],
+        "profile_step_end 12 is beyond max_steps 8\n    why: the run ends before\n"
+        "    fix: write profile_step_end: 8 and profile_step_start: 6",
+    ),
+    (
+        ["profile=true", "max_steps=100", "profile_ranks=0,-1"],
+        "profile_ranks has -1\n    why: ranks are numbered from 0\n    fix: write profile_ranks: [0]",
+    ),
+    (
         ["report_to=tensorboard,none"],
         "report_to has none and tensorboard\n    fix: remove none",
     ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from megatune.launch.heartbeat import heartbeat_path, read_beat
+from megatune.launch.context import heartbeat_path, read_beat
 
 HERE = Path(__file__).parent
 LIMIT = 25.0  # seconds; no launch test waits longer for anything
@@ -43,9 +43,9 @@ class Run:
             start_new_session=True,
         )
 
-    def finish(self) -> tuple[int, str, str]:
+    def finish(self, limit: float = LIMIT) -> tuple[int, str, str]:
         """Waits for the end: exit code, stdout, stderr. Fails if a process of the run is left."""
-        stdout, stderr = self.process.communicate(timeout=LIMIT)
+        stdout, stderr = self.process.communicate(timeout=limit)
         self.assert_no_orphans()
         return self.process.returncode, stdout, stderr
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -108,6 +109,15 @@ def hang(context, payload):
         if payload["stopped"]:
             os.kill(os.getpid(), signal.SIGSTOP)
         stuck_in_user_code()
+    linger(context)
+
+
+def outgrow(context, payload):
+    """Rank 1 moves into a memory group with a limit and takes more than it allows: the kernel kills it."""
+    context.beat("forward", 7)
+    if context.rank == 1:
+        Path(payload["group"], "cgroup.procs").write_text(str(os.getpid()))
+        assert bytearray(2 * payload["limit"]).count(1) == 0
     linger(context)
 
 

@@ -9,12 +9,10 @@ import time
 import pytest
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.context import RankContext
+from megatune.launch.context import RankContext, heartbeat_path, read_beat
 from megatune.launch.failure import Kind, describe_failure, read_failure, write_failure
-from megatune.launch.heartbeat import heartbeat_path, read_beat
 from megatune.launch.processes import RankState
-from megatune.launch.report import first_cause
-from megatune.launch.stacks import Standing, find_hung
+from megatune.launch.report import RankActivity, find_hung, first_cause
 from megatune.launch.world import RankEnv
 
 
@@ -81,23 +79,23 @@ def test_first_cause(states, culprit):
 
 
 def test_the_hung_rank_is_the_one_outside_of_a_collective_or_behind():
-    waits = Standing("S", ("wait (/x/torch/distributed/distributed_c10d.py:1)",))
-    works = Standing("R", ("read (/x/user.py:1)",))
-    silent, stopped = Standing("D", ()), Standing("T", ())
+    waits = RankActivity("S", ("wait (/x/torch/distributed/distributed_c10d.py:1)",))
+    works = RankActivity("R", ("read (/x/user.py:1)",))
+    silent, stopped = RankActivity("D", ()), RankActivity("T", ())
     ranks = [ended(0, 0.0), ended(1, 0.0), ended(2, 0.0)]
     for rank, (moment, step) in enumerate([(3.0, 6), (1.0, 7), (2.0, 7)]):
         ranks[rank].beat = beat(moment, step)
-    for standings, culprit in (
+    for activities, culprit in (
         ((waits, waits, waits), 0),  # the lowest step
         ((waits, waits, works), 2),
         ((works, silent, works), 1),
         ((silent, works, stopped), 2),
     ):
-        assert find_hung(ranks, dict(enumerate(standings))).rank == culprit
+        assert find_hung(ranks, dict(enumerate(activities))).rank == culprit
 
 
 def beat(moment: float, step: int):
-    from megatune.launch.heartbeat import Beat
+    from megatune.launch.context import Beat
 
     return Beat(count=1, time=moment, phase="forward", step=step, limit=None)
 

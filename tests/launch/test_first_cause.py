@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from launch_run import LIMIT
 
 from megatune.errors import ExitCode
+from megatune.launch import devices
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -22,6 +24,68 @@ def test_a_killed_rank_is_named(launch, rank):
     assert "was killed by SIGKILL at step 7 (forward)" in stderr
     assert "out-of-memory killer" in stderr
     assert run.report()["culprit"] == rank
+
+
+@pytest.fixture
+def small_group(tmp_path):
+    """A memory group of the kernel with a limit of 300 MB; skips the test where none can be made."""
+    limit = 300_000_000
+    for mount, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        if not Path("/sys/fs/cgroup", mount, "cgroup.procs").exists():
+            continue
+        group = Path("/sys/fs/cgroup", mount, f"megatune-{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / name).write_text(str(limit))
+        except OSError:
+            group.rmdir()
+            continue
+        yield {"group": str(group), "limit": limit}
+        group.rmdir()
+        return
+    pytest.skip("needs the right to make a memory group")
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_out_of_memory(launch, small_group):
+    run = launch("outgrow", payload=small_group)
+    code, _, stderr = run.finish()
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert "rank 1 on host" in stderr
+    assert "was killed by SIGKILL at step 7 (forward)" in stderr
+    assert "out of main memory" in stderr
+    assert "per_device_train_batch_size" in stderr
+
+
+def test_kills_are_counted_where_the_kernel_does(tmp_path, monkeypatch):
+    groups = tmp_path / "cgroup"
+    for folder, name in (("", "memory.events"), ("job", "memory.events"), ("memory", "memory.oom_control")):
+        (groups / folder).mkdir(parents=True, exist_ok=True)
+        (groups / folder / name).write_text("oom 5\noom_kill 0\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/\n0::/job\n")
+    (tmp_path / "proc/vmstat").write_text("pgfault 7\noom_kill 0\n")
+    monkeypatch.setattr(devices, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(devices, "_CGROUPS", groups)
+    files = [groups / "job/memory.events", groups / "memory/memory.oom_control", tmp_path / "proc/vmstat"]
+    for number, file in enumerate(files):
+        assert devices.count_oom_kills() == number
+        file.write_text("oom_kill 1\n")
+    files[0].unlink()
+    assert devices.count_oom_kills() == 2
+
+
+def test_what_rank_0_raises_for_all_is_told_once_as_its_own(launch):
+    run = launch("launch_relay:fail_for_all", nproc=3)
+    code, _, stderr = run.finish(limit=4 * LIMIT)  # it imports the engine
+    assert code == ExitCode.INTERNAL
+    assert "rank 0 on host" in stderr
+    assert "ValueError: rank 0 read nonsense" in stderr
+    assert stderr.count("Traceback") == 1
+    assert run.report()["culprit"] == 0
+    assert [rank["exit_code"] for rank in run.report()["ranks"]] == [ExitCode.INTERNAL] * 3
 
 
 def test_a_rank_that_vanishes_is_named(launch):

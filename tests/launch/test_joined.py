@@ -12,8 +12,8 @@ import pytest
 from launch_run import HERE, LIMIT
 
 from megatune.errors import ExitCode
+from megatune.launch.context import heartbeat_path, read_beat
 from megatune.launch.failure import error_path, read_failure
-from megatune.launch.heartbeat import heartbeat_path, read_beat
 from megatune.launch.world import RankEnv
 
 SCRIPT = """

@@ -8,8 +8,7 @@ import pytest
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.devices import count_gpus
-from megatune.launch.ports import is_port_free
-from megatune.launch.world import World, decide_world, joined
+from megatune.launch.world import World, decide_world, is_port_free, joined
 
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0"}
 

@@ -14,7 +14,7 @@ from megatune.config.groups.parallel import ParallelSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.launch.ports import find_free_port
+from megatune.launch.world import find_free_port
 from megatune.plan.catalogue import cpu_machine, find_machine
 from megatune.plan.launch_lines import Launch, environment_lines, sbatch_file, torchrun_lines
 

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,8 @@ from megatune.training.callbacks import (
     build_callbacks,
 )
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.json_lines import read_json_lines
-from megatune.training.callbacks.metrics import Metrics, TrainerLog
+from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog, read_json_lines
 from megatune.training.callbacks.plot import LossPlot, draw, smooth
-from megatune.training.callbacks.results import Results
 from megatune.training.callbacks.tensorboard import TensorBoard
 
 INFO = TrainInfo(total_steps=12, num_train_epochs=3, global_batch_size=16)
@@ -204,6 +203,53 @@ def test_a_terminal_has_a_progress_bar() -> None:
     assert "12/12" in output.getvalue()
     assert "step 8/12  epoch 2.00" in output.getvalue()
     assert output.getvalue().rstrip().endswith("finished: 12 steps in 0:00:06")
+
+
+def test_metrics_of_any_name_are_means_and_shown_everywhere(tmp_path: Path) -> None:
+    recorder, output = Recorder(), io.StringIO()
+    console = Console("demo", 0, RichConsole(file=output))
+    callbacks = [recorder, console, Metrics(tmp_path), TensorBoard(tmp_path / "runs"), LossPlot(tmp_path)]
+    every = CallbackList(callbacks, logging_steps=2)
+    every.on_train_begin(INFO)
+    every.on_step_end(step(1, metrics={"load_balancing_loss": 1.5, "reward": -0.25}))
+    every.on_step_end(step(2, metrics={"load_balancing_loss": 1.25, "reward": -0.75}))
+    every.on_step_end(step(3, metrics={"load_balancing_loss": 1.75, "reward": -0.25}))
+    every.on_evaluate(EvalReport(**asdict(evaluation(3)) | {"metrics": {"accuracy": 0.625}}))
+    every.on_train_end(summary("stopped", 3))
+    assert recorder.reports[-1].metrics == {"load_balancing_loss": 1.75, "reward": -0.25}
+    assert recorder.reports[1].metrics == {"load_balancing_loss": 1.25, "reward": -0.75}
+    assert "mem 1.2 GiB  balance 1.25  reward -0.75  eta" in output.getvalue()
+    assert "perplexity 8.359  accuracy 0.625  12,345 tokens" in output.getvalue()
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [line.get("reward") for line in lines] == [-0.25, -0.75, None, -0.25]
+    assert lines[2]["eval_accuracy"] == 0.625
+    assert "metrics" not in lines[0]
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/reward")] == [-0.25, -0.75, -0.25]
+    assert [event.value for event in events.Scalars("eval/accuracy")] == [0.625]
+
+
+def test_lines_of_steps_keep_their_keys(tmp_path: Path) -> None:
+    run([Metrics(tmp_path)], range(1, 2))
+    [line] = read_json_lines(tmp_path / "metrics.jsonl")
+    assert (line["load_balancing_loss"], line["z_loss"], line["data_seconds"]) == (None, None, 0.0)
+
+
+def test_waiting_for_data_is_warned_of_once() -> None:
+    output = io.StringIO()
+    every = CallbackList([Console("demo", 0, RichConsole(file=output))])
+    every.on_train_begin(INFO)
+    for number in range(1, 13):
+        waited = 0.4 if number < 3 else 0.02 if number < 7 else 0.3
+        every.on_step_end(step(number, data_seconds=waited))
+    lines = output.getvalue().splitlines()
+    assert [line for line in lines if "warning" in line] == ["warning: 15% of the time is spent waiting for data"]
+    assert "dataloader_num_workers" in output.getvalue()
+    at = lines.index("warning: 15% of the time is spent waiting for data")
+    assert lines[at - 1].startswith("step 7/12")
+    assert "data 60%" in lines[at - 1]
+    assert "data" not in lines[at - 2]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

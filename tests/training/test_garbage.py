@@ -3,38 +3,10 @@
 import gc
 from pathlib import Path
 
-import pytest
 from runs import metrics, settings_of, train
 
-from megatune.config.groups.performance import PerformanceSettings
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.training.garbage import collect_after, collection_by_hand
-
-
-def test_by_hand_nothing_else_collects():
-    performance = PerformanceSettings(manual_gc=True, manual_gc_interval=2)
-    found = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        found.append(phase)
-
-    with collection_by_hand(performance):
-        assert not gc.isenabled()
-        gc.callbacks.append(note)
-        for step in range(1, 6):
-            collect_after(step, performance)
-        gc.callbacks.remove(note)
-    assert gc.isenabled()
-    assert found.count("start") == 2  # after steps 2 and 4
-
-
-def test_left_alone_python_collects_as_it_likes():
-    with collection_by_hand(PerformanceSettings()):
-        assert gc.isenabled()
-        gc.callbacks.append(fail := lambda phase, info: pytest.fail("collected"))
-        collect_after(50, PerformanceSettings())
-        gc.callbacks.remove(fail)
 
 
 def count_collections_by_hand(settings: Settings, run_dir: Path) -> int:
@@ -48,9 +20,16 @@ def count_collections_by_hand(settings: Settings, run_dir: Path) -> int:
     gc.callbacks.append(note)
     try:
         assert train(settings, run_dir) == 0
+        assert gc.isenabled()
     finally:
         gc.callbacks.remove(note)
     return len(found)
+
+
+def test_left_alone_python_collects_as_it_likes(pool, tmp_path):
+    model = make_checkpoint("qwen3", tmp_path / "model")
+    settings = settings_of(model, tmp_path / "out", max_steps=2, save_strategy="no")
+    assert pool.run(1, count_collections_by_hand, settings, tmp_path) == [0]
 
 
 def test_a_run_of_experts_collects_by_hand_and_logs_how_busy_they_are(pool, tmp_path):

@@ -98,8 +98,7 @@ def run(args: argparse.Namespace) -> int:
         # Files in the wild set ddp_timeout to years; a rank that shows no step for half an hour hangs all the same.
         hang_timeout = min(settings.run.ddp_timeout, HANG_SECONDS)
         code = run_ranks(target, payload, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
-    # What the kernel kills for want of memory has the exit code of any process that died.
-    if code in (ExitCode.OUT_OF_MEMORY, ExitCode.PROCESS_DIED) and first and ran_out_of_memory(output_dir):
+    if code == ExitCode.OUT_OF_MEMORY and first and ran_out_of_memory(output_dir):
         print(advice, file=sys.stderr)
     return code
 

@@ -21,6 +21,7 @@ _ENGLISH = {
     "one of": "one of: {}",
     "any of": "a list of any of: {}",
     "numbers": "a list of numbers, or numbers separated by commas",
+    "whole numbers": "a list of whole numbers, or numbers separated by commas",
     "or": " or ",
     "and": ", ",
     "comma": ", ",
@@ -67,7 +68,7 @@ class SettingInfo:
     Attributes:
         path: "group.name", its one name inside the project.
         kinds: the types it takes, of bool, int, float, str, list, dict; `optional` says whether None is one too.
-        items: the type of a list's items, str or float.
+        items: the type of a list's items: str, int or float.
         choices: the values of a Literal, () for an open type.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
         advice, how, when: what it is, how it works, when to change it.
@@ -105,8 +106,8 @@ class SettingInfo:
         if self.choices:
             listed = (str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
             said = words["any of" if list in self.kinds else "one of"].format(words["and"].join(listed))
-        elif list in self.kinds and self.items is float:
-            said = words["numbers"]
+        elif list in self.kinds and self.items is not str:
+            said = words["numbers" if self.items is float else "whole numbers"]
         else:
             said = words["or"].join(words[kind.__name__] for kind in _KINDS if kind in self.kinds)
         limits = (f"{words[name]} {limit}" for name, limit in self.bounds.items())

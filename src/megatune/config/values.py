@@ -129,7 +129,7 @@ def coerce(value: Value, info: SettingInfo) -> Any:
     if bool in info.kinds and isinstance(data, bool):
         return data
     if list in info.kinds:
-        return [_number(item) if info.items is float else item for item in _texts(value)]
+        return [item if info.items is str else _number(item, info.items) for item in _texts(value)]
     if dict in info.kinds and isinstance(data, str):
         return parse(data).data  # mappings arrive quoted from shells: '{"min_lr": 1e-6}'
     if float in info.kinds and type(data) is int and abs(data) < 2**1000:
@@ -141,10 +141,10 @@ def coerce(value: Value, info: SettingInfo) -> Any:
     return _unquoted(data) if isinstance(data, str) else data
 
 
-def _number(item: Any) -> Any:
+def _number(item: Any, kind: type) -> Any:
     """Convert an item of a list of numbers, where it is one."""
     data = _unquoted(item) if isinstance(item, str) else item
-    return float(data) if type(data) is int and abs(data) < 2**1000 else data
+    return float(data) if kind is float and type(data) is int and abs(data) < 2**1000 else data
 
 
 def _unquoted(text: str) -> Any:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -90,6 +91,28 @@ def _resident_peak() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# What a table of the profiler's operators is sorted by.
+PROFILER_SORT_KEY = "self_device_time_total" if HAS_GPU else "self_cpu_time_total"
+
+
+def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
+    """What torch.profiler records here."""
+    activity = torch.profiler.ProfilerActivity
+    return [activity.CPU, activity.CUDA] if HAS_GPU else [activity.CPU]
+
+
+def record_memory_history() -> None:
+    """Keep the stack of every allocation of the GPU from here on, for `dump_memory_history`."""
+    if HAS_GPU:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def dump_memory_history(path: Path) -> None:
+    """Write what `record_memory_history` has kept; nothing on a CPU."""
+    if HAS_GPU:
+        torch.cuda.memory._dump_snapshot(str(path))
 
 
 def rng_state() -> dict[str, torch.Tensor]:

@@ -32,6 +32,11 @@ class StepTotals:
     def _values(self) -> list[float]:
         return self._totals.tolist()
 
+    @classmethod
+    def summed(cls, parts: Sequence[StepTotals]) -> StepTotals:
+        """Add up the totals of several passes with the same objective."""
+        return cls(torch.stack([part._totals for part in parts]).sum(0), parts[0]._names)
+
     @property
     def loss_sum(self) -> float:
         """Sum of the objective."""

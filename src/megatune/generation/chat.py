@@ -11,14 +11,14 @@ from megatune.generation.infer import Generator, Message, Reply
 
 
 def answer_prompts(generator: Generator, prompts: Iterable[str], *, stream: bool) -> None:
-    """Prints the answer to each prompt, none knowing of the others; empty prompts are passed over."""
+    """Print the answer to each prompt, each without the others; empty prompts are passed over."""
     for prompt in prompts:
         if prompt.strip():
             print_reply(generator, prompt.rstrip("\r\n"), stream=stream)
 
 
 def print_reply(generator: Generator, prompt: str, *, stream: bool) -> None:
-    """Prints the answer to one prompt.
+    """Print the answer to one prompt.
 
     Raises:
         MegatuneError: as `Generator.reply`.
@@ -27,7 +27,7 @@ def print_reply(generator: Generator, prompt: str, *, stream: bool) -> None:
 
 
 def chat(generator: Generator, *, stream: bool) -> None:
-    """Talks with the user until `exit` or the end of input; `clear` forgets the conversation.
+    """Chat with the user until `exit` or the end of input; `clear` forgets the conversation.
 
     Ctrl-C while an answer is written drops that turn; at the prompt it is raised to the caller.
     """
@@ -63,7 +63,7 @@ def _take_turn(generator: Generator, history: list[Message], prompt: str, stream
         _finish(reply, stream)
     except KeyboardInterrupt:
         print("\n(stopped, and forgotten)", file=sys.stderr)
-    except MegatuneError as error:  # a conversation too long, say; the user can clear it and go on
+    except MegatuneError as error:  # a conversation too long, say; the user can clear it and continue
         print(f"\n{error}", file=sys.stderr)
 
 

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -67,7 +61,7 @@ class Generator:
 
     @classmethod
     def load(cls, path: Path, options: GenerationOptions) -> Generator:
-        """Loads a Hugging Face model, a checkpoint-N, or the newest checkpoint of a run, onto this machine's device.
+        """Load a Hugging Face model, a checkpoint-N, or the newest checkpoint of a run, onto this machine's device.
 
         Raises:
             MegatuneError: (SETTINGS) options that don't hold; (INPUT) what is missing or can't be read.
@@ -87,10 +81,11 @@ class Generator:
         missing = sorted(loading["missing_keys"])
         if missing:
             raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
-        return cls(model.to(_device()).eval(), tokenizer, options, str(folder))
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return cls(model.to(device).eval(), tokenizer, options, str(folder))
 
     def answer(self, messages: list[Message], on_text: Callable[[str], None] | None = None) -> Reply:
-        """Writes the assistant's next message.
+        """Write the assistant's next message.
 
         Args:
             messages: the conversation so far; it ends with the user's message.
@@ -114,7 +109,7 @@ class Generator:
         return self._generate(inputs, on_text)
 
     def complete(self, prompt: str, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Continues a text, without the chat template.
+        """Continue a text, without the chat template.
 
         Raises:
             MegatuneError: (DATA) the text is empty or fills the model's context.
@@ -122,7 +117,7 @@ class Generator:
         return self._generate(self.tokenizer(prompt, return_tensors="pt"), on_text)
 
     def reply(self, prompt: str, on_text: Callable[[str], None] | None = None) -> Reply:
-        """One prompt without history: completed where the options say raw, else answered."""
+        """Reply to one prompt without history: complete it where the options say raw, else answer it."""
         if self.options.raw:
             return self.complete(prompt, on_text)
         return self.answer([{"role": "user", "content": prompt}], on_text)
@@ -154,9 +149,7 @@ class Generator:
 
     def _stop_ids(self) -> list[int]:
         stop_ids = self.model.generation_config.eos_token_id
-        if stop_ids is None:
-            return []
-        return [stop_ids] if isinstance(stop_ids, int) else list(stop_ids)
+        return [stop_ids] if isinstance(stop_ids, int) else list(stop_ids or ())
 
     def _room_for(self, num_prompt_tokens: int) -> int:
         """Tokens that may be generated after a prompt."""
@@ -166,32 +159,20 @@ class Generator:
         if context is None:
             return self.options.max_new_tokens
         if num_prompt_tokens >= context:
-            finding = Finding(
-                what=f"the prompt has {num_prompt_tokens:,} tokens",
-                where="--prompt",
-                why=f"the model reads {context:,} tokens at most, its answer included",
-                fix="shorten it; in a chat, 'clear' forgets what was said",
-            )
-            raise MegatuneError(finding, ExitCode.DATA)
+            what, why = f"the prompt has {num_prompt_tokens:,} tokens", f"the model reads {context:,} tokens at most"
+            fix = "shorten it; in a chat, 'clear' forgets what was said"
+            raise MegatuneError(Finding(what, "--prompt", f"{why}, its answer included", fix), ExitCode.DATA)
         return min(self.options.max_new_tokens, context - num_prompt_tokens)
 
     def _check_chat_template(self) -> None:
         template = self.tokenizer.chat_template
         if template is None:
-            finding = Finding(
-                what="the tokenizer has no chat template",
-                where=self.source,
-                why="it may be a base model, which continues text and doesn't chat",
-                fix="add --raw",
-            )
+            why = "it may be a base model, which continues text and doesn't chat"
+            finding = Finding("the tokenizer has no chat template", self.source, why, "add --raw")
             raise MegatuneError(finding, ExitCode.INPUT)
         if self.options.enable_thinking is not None and "enable_thinking" not in str(template):
-            finding = Finding(
-                what="has no effect",
-                where="--enable_thinking",
-                why=f"the chat template of {self.source} has no such switch",
-                fix="leave it out",
-            )
+            why = f"the chat template of {self.source} has no such switch"
+            finding = Finding("has no effect", "--enable_thinking", why, "leave it out")
             raise MegatuneError(finding, ExitCode.SETTINGS)
 
 
@@ -207,15 +188,7 @@ class _Stream(TextStreamer):
             self._on_text(text)
 
 
-def _device() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
 def _cannot_load(folder: Path, why: str) -> MegatuneError:
-    finding = Finding(
-        what="the model cannot be loaded",
-        where=str(folder),
-        why=why.strip().splitlines()[0] if why.strip() else "",
-        fix="copy or save the model again",
-    )
+    first = why.strip().partition("\n")[0]
+    finding = Finding("the model cannot be loaded", str(folder), first, "copy or save the model again")
     return MegatuneError(finding, ExitCode.INPUT)

@@ -15,7 +15,7 @@ _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def find_model(path: Path) -> Path:
-    """The folder to load: `path` itself, or its newest checkpoint-N where `path` is a run's output without a model.
+    """Find the folder to load: `path`, or its newest checkpoint-N where `path` is a run's output without a model.
 
     Raises:
         MegatuneError: (INPUT) no such folder, or a folder that lacks what a model needs; one finding for each lack.
@@ -25,12 +25,9 @@ def find_model(path: Path) -> Path:
         raise MegatuneError(_no_folder(path), ExitCode.INPUT)
     folder = path if (path / "config.json").is_file() else _newest_checkpoint(path)
     if folder is None:
-        finding = Finding(
-            what=f"{path} holds no model",
-            why="it has neither a config.json nor a checkpoint-N folder with one",
-            fix="name a Hugging Face model, a checkpoint-N folder or a run's output_dir",
-        )
-        raise MegatuneError(finding, ExitCode.INPUT)
+        why = "it has neither a config.json nor a checkpoint-N folder with one"
+        fix = "name a Hugging Face model, a checkpoint-N folder or a run's output_dir"
+        raise MegatuneError(Finding(f"{path} holds no model", "", why, fix), ExitCode.INPUT)
     findings = [*_missing_weights(folder), *_missing_tokenizer(folder)]
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
@@ -72,27 +69,16 @@ def _missing_weights(folder: Path) -> Iterator[Finding]:
             return
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())
         if missing:
-            yield Finding(
-                what=f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}"
-                + (", …" if len(missing) > 3 else ""),
-                where=str(folder),
-                why=f"{index.name} names them",
-                fix="copy or download the whole model again",
-            )
+            named = ", ".join([*missing[:3], *(["…"] if len(missing) > 3 else [])])
+            what = f"{len(missing)} of {len(shards)} weight files are missing: {named}"
+            yield Finding(what, str(folder), f"{index.name} names them", "copy or download the whole model again")
     elif not (folder / "model.safetensors").is_file():
-        yield Finding(
-            what="there are no weights",
-            where=str(folder),
-            why="neither model.safetensors nor model.safetensors.index.json is there",
-            fix="name a folder with safetensors weights",
-        )
+        why = "neither model.safetensors nor model.safetensors.index.json is there"
+        yield Finding("there are no weights", str(folder), why, "name a folder with safetensors weights")
 
 
 def _missing_tokenizer(folder: Path) -> Iterator[Finding]:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield Finding(
-            what="there is no tokenizer",
-            where=str(folder),
-            why=f"none of {', '.join(_TOKENIZER_FILES)} is there",
-            fix="copy the tokenizer files of the base model into the folder",
-        )
+        why = f"none of {', '.join(_TOKENIZER_FILES)} is there"
+        fix = "copy the tokenizer files of the base model into the folder"
+        yield Finding("there is no tokenizer", str(folder), why, fix)

@@ -10,7 +10,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """What `megatune infer` can be told. None leaves a choice to the model's own generation_config.json.
+    """The options of `megatune infer`. None leaves a choice to the model's own generation_config.json.
 
     Attributes:
         max_new_tokens: tokens of an answer at most; the model's context ends it sooner.
@@ -36,7 +36,7 @@ class GenerationOptions:
 
 
 def check_options(options: GenerationOptions) -> None:
-    """Refuses values out of range and choices that would have no effect.
+    """Refuse values out of range and choices that would have no effect.
 
     Raises:
         MegatuneError: (SETTINGS) with one finding for every problem.
@@ -47,6 +47,7 @@ def check_options(options: GenerationOptions) -> None:
 
 
 def _out_of_range(options: GenerationOptions) -> Iterator[Finding]:
+    penalty = options.repetition_penalty
     if options.max_new_tokens < 1:
         yield Finding(f"{options.max_new_tokens} is too small", "--max_new_tokens", fix="--max_new_tokens 1 or more")
     if not 0 <= options.temperature < float("inf"):
@@ -55,21 +56,15 @@ def _out_of_range(options: GenerationOptions) -> Iterator[Finding]:
         yield Finding(f"{options.top_p} is out of range", "--top_p", fix="a probability above 0, at most 1")
     if options.top_k is not None and options.top_k < 1:
         yield Finding(f"{options.top_k} is too small", "--top_k", fix="--top_k 1 or more")
-    if options.repetition_penalty is not None and not 0 < options.repetition_penalty < float("inf"):
-        yield Finding(
-            f"{options.repetition_penalty} is out of range", "--repetition_penalty", fix="--repetition_penalty 1"
-        )
+    if penalty is not None and not 0 < penalty < float("inf"):
+        yield Finding(f"{penalty} is out of range", "--repetition_penalty", fix="--repetition_penalty 1")
 
 
 def _without_effect(options: GenerationOptions) -> Iterator[Finding]:
-    if options.temperature == 0:
-        for flag, value in (("--top_p", options.top_p), ("--top_k", options.top_k)):
-            if value is not None:
-                yield Finding(
-                    "has no effect", flag, "temperature 0 always takes the likeliest token", "add --temperature 0.7"
-                )
-    if options.raw:
-        given = {"--system": options.system is not None, "--enable_thinking": options.enable_thinking is not None}
-        for flag in given:
-            if given[flag]:
-                yield Finding("has no effect", flag, "--raw leaves the chat template out", f"drop {flag} or --raw")
+    why = "temperature 0 always takes the likeliest token"
+    for flag, value in (("--top_p", options.top_p), ("--top_k", options.top_k)):
+        if options.temperature == 0 and value is not None:
+            yield Finding("has no effect", flag, why, "add --temperature 0.7")
+    for flag, given in (("--system", options.system), ("--enable_thinking", options.enable_thinking)):
+        if options.raw and given is not None:
+            yield Finding("has no effect", flag, "--raw leaves the chat template out", f"drop {flag} or --raw")

@@ -14,7 +14,7 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """The number of GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; 0 on a CPU machine."""
+    """Count the GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; 0 on a CPU machine."""
     installed = _count_installed_gpus()
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -29,13 +29,19 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def _count_installed_gpus() -> int:
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
+    listing = _nvidia_smi("-L")
+    if listing is None:
         return sum(1 for device in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name))
     return sum(1 for line in listing.splitlines() if line.startswith("GPU "))
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """Return what nvidia-smi prints, None where there is none or it fails."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +58,10 @@ class Gpu:
 
 
 def list_gpus(env: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; () where nvidia-smi does not tell."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        table = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
+    """List the GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; () where nvidia-smi does not tell."""
+    table = _nvidia_smi("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
     found = {}
-    for line in table.splitlines():
+    for line in (table or "").splitlines():
         match [cell.strip() for cell in line.split(",")]:
             case [index, uuid, name, memory] if memory.isdigit():
                 found[index] = found[uuid] = Gpu(name, int(memory) * 2**20)
@@ -87,22 +89,30 @@ def free_memory() -> int:
     return max(0, min([available, *_cgroup_rooms()]))
 
 
+# Where cgroup v2 and v1 are mounted, and what their files are called: limit, usage, file cache in memory.stat, kills.
+_GROUP_FILES = (
+    ("", ("memory.max", "memory.current", "inactive_file", "memory.events")),
+    ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")),
+)
+
+
+def _memory_groups() -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The folders of the memory groups that this process may be in, with the names of their files."""
+    for mount, names in _GROUP_FILES:
+        root, own = _CGROUPS / mount, _cgroup_of(mount)
+        # Inside a container the root of the mount is often its own group, whatever path the kernel says.
+        yield from ((folder, names) for folder in {root, *(root / part for part in (own, *own.parents))})
+
+
 def _cgroup_rooms() -> Iterator[int]:
     """What each memory group of this process leaves, those that have a limit."""
-    for mount, limit, usage, cache in (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        root = _CGROUPS / mount
-        own = _cgroup_of(mount)
-        # Inside a container the root of the mount is often its own group, whatever path the kernel says.
-        for folder in {root, *(root / part for part in (own, *own.parents))}:
-            try:
-                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # no such group, or no limit: "max"
-                continue
-            yield most - used + int(stat.get(cache, 0))
+    for folder, (limit, usage, cache, _) in _memory_groups():
+        try:
+            most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such group, or no limit: "max"
+            continue
+        yield most - used + int(stat.get(cache, 0))
 
 
 def _cgroup_of(controller: str) -> Path:
@@ -129,10 +139,15 @@ def count_cpus() -> int:
 
 
 def count_oom_kills() -> int:
-    """How often the kernel's out-of-memory killer has struck in this container (cgroup v2); 0 where unknown."""
+    """Count the out-of-memory killer's victims so far, as far as is known: in each memory group of this process
+    (cgroup v1 and v2), and on the machine. A number that only grows, of no meaning by itself."""
+    files = [folder / name for folder, names in _memory_groups() for name in names[-1:]]
+    return sum(_oom_kills(file) for file in [*files, _PROC / "vmstat"])
+
+
+def _oom_kills(file: Path) -> int:
     try:
-        events = Path("/sys/fs/cgroup/memory.events").read_text()
+        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
     except OSError:
         return 0
-    found = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
-    return int(found.group(1)) if found else 0
+    return int(found[1]) if found else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import time
 import traceback
@@ -25,6 +26,7 @@ class Kind(IntEnum):
     ERROR = 0  # raised by the rank's own work, or its death
     UNAVAILABLE = 1  # somebody else was missing, and this rank says who
     COLLECTIVE = 2  # a collective operation broke off, as it does when any other rank fails
+    RELAYED = 3  # another rank raised it, and said so to this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def error_path(run_dir: Path, rank: int) -> Path:
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Writes the file whole or not at all."""
+    """Write the file whole or not at all."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(failure.to_json(), indent=1))
     draft.replace(path)
@@ -73,7 +75,7 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def describe_failure(error: BaseException, context: RankContext | None = None) -> Failure:
-    """Everything the report needs of an exception; `context` is None for one raised before there were ranks."""
+    """Collect what the report needs of an exception; `context` is None for one raised before there were ranks."""
     kind = _kind_of(error)
     return Failure(
         rank=context.rank if context else 0,
@@ -85,7 +87,7 @@ def describe_failure(error: BaseException, context: RankContext | None = None) -
         exit_code=_exit_code(error, kind),
         kind=kind,
         summary="".join(traceback.format_exception_only(error)).strip(),
-        timed_out=_is_timeout(error),
+        timed_out=kind is not Kind.RELAYED and _is_timeout(error),
         findings=error.findings if isinstance(error, MegatuneError) else (),
         # Without the frame of ours that caught it.
         traceback="".join(
@@ -97,23 +99,23 @@ def describe_failure(error: BaseException, context: RankContext | None = None) -
 # Errors of torch.distributed by class name, since this room imports no torch.
 _COLLECTIVE_CLASSES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
 _COLLECTIVE_TEXTS = (
-    "gloo",
-    "nccl",
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "socket closed",
-    "broken pipe",
-    "timed out waiting",
-    "caused pair closure",
-    "monitoredbarrier",
+    "gloo|nccl|connection closed by peer|connection reset by peer|connection refused|socket closed|broken pipe"
+    "|timed out waiting|caused pair closure|monitoredbarrier"
 )
-_TIMEOUT_TEXTS = ("timed out", "timeout")
-_OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator", "cannot allocate memory", "can't allocate memory")
+_TIMEOUT_TEXTS = "timed out|timeout"
+_OUT_OF_MEMORY_TEXTS = "out of memory|defaultcpuallocator|cannot allocate memory|can't allocate memory"
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
+def mark_relayed(error: Exception, exit_code: int) -> Exception:
+    """Mark what another rank raised, which this rank raises in turn: a consequence, with the exit code of its cause."""
+    error.__dict__["relayed_exit_code"] = exit_code
+    return error
+
+
 def _kind_of(error: BaseException) -> Kind:
+    if hasattr(error, "relayed_exit_code"):
+        return Kind.RELAYED
     if isinstance(error, MegatuneError):
         return Kind.UNAVAILABLE if error.exit_code == ExitCode.UNAVAILABLE else Kind.ERROR
     if _is_out_of_memory(error):
@@ -140,12 +142,13 @@ def _is_timeout(error: BaseException) -> bool:
     return _mentions(error, _TIMEOUT_TEXTS) or (error.__cause__ is not None and _is_timeout(error.__cause__))
 
 
-def _mentions(error: BaseException, texts: tuple[str, ...]) -> bool:
-    message = str(error).lower()
-    return any(text in message for text in texts)
+def _mentions(error: BaseException, texts: str) -> bool:
+    return re.search(texts, str(error), re.IGNORECASE) is not None
 
 
 def _exit_code(error: BaseException, kind: Kind) -> int:
+    if kind is Kind.RELAYED:
+        return int(error.relayed_exit_code)  # type: ignore[attr-defined]
     if isinstance(error, MegatuneError):
         return int(error.exit_code)
     if isinstance(error, SystemExit):

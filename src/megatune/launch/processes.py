@@ -13,13 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from megatune.errors import ExitCode
+from megatune.launch.context import Beat, heartbeat_path, read_beat
 from megatune.launch.devices import count_cpus
 from megatune.launch.failure import Failure
-from megatune.launch.heartbeat import Beat, heartbeat_path, read_beat
 from megatune.launch.protocol import StartRequest
 
 POLL_SECONDS = 0.1
@@ -48,14 +47,9 @@ class RankState:
     def failed(self) -> bool:
         return not self.alive and self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
 
-    def overdue(self, now: float, hang_timeout: float) -> bool:
-        """Whether the rank has shown no progress for longer than its phase may take."""
-        limit = self.beat.limit if self.beat and self.beat.limit is not None else hang_timeout
-        return self.alive and now - self.progressed > limit
-
 
 class RankProcesses:
-    """Starts the zygote and keeps a RankState for each rank it starts. As a context manager, leaves no process behind.
+    """The zygote, and a RankState for each rank it starts. As a context manager, leaves no process behind.
 
     Attributes:
         ranks: by rank number; empty until the first is started.
@@ -87,9 +81,7 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.send(signal.SIGKILL)
         self._zygote.kill()  # its ranks, if any are left, die with it
         self._zygote.wait()
@@ -119,23 +111,25 @@ class RankProcesses:
     def failed(self) -> list[RankState]:
         return [state for state in self.ranks.values() if state.failed]
 
-    def overdue(self, hang_timeout: float) -> list[RankState]:
+    def overdue(self, hang_timeout: float) -> bool:
+        """Whether any rank has shown no progress for longer than its phase may take."""
+        limits = [(state.beat.limit if state.beat else None, state) for state in self.alive()]
         now = time.monotonic()
-        return [state for state in self.alive() if state.overdue(now, hang_timeout)]
+        return any(now - state.progressed > (hang_timeout if limit is None else limit) for limit, state in limits)
 
     def send(self, signum: int) -> None:
-        """Signals each living rank; SIGKILL goes to its whole process group."""
+        """Signal each living rank; SIGKILL goes to its whole process group."""
         for state in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if signum == signal.SIGKILL else os.kill)(state.pid, signum)
 
     def dump_zygote(self) -> None:
-        """Has the zygote write where its import stands into logs/start.log."""
+        """Have the zygote write where its import is into logs/start.log."""
         self._zygote.send_signal(signal.SIGUSR1)
         time.sleep(POLL_SECONDS)
 
     def poll(self, seconds: float) -> None:
-        """Waits up to `seconds` for the zygote's next news, and looks at the heartbeats now and then."""
+        """Wait up to `seconds` for the zygote's next event, and look at the heartbeats now and then."""
         readable, _, _ = select.select([self._events], [], [], seconds)
         if readable:
             self._receive(os.read(self._events, 1 << 16))
@@ -157,46 +151,42 @@ class RankProcesses:
                 state.progressed = now
 
     def poll_until(self, done: Callable[[], bool], seconds: float) -> None:
-        """Polls until `done`, until nothing is to come, or for `seconds`."""
+        """Poll until `done`, until nothing is to come, or for `seconds`."""
         deadline = time.monotonic() + seconds
         while self.pending and not done() and (left := deadline - time.monotonic()) > 0:
             self.poll(min(left, POLL_SECONDS))
 
     def end(self, *, impatient: Callable[[], bool] = lambda: False) -> None:
-        """Ends every rank: asks them with SIGINT, and kills those that still live after END_SECONDS or `impatient`."""
+        """End every rank: ask them with SIGINT, and kill those still alive after END_SECONDS or `impatient`."""
         self.send(signal.SIGINT)
         self.send(signal.SIGCONT)  # a stopped process handles no signal
         self.poll_until(impatient, END_SECONDS)
         self.kill()
 
     def kill(self) -> None:
-        """Kills every rank. One that even the kernel cannot end, as it waits for a device, is left after a while."""
+        """Kill every rank. One that even the kernel cannot end, as it waits for a device, is left after a while."""
         self.send(signal.SIGKILL)
         self.poll_until(lambda: False, END_SECONDS)
 
     def _receive(self, data: bytes) -> None:
         if not data:
             self.lost = self.pending
-            return
         *lines, self._partial = (self._partial + data).split(b"\n")
-        for line in lines:
-            self._note(json.loads(line))
-
-    def _note(self, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "ready":
-                self.ready = event
-            case "failed":
-                self.failure = Failure.from_json(event["failure"])
-            case "started":
-                self.ranks[event["rank"]] = RankState(event["rank"], event["pid"], time.monotonic())
-            case "exited":
-                state = self.ranks[event["rank"]]
-                state.exit_code, state.signal, state.ended = event["exit_code"], event["signal"], event["time"]
+        for event in map(json.loads, lines):
+            match event["event"]:
+                case "ready":
+                    self.ready = event
+                case "failed":
+                    self.failure = Failure.from_json(event["failure"])
+                case "started":
+                    self.ranks[event["rank"]] = RankState(event["rank"], event["pid"], time.monotonic())
+                case "exited":
+                    state = self.ranks[event["rank"]]
+                    state.exit_code, state.signal, state.ended = event["exit_code"], event["signal"], event["time"]
 
 
 def rank_environment(env: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """The environment of zygote and ranks, in place before they import torch; what the user set stays.
+    """Return the environment of zygote and ranks, in place before they import torch; what the user set stays.
 
     Each rank gets its share of the cores as OpenMP threads: with torch's default, every rank would use all of them.
     """
@@ -206,6 +196,7 @@ def rank_environment(env: Mapping[str, str], nproc: int) -> dict[str, str]:
         "MKL_NUM_THREADS": env.get("OMP_NUM_THREADS", threads),
         "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS would start its threads at import, before the fork
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that an import may ask for GPUs without initialising CUDA
+        "KINETO_LOG_LEVEL": "6",  # the profiler's library prints that it starts and stops, whoever asks
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # kernels run in launch order, which Megatron-Core's overlaps count on
     }
     return defaults | dict(env)

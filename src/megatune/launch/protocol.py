@@ -1,4 +1,4 @@
-"""What supervisor, zygote and ranks say to each other, and how their lives are tied together.
+"""What supervisor, zygote and ranks send to each other, and how one ends with the other.
 
 supervisor --- starts ---> zygote --- forks ---> ranks
     request: one pickle in an unnamed file that is the zygote's stdin, read by whoever needs it
@@ -49,7 +49,7 @@ class StartRequest:
 
     @staticmethod
     def read(fd: int) -> StartRequest:
-        """Reads the request, and imports from where the supervisor does from here on."""
+        """Read the request, and import from where the supervisor does from here on."""
         # pread, because ranks that are started by exec share the file's offset.
         pickles = io.BytesIO(os.pread(fd, os.fstat(fd).st_size, 0))
         sys.path[:] = pickle.load(pickles)
@@ -67,12 +67,12 @@ def log_path(run_dir: Path, name: str) -> Path:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when `parent`, which started it, ends in whatever way."""
+    """Have the kernel kill this process when `parent`, which started it, ends in whatever way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above
         os._exit(1)
 
 
 def set_process_name(name: str) -> None:
-    """The name that `top` and `ps -o comm` show, at most 15 bytes."""
+    """Set the name that `top` and `ps -o comm` show, at most 15 bytes."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

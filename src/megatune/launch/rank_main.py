@@ -1,4 +1,4 @@
-"""A rank's life: set up, run the target, leave an exit code and, if it failed, a report."""
+"""A rank: set up, run the target, leave an exit code and, if it failed, a report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXIT_SECONDS = 120.0  # from the target's return to the end of the interpreter
 
 
 def load_target(target: str) -> Target:
-    """Imports "package.module:function"."""
+    """Import "package.module:function"."""
     module, _, function = target.partition(":")
     return getattr(importlib.import_module(module), function)
 
@@ -39,7 +39,7 @@ def run_joined(
     stop_file: Path | None = None,
     out_of_memory_advice: str = "",
 ) -> int:
-    """Runs the target in this process, which torchrun started; nobody else reports, so each rank prints its error.
+    """Run the target in this process, which torchrun started; no supervisor reports, so each rank prints its error.
 
     Args:
         target, payload, run_dir, stop_file: as in `supervisor.run_ranks`.
@@ -63,7 +63,7 @@ def run_joined(
 
 
 def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, int]) -> int:
-    """Runs the target in a rank that the zygote started.
+    """Run the target in a rank that the zygote started.
 
     Args:
         terminal: descriptors of the terminal's stdout and stderr, for rank 0.
@@ -82,7 +82,7 @@ def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, 
 
 
 def end_unless_well(code: int) -> None:
-    """Ends a failed process without the interpreter's tear-down, which may wait for peers that are gone."""
+    """End a failed process without the interpreter's tear-down, which may wait for peers that are gone."""
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -90,7 +90,7 @@ def end_unless_well(code: int) -> None:
 
 
 def run_target(target: str, payload: dict[str, Any], context: RankContext, log: IO[str]) -> int:
-    """Calls the target and turns whatever it does into an exit code; a failure is written to `log` and a file."""
+    """Call the target and turn whatever it does into an exit code; a failure is written to `log` and a file."""
     try:
         code = load_target(target)(context, payload) or ExitCode.DONE
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
@@ -116,13 +116,14 @@ def print_failure(failure: Failure, log: IO[str]) -> None:
     elif failure.kind is Kind.ERROR or log is not sys.stderr:
         text = f"rank {failure.rank}: {failure.traceback}"
     else:
-        text = f"megatune: rank {failure.rank} lost its peers: {failure.summary}"
+        what = "failed as rank 0 did" if failure.kind is Kind.RELAYED else "lost its peers"
+        text = f"megatune: rank {failure.rank} {what}: {failure.summary}"
     print(text, file=log, flush=True)
 
 
 @contextlib.contextmanager
 def rank_log(context: RankContext) -> Iterator[IO[str]]:
-    """Opens the rank's log, below those of earlier runs, and installs the signal handlers that `protocol` lists.
+    """Open the rank's log, below those of earlier runs, and install the signal handlers that `protocol` lists.
 
     Signals that arrived since the fork are delivered here. SIGUSR1 and crashes write all stacks into the log.
     """
@@ -144,27 +145,27 @@ def rank_log(context: RankContext) -> Iterator[IO[str]]:
 
 
 def _spare_forks_the_handler() -> None:
-    """Has SIGTERM end the rank's own children (data workers, checkpoint writers), which could not be ended otherwise.
+    """Have SIGTERM end the rank's own children (data workers, checkpoint writers), which could not be ended otherwise.
 
     It is held back during a fork: one that came before the child is set up would be lost.
     """
 
-    def release() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    def mask(how: int) -> None:
+        signal.pthread_sigmask(how, {signal.SIGTERM})
 
     def release_in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        release()
+        mask(signal.SIG_UNBLOCK)
 
     os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-        after_in_parent=release,
+        before=lambda: mask(signal.SIG_BLOCK),
+        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
         after_in_child=release_in_child,
     )
 
 
 def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: bool) -> None:
-    """Points stdout and stderr to the terminal (rank 0) or to the log (all others), line by line."""
+    """Point stdout and stderr to the terminal (rank 0) or to the log (all others), line by line."""
     for stream, number, saved in zip((sys.stdout, sys.stderr), (1, 2), terminal, strict=True):
         stream.flush()
         os.dup2(saved if to_terminal else log.fileno(), number)

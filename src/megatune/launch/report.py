@@ -1,24 +1,26 @@
-"""How a run ended: the first cause, told once on stderr and as report.json."""
+"""How a run ended: the first cause, or where each rank is when it hangs; once on stderr and as report.json."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatune.errors import ExitCode, Finding
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
-from megatune.launch.processes import RankState
+from megatune.launch.processes import RankProcesses, RankState
 from megatune.launch.protocol import log_path
-from megatune.launch.stacks import Standing
 from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
+DUMP_SECONDS = 1.0
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 _SIGNAL_REASONS: dict[int, str] = {
     signal.SIGKILL: "the kernel's out-of-memory killer, or somebody's `kill -9`; `dmesg` tells which",
@@ -28,6 +30,8 @@ _SIGNAL_REASONS: dict[int, str] = {
     signal.SIGILL: "a library was built for another processor",
     signal.SIGFPE: "native code divided by zero",
 }
+_AGAIN = "start again to resume from the last checkpoint"
+_OUT_OF_MEMORY_KILL = "the kernel's out-of-memory killer: this machine or container is out of main memory"
 _OUT_OF_MEMORY_FIXES = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps; a smaller cutoff_len; larger"
     " tensor_model_parallel_size or pipeline_model_parallel_size"
@@ -55,7 +59,7 @@ class Outcome:
 
 
 def collect_failures(run_dir: Path, failed: list[RankState]) -> dict[int, Failure]:
-    """What the failed ranks wrote down; those that died of a signal wrote nothing."""
+    """Read what the failed ranks wrote down; those that died of a signal wrote nothing."""
     failures = {}
     for state in failed:
         failure = read_failure(error_path(run_dir, state.rank))
@@ -72,7 +76,7 @@ def kind_of(state: RankState, failure: Failure | None) -> Kind:
 
 
 def first_cause(failed: list[RankState], failures: dict[int, Failure]) -> RankState:
-    """The failed rank that the report blames: the strongest kind, then the earliest."""
+    """Find the failed rank that the report blames: the strongest kind, then the earliest."""
 
     def order(state: RankState) -> tuple[Kind, float]:
         failure = failures.get(state.rank)
@@ -93,14 +97,16 @@ def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) 
     if culprit.signal is not None:
         end = f"was killed by {_signal_name(culprit.signal)}"
         if culprit.signal == signal.SIGKILL and out_of_memory:
-            why = "the kernel's out-of-memory killer: this machine or container is out of main memory"
+            exit_code, why = ExitCode.OUT_OF_MEMORY, _OUT_OF_MEMORY_KILL
     elif culprit.exit_code == ExitCode.CANNOT_WRITE:
         exit_code = ExitCode.CANNOT_WRITE
         end, why = "could not write", f"its report could not be written to {run_dir} either: is a disk full?"
     else:
         end = f"ended itself with exit code {culprit.exit_code}, without a Python exception"
     what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_place(culprit)}"
-    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; start again to resume from the last checkpoint"
+    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; {_AGAIN}"
+    if exit_code == ExitCode.OUT_OF_MEMORY:
+        fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers; then {_AGAIN}"
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
@@ -116,6 +122,8 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
         verb, fix = "ran out of memory", _OUT_OF_MEMORY_FIXES
     elif failure.kind is Kind.COLLECTIVE:
         verb, why = "lost its peers", "no rank of this machine failed before it; see the other machines' reports"
+    elif failure.kind is Kind.RELAYED:
+        verb, why = "ended", "rank 0 failed so; see the report of its machine"
     else:
         verb = "failed"
     finding = Finding(
@@ -124,42 +132,109 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
     return Outcome("failed", failure.exit_code, rank, (finding,), failure.traceback, failure.summary)
 
 
-def lost_outcome(run_dir: Path, signum: int | None) -> Outcome:
+def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outcome:
     """The outcome of a run whose zygote ended by itself, before or after it started the ranks."""
     end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
+    killed = signum == signal.SIGKILL and out_of_memory
     finding = Finding(
         f"the process that imports the program and starts the ranks {end}, and the ranks with it",
-        why=_SIGNAL_REASONS.get(signum or 0, ""),
-        fix=f"read {log_path(run_dir, 'start')}; start again to resume from the last checkpoint",
+        why=_OUT_OF_MEMORY_KILL if killed else _SIGNAL_REASONS.get(signum or 0, ""),
+        fix=f"read {log_path(run_dir, 'start')}; {_AGAIN}",
     )
-    return Outcome("failed", ExitCode.PROCESS_DIED, findings=(finding,))
+    return Outcome("failed", ExitCode.OUT_OF_MEMORY if killed else ExitCode.PROCESS_DIED, findings=(finding,))
 
 
-def hung_outcome(run_dir: Path, culprit: RankState, silent_seconds: float, standings: dict[int, Standing]) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class RankActivity:
+    """What a rank of a hung run does.
+
+    Attributes:
+        process_state: the kernel's letter: R running, S sleeping, D waiting for a device, T stopped.
+        stack: its main thread's frames, innermost first; empty if it did not answer.
+    """
+
+    process_state: str
+    stack: tuple[str, ...]
+
+    @property
+    def stopped(self) -> bool:
+        return self.process_state in ("T", "t")
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether it waits for other ranks, so is not the one that they wait for."""
+        return any("torch/distributed/" in frame for frame in self.stack[:4])
+
+
+def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
+    """Have each living rank write all its stacks into its log, which works wherever it hangs, and read them back."""
+    run_dir = processes.request.run_dir
+    living = processes.alive()
+    logs = {state.rank: log_path(run_dir, f"rank-{state.rank}") for state in living}
+    offsets = {rank: path.stat().st_size if path.exists() else 0 for rank, path in logs.items()}
+    processes.send(signal.SIGUSR1)
+    time.sleep(DUMP_SECONDS)
+    return {
+        state.rank: RankActivity(_process_state(state.pid), _main_stack(logs[state.rank], offsets[state.rank]))
+        for state in living
+    }
+
+
+def find_hung(living: list[RankState], activities: dict[int, RankActivity]) -> RankState:
+    """Find the rank that the others wait for: stopped or silent, else in no collective operation, else behind."""
+
+    def order(state: RankState) -> tuple[bool, bool, bool, int, float]:
+        activity = activities[state.rank]
+        step, moment = (state.beat.step, state.beat.time) if state.beat else (-1, 0.0)
+        return not activity.stopped, bool(activity.stack), activity.in_collective, step, moment
+
+    return min(living, key=order)
+
+
+def _process_state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"
+
+
+def _main_stack(log: Path, offset: int) -> tuple[str, ...]:
+    """The last thread's frames of a dump, which is the main one, as "function (file:line)"; without this room's."""
+    if not log.exists():
+        return ()
+    with log.open(errors="replace") as file:
+        file.seek(offset)
+        dump = file.read().rpartition("(most recent call first):")[2]
+    frames = (_FRAME.match(line) for line in dump.splitlines())
+    return tuple(
+        f"{frame['function']} ({frame['file']}:{frame['line']})"
+        for frame in frames
+        if frame and Path(frame["file"]).parent != Path(__file__).parent
+    )
+
+
+def hung_outcome(
+    run_dir: Path, culprit: RankState, silent_seconds: float, activities: dict[int, RankActivity]
+) -> Outcome:
     """The outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
-    standing = standings[culprit.rank]
-    others = [other for rank, other in standings.items() if rank != culprit.rank]
-    if standing.stopped:
+    activity = activities[culprit.rank]
+    others = [other for rank, other in activities.items() if rank != culprit.rank]
+    if activity.stopped:
         why = "its process is stopped (SIGSTOP, or a debugger)"
-    elif standing.process_state == "D":
+    elif activity.process_state == "D":
         why = "its process waits for a disk or a device that does not answer"
-    elif standing.stack:
-        why = "it is in " + ", called by ".join(standing.stack[:3])
+    elif activity.stack:
+        why = "it is in " + ", called by ".join(activity.stack[:3])
     else:
         why = "its process does not answer signals"
     if others and all(other.in_collective for other in others):
-        why += (
-            "; all ranks wait in collective operations, and this one is behind"
-            if standing.in_collective
-            else "; the other ranks wait for it in a collective operation"
-        )
+        behind = "all ranks wait in collective operations, and this one is behind"
+        why += f"; {behind if activity.in_collective else 'the other ranks wait for it in a collective operation'}"
     what = (
         f"rank {culprit.rank} on host {socket.gethostname()} hung {_place(culprit)}:"
         f" no progress for {silent_seconds:.0f} s"
     )
-    fix = (
-        f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; start again to resume from the last checkpoint"
-    )
+    fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {_AGAIN}"
     return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
@@ -180,7 +255,7 @@ def _signal_name(number: int) -> str:
 
 
 def print_outcome(outcome: Outcome, file: TextIO | None = None) -> None:
-    """Tells the user, once; a run that is done needs no telling."""
+    """Print what to tell the user; nothing for a run that is done."""
     file = file or sys.stderr
     if outcome.findings and file.isatty():
         print(file=file)  # rank 0 may have been in the middle of a line
@@ -190,6 +265,12 @@ def print_outcome(outcome: Outcome, file: TextIO | None = None) -> None:
     for finding in outcome.findings:
         print(f"megatune: {finding}", file=file)
     file.flush()
+
+
+def _rank_entry(state: RankState) -> dict[str, Any]:
+    fields = asdict(state) | {"signal": _signal_name(state.signal) if state.signal else None}
+    del fields["progressed"]
+    return fields | {"last_beat": fields.pop("beat")}
 
 
 def write_report(
@@ -208,17 +289,7 @@ def write_report(
         "culprit": outcome.rank,
         "findings": [asdict(finding) for finding in outcome.findings],
         "traceback": outcome.traceback,
-        "ranks": [
-            {
-                "rank": state.rank,
-                "pid": state.pid,
-                "exit_code": state.exit_code,
-                "signal": _signal_name(state.signal) if state.signal else None,
-                "ended": state.ended,
-                "last_beat": asdict(state.beat) if state.beat else None,
-            }
-            for state in ranks
-        ],
+        "ranks": [_rank_entry(state) for state in ranks],
     }
     draft = run_dir / f"{name}.draft"
     draft.write_text(json.dumps(report, indent=1))

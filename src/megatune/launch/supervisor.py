@@ -6,22 +6,24 @@ import contextlib
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.context import heartbeat_path
 from megatune.launch.devices import count_oom_kills
 from megatune.launch.failure import Kind, error_path
-from megatune.launch.heartbeat import heartbeat_path
-from megatune.launch.ports import ensure_port_free
 from megatune.launch.processes import POLL_SECONDS, RankProcesses, RankState
 from megatune.launch.protocol import StartRequest, log_path
 from megatune.launch.report import (
     Outcome,
     collect_failures,
+    dump_stacks,
     failed_outcome,
+    find_hung,
     first_cause,
     hung_outcome,
     kind_of,
@@ -30,8 +32,7 @@ from megatune.launch.report import (
     raised_outcome,
     write_report,
 )
-from megatune.launch.stacks import dump_stacks, find_hung
-from megatune.launch.world import World
+from megatune.launch.world import World, ensure_port_free
 
 START_SECONDS = 600.0
 HANG_SECONDS = 1800.0
@@ -40,21 +41,7 @@ GRACE_SECONDS = 600.0
 # collective operation broke off, the rank that broke it has longer to fail too.
 SETTLE_SECONDS = 0.3
 SETTLE_COLLECTIVE_SECONDS = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long things may take, in seconds.
-
-    Attributes:
-        start: from the start to the first rank: importing the target.
-        hang: between two beats of a rank, unless the beat states a limit of its own.
-        grace: from SIGTERM to the last rank's end, saving included.
-    """
-
-    start: float
-    hang: float
-    grace: float
+OOM_SECONDS = 5.0  # from the kernel's decision to a rank's end, at most
 
 
 def run_ranks(
@@ -68,7 +55,7 @@ def run_ranks(
     start_timeout: float = START_SECONDS,
     stop_file: Path | None = None,
 ) -> int:
-    """Runs a function in every rank of this machine and waits for the end. Call it from the main thread.
+    """Run a function in every rank of this machine and wait for the end. Call it from the main thread.
 
     SIGTERM asks the ranks to save and stop; a second one kills them. Ctrl-C ends them at once. Kill this process in
     any way and the ranks die with it. Rank 0 writes to this process's stdout and stderr, the others to their logs.
@@ -79,15 +66,17 @@ def run_ranks(
             it does, each rank imports it for itself.
         payload: anything that pickles.
         run_dir: gets logs/rank-K.log, heartbeats/, rank-K.error.json and report.json.
-        hang_timeout: seconds without a beat of a rank after which the run counts as hung.
-        grace: seconds from SIGTERM to the end of the last rank.
+        hang_timeout: seconds between two beats of a rank after which the run counts as hung, unless the beat states a
+            limit of its own.
+        grace: seconds from SIGTERM to the end of the last rank, saving included.
         start_timeout: seconds to import the target's module.
         stop_file: asks the ranks to save and stop when it appears; run_dir/STOP by default. One that an earlier run
             left behind is removed.
 
     Returns:
         DONE; STOPPED if the ranks stopped on request; INTERRUPTED after Ctrl-C; else the exit code of the first
-        cause, PROCESS_DIED for one that died of a signal or hung. The report is on stderr by then.
+        cause: OUT_OF_MEMORY for a rank that the kernel killed for its memory, PROCESS_DIED for one that died of
+        another signal or hung. The report is on stderr by then.
 
     Raises:
         MegatuneError: before any rank is started: UNAVAILABLE if the port of rank 0 is taken, CANNOT_WRITE if run_dir
@@ -99,47 +88,37 @@ def run_ranks(
     if world.node_rank == 0:
         ensure_port_free(world.master_port)
     _prepare_run_dir(request)
-    started, oom_kills = time.time(), count_oom_kills()
-    with _Requests() as requests, RankProcesses(request) as processes:
-        outcome = _watch(processes, requests, Limits(start_timeout, hang_timeout, grace), oom_kills)
+    started = time.time()
+    with _counted_signals() as signals, RankProcesses(request) as processes:
+        outcome = _watch(processes, signals, start_timeout=start_timeout, hang_timeout=hang_timeout, grace=grace)
         ranks = [processes.ranks[rank] for rank in sorted(processes.ranks)]
     start_method = processes.ready["start"] if processes.ready else ""
     print_outcome(outcome)
-    with contextlib.suppress(OSError):  # the outcome is told; a full disk must not replace it
+    with contextlib.suppress(OSError):  # the outcome is printed; a full disk must not replace it
         write_report(run_dir, world, outcome, ranks, started, start_method)
     return int(outcome.exit_code)
 
 
-class _Requests:
-    """Counts what the outside asks for while ranks run: Ctrl-C and SIGTERM."""
+@contextlib.contextmanager
+def _counted_signals() -> Iterator[Counter[int]]:
+    """Count Ctrl-C and SIGTERM, by number, instead of obeying them."""
+    counts: Counter[int] = Counter()
 
-    def __init__(self) -> None:
-        self.interrupts = 0
-        self.terminations = 0
-        self._previous: dict[int, Any] = {}
+    def count(number: int, frame: FrameType | None) -> None:
+        counts[number] += 1
 
-    def __enter__(self) -> _Requests:
-        for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
-            # A shell starts background jobs with SIGINT ignored; they are to stay so.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, handler)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
+    # A shell starts background jobs with SIGINT ignored; they are to stay so.
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, count) for number in numbers}
+    try:
+        yield counts
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts += 1
-
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self.terminations += 1
 
 
 def _prepare_run_dir(request: StartRequest) -> None:
-    """Makes the folders and removes what an earlier run of these ranks left that could be taken for this one's."""
+    """Make the folders and remove what an earlier run of these ranks left that could be taken for this one's."""
     try:
         for path in (log_path(request.run_dir, "start"), heartbeat_path(request.run_dir, 0)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,41 +132,63 @@ def _prepare_run_dir(request: StartRequest) -> None:
         request.stop_file.unlink(missing_ok=True)
 
 
-def _watch(processes: RankProcesses, requests: _Requests, limits: Limits, oom_kills: int) -> Outcome:
-    """Follows the ranks until all have ended, ending them itself where that is needed."""
+def _watch(
+    processes: RankProcesses, signals: Counter[int], *, start_timeout: float, hang_timeout: float, grace: float
+) -> Outcome:
+    """Follow the ranks until all have ended, ending them where that is needed."""
     begun = time.monotonic()
     stop_by: float | None = None
+    kills = _OomKills()
     while processes.pending:
         processes.poll(POLL_SECONDS)
         now = time.monotonic()
-        if requests.interrupts and stop_by is None:
-            processes.end(impatient=lambda: requests.interrupts > 1)
+        kills.look(now)
+        if signals[signal.SIGINT] and stop_by is None:
+            processes.end(impatient=lambda: signals[signal.SIGINT] > 1)
             return Outcome("interrupted", ExitCode.INTERRUPTED, findings=(Finding("interrupted"),))
         if processes.failed():
-            return _conclude_failure(processes, oom_kills)
-        if requests.terminations and not processes.ready:
+            return _conclude_failure(processes, kills)
+        if signals[signal.SIGTERM] and not processes.ready:
             return Outcome("stopped", ExitCode.STOPPED)
-        if requests.terminations and stop_by is None and processes.started:
+        if signals[signal.SIGTERM] and stop_by is None and processes.started:
             processes.send(signal.SIGTERM)
-            stop_by = now + limits.grace
-        if stop_by is not None and (now > stop_by or requests.terminations + requests.interrupts > 1):
-            return _give_up_stopping(processes, limits.grace if now > stop_by else None)
-        if not processes.ready and now - begun > limits.start:
-            return _start_timed_out(processes, limits.start)
-        if processes.overdue(limits.hang):
+            stop_by = now + grace
+        if stop_by is not None and (now > stop_by or signals.total() > 1):
+            return _give_up_stopping(processes, grace if now > stop_by else None)
+        if not processes.ready and now - begun > start_timeout:
+            return _start_timed_out(processes, start_timeout)
+        if processes.overdue(hang_timeout):
             return _conclude_hang(processes)
     if processes.failure is not None:
         return raised_outcome(processes.request.run_dir, processes.failure, None)
     if processes.lost:
-        return lost_outcome(processes.request.run_dir, processes.zygote_signal)
+        return lost_outcome(processes.request.run_dir, processes.zygote_signal, kills.happened())
     if processes.failed():
-        return _conclude_failure(processes, oom_kills)
+        return _conclude_failure(processes, kills)
     stopped = any(state.exit_code == ExitCode.STOPPED for state in processes.ranks.values())
     return Outcome("stopped", ExitCode.STOPPED) if stopped else Outcome("done", ExitCode.DONE)
 
 
-def _conclude_failure(processes: RankProcesses, oom_kills: int) -> Outcome:
-    """A rank has failed: gathers what failed with it, ends the others, and finds the first cause."""
+class _OomKills:
+    """Whether the kernel's out-of-memory killer has struck lately: a kill of hours ago, or of another container of the
+    machine, says nothing about a rank that dies now."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+        self._before = self._latest = count_oom_kills()
+
+    def look(self, now: float) -> None:
+        """Forget what was OOM_SECONDS to twice as long ago."""
+        if now - self._looked > OOM_SECONDS:
+            self._looked, self._before, self._latest = now, self._latest, count_oom_kills()
+
+    def happened(self) -> bool:
+        """Whether it has since."""
+        return count_oom_kills() > self._before
+
+
+def _conclude_failure(processes: RankProcesses, kills: _OomKills) -> Outcome:
+    """A rank has failed: gather what failed with it, end the others, and find the first cause."""
     run_dir = processes.request.run_dir
 
     def strongest() -> tuple[RankState, Kind]:
@@ -201,19 +202,19 @@ def _conclude_failure(processes: RankProcesses, oom_kills: int) -> Outcome:
     culprit, kind = strongest()
     failure = collect_failures(run_dir, [culprit]).get(culprit.rank)
     if kind is Kind.COLLECTIVE and failure is not None and failure.timed_out and processes.alive():
-        # The rank that waited in vain is the victim; the one it waited for still lives.
+        # The rank that waited in vain is the victim; the one it waited for is still alive.
         return _conclude_hang(processes)
     failed = processes.failed()  # before the others are ended, which is no failure of theirs
     processes.end()
-    return failed_outcome(run_dir, failed, out_of_memory=count_oom_kills() > oom_kills)
+    return failed_outcome(run_dir, failed, kills.happened())
 
 
 def _conclude_hang(processes: RankProcesses) -> Outcome:
-    standings = dump_stacks(processes)
-    culprit = find_hung(processes.alive(), standings)
+    activities = dump_stacks(processes)
+    culprit = find_hung(processes.alive(), activities)
     silent = time.monotonic() - culprit.progressed
     processes.end()
-    return hung_outcome(processes.request.run_dir, culprit, silent, standings)
+    return hung_outcome(processes.request.run_dir, culprit, silent, activities)
 
 
 def _start_timed_out(processes: RankProcesses, limit: float) -> Outcome:
@@ -221,7 +222,7 @@ def _start_timed_out(processes: RankProcesses, limit: float) -> Outcome:
     finding = Finding(
         f"{processes.request.target.partition(':')[0]} was not imported within {limit:.0f} s",
         why="the file system of the Python installation is slow, or the machine is busy",
-        fix=f"read where its import stands in {log_path(processes.request.run_dir, 'start')}",
+        fix=f"read where its import is in {log_path(processes.request.run_dir, 'start')}",
     )
     return Outcome("hung", ExitCode.PROCESS_DIED, findings=(finding,))
 

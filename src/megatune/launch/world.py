@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.ports import find_free_port
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # where several machines meet when MASTER_PORT is not set; torchrun's default too
+# Below the kernel's ephemeral range, so that no outgoing connection takes the port between the choice and its use.
+FREE_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """The place of one process in the run, as torchrun's environment variables tell it."""
+    """One process of the run, as torchrun's environment variables describe it."""
 
     rank: int
     local_rank: int
@@ -26,7 +29,7 @@ class RankEnv:
     node_rank: int
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that torch.distributed and the libraries around it read."""
+        """Return the environment variables that torch.distributed and the libraries around it read."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -53,16 +56,10 @@ class World:
         return self.nnodes * self.nproc_per_node
 
     def rank_env(self, local_rank: int) -> RankEnv:
-        """The place of this machine's process `local_rank`."""
-        return RankEnv(
-            rank=self.node_rank * self.nproc_per_node + local_rank,
-            local_rank=local_rank,
-            world_size=self.world_size,
-            local_world_size=self.nproc_per_node,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-            node_rank=self.node_rank,
-        )
+        """Describe this machine's process `local_rank`."""
+        rank = self.node_rank * self.nproc_per_node + local_rank
+        local = self.nproc_per_node
+        return RankEnv(rank, local_rank, self.world_size, local, self.master_addr, self.master_port, self.node_rank)
 
 
 class _Reader:
@@ -82,7 +79,7 @@ class _Reader:
             value = None
         if value is None or value < low or (high is not None and value > high):
             allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
-            self.findings.append(Finding(f"{key}={text} is not a whole number {allowed}", where="environment"))
+            self.findings.append(Finding(f"{key}={text} is not a whole number {allowed}", "environment"))
             return default
         return value
 
@@ -90,16 +87,16 @@ class _Reader:
 def decide_world(
     model_parallel_size: int, *, num_processes: int | None, num_devices: int, env: Mapping[str, str]
 ) -> World:
-    """The world of a run that this process starts itself.
-
-    Args:
-        model_parallel_size: processes that one copy of the model takes , and of its experts.
-        num_processes: the run's processes on all machines together, as the user set it; None to decide here.
-        num_devices: GPUs of this machine, 0 on a CPU machine (`devices.count_gpus`).
-        env: NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT are honoured.
+    """Decide the world of a run that this process starts itself.
 
     Without num_processes and NPROC_PER_NODE, a machine with GPUs starts one process a GPU, and a CPU machine the
     fewest processes that hold the model.
+
+    Args:
+        model_parallel_size: processes that one copy of the model takes, and of its experts.
+        num_processes: the run's processes on all machines together, as the user set it; None to decide here.
+        num_devices: GPUs of this machine, 0 on a CPU machine (`devices.count_gpus`).
+        env: NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT are honoured.
 
     Raises:
         MegatuneError: SETTINGS, with everything that contradicts.
@@ -123,87 +120,52 @@ def decide_world(
 
 def _check_nodes(nnodes: int, node_rank: int, addr: str, env: Mapping[str, str]) -> list[Finding]:
     findings = []
+    numbers = f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine"
     if node_rank >= nnodes:
-        findings.append(
-            Finding(
-                f"NODE_RANK={node_rank} is outside of NNODES={nnodes}",
-                where="environment",
-                why="machines are numbered from 0",
-                fix=f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine, or NNODES={node_rank + 1}",
-            )
-        )
+        what, fix = f"NODE_RANK={node_rank} is outside of NNODES={nnodes}", f"{numbers}, or NNODES={node_rank + 1}"
+        findings.append(Finding(what, "environment", "machines are numbered from 0", fix))
     if nnodes > 1 and not addr:
-        findings.append(
-            Finding(
-                f"NNODES={nnodes} without MASTER_ADDR",
-                where="environment",
-                why="the machines cannot find each other",
-                fix="MASTER_ADDR=<host name or address of the machine with NODE_RANK=0>, the same on every machine",
-            )
-        )
+        fix = "MASTER_ADDR=<host name or address of the machine with NODE_RANK=0>, the same on every machine"
+        what = f"NNODES={nnodes} without MASTER_ADDR"
+        findings.append(Finding(what, "environment", "the machines cannot find each other", fix))
     if nnodes > 1 and not env.get("NODE_RANK", "").strip():
-        findings.append(
-            Finding(
-                f"NNODES={nnodes} without NODE_RANK",
-                where="environment",
-                why="every machine would take itself for the first",
-                fix=f"NODE_RANK from 0 to {nnodes - 1}, a different one on each machine",
-            )
-        )
+        what = f"NNODES={nnodes} without NODE_RANK"
+        findings.append(Finding(what, "environment", "every machine would take itself for the first", numbers))
     return findings
 
 
 def _decide_nproc(
     model_parallel_size: int, nnodes: int, num_processes: int | None, nproc_set: int | None, num_devices: int
 ) -> tuple[int, list[Finding]]:
-    """The processes of this machine, and what contradicts."""
+    """Decide the processes of this machine, and find what contradicts."""
     findings = []
     smallest = math.lcm(model_parallel_size, nnodes) // nnodes
     if num_processes is not None and (num_processes < nnodes or num_processes % nnodes):
         nearest = max(1, round(num_processes / nnodes)) * nnodes
-        findings.append(
-            Finding(
-                f"num_processes: {num_processes} cannot be spread evenly over NNODES={nnodes} machines",
-                fix=f"num_processes: {nearest}",
-            )
-        )
+        what = f"num_processes: {num_processes} cannot be spread evenly over NNODES={nnodes} machines"
+        findings.append(Finding(what, fix=f"num_processes: {nearest}"))
         num_processes = None
     if num_processes is not None and nproc_set is not None and num_processes != nproc_set * nnodes:
-        findings.append(
-            Finding(
-                f"num_processes: {num_processes} contradicts NPROC_PER_NODE={nproc_set}",
-                why=f"{nproc_set} processes on each of {nnodes} machines are {nproc_set * nnodes}",
-                fix=f"leave one of them out, or num_processes: {nproc_set * nnodes}",
-            )
-        )
+        what = f"num_processes: {num_processes} contradicts NPROC_PER_NODE={nproc_set}"
+        why = f"{nproc_set} processes on each of {nnodes} machines are {nproc_set * nnodes}"
+        findings.append(Finding(what, "", why, f"leave one of them out, or num_processes: {nproc_set * nnodes}"))
         return nproc_set, findings
-    if num_processes is not None:
-        nproc = num_processes // nnodes
-    else:
-        nproc = nproc_set or num_devices or smallest
+    nproc = num_processes // nnodes if num_processes is not None else nproc_set or num_devices or smallest
     if num_devices and nproc > num_devices:
-        findings.append(
-            Finding(
-                f"{nproc} processes on a machine that shows {num_devices} GPUs",
-                why="each process needs a GPU of its own",
-                fix=f"num_processes: {num_devices * nnodes}, or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU",
-            )
-        )
+        what = f"{nproc} processes on a machine that shows {num_devices} GPUs"
+        fix = f"num_processes: {num_devices * nnodes}, or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+        findings.append(Finding(what, "", "each process needs a GPU of its own", fix))
     if nproc % smallest:
-        nearest = max(1, nproc // smallest) * smallest * nnodes
-        findings.append(
-            Finding(
-                f"{nproc * nnodes} processes cannot hold whole copies of a model that is spread over"
-                f" {model_parallel_size}",
-                why="it must be a multiple of what whole copies of the model and of its experts take",
-                fix=f"num_processes: {nearest}, or parallel sizes whose product divides {nproc * nnodes}",
-            )
-        )
+        nearest, total = max(1, nproc // smallest) * smallest * nnodes, nproc * nnodes
+        what = f"{total} processes cannot hold whole copies of a model that is spread over {model_parallel_size}"
+        why = "it must be a multiple of what whole copies of the model and of its experts take"
+        fix = f"num_processes: {nearest}, or parallel sizes whose product divides {total}"
+        findings.append(Finding(what, "", why, fix))
     return nproc, findings
 
 
 def joined(env: Mapping[str, str]) -> RankEnv | None:
-    """This process's place when torchrun (or a launcher with its environment) started it, else None.
+    """Describe this process when torchrun (or a launcher with its environment) started it, else return None.
 
     RANK, LOCAL_RANK and WORLD_SIZE together say so: some clusters set RANK and WORLD_SIZE alone, for whole machines.
 
@@ -219,11 +181,62 @@ def joined(env: Mapping[str, str]) -> RankEnv | None:
     local_rank = read.integer("LOCAL_RANK", 0, high=local_world_size - 1) or 0
     node_rank = read.integer("GROUP_RANK", rank // local_world_size) or 0
     port = read.integer("MASTER_PORT", None, low=1, high=65535)
-    addr = env.get("MASTER_ADDR", "")
-    findings = read.findings
-    for key, missing in (("MASTER_ADDR", not addr), ("MASTER_PORT", not env.get("MASTER_PORT"))):
-        if missing:
-            findings.append(Finding(f"RANK is set without {key}", where="environment", fix="start with torchrun"))
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if not env.get(key)]
+    findings = [
+        *read.findings,
+        *(Finding(f"RANK is set without {key}", "environment", fix="start with torchrun") for key in missing),
+    ]
     if findings or port is None:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    return RankEnv(rank, local_rank, world_size, local_world_size, addr, port, node_rank)
+    return RankEnv(rank, local_rank, world_size, local_world_size, env["MASTER_ADDR"], port, node_rank)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TCP ports of this machine, for the store where the ranks of a run meet
+
+
+def find_free_port() -> int:
+    """Find a TCP port that nothing on this machine holds."""
+    for port in random.SystemRandom().sample(FREE_PORTS, 100):
+        if is_port_free(port):
+            return port
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_port_free(port: int) -> bool:
+    """Whether a process of this machine could listen on `port`, on every interface."""
+    with socket.socket() as probe:
+        # As the store of torch.distributed does: a port left in TIME_WAIT by an earlier run is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return False
+        return True
+
+
+def ensure_port_free(port: int) -> None:
+    """Refuse a port on which rank 0 could not listen.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, naming the port and who holds it.
+    """
+    if not is_port_free(port):
+        what, why = f"port {port} of this machine is taken{_holder(port)}", "rank 0 would listen there for the others"
+        fix = "another MASTER_PORT, the same on every machine"
+        raise MegatuneError(Finding(what, "", why, fix), ExitCode.UNAVAILABLE)
+
+
+def _holder(port: int) -> str:
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.pid:
+                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    except psutil.Error:
+        pass
+    return ""

@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _start_ranks(request: StartRequest, events: int, terminal: tuple[int, int], hazard: str) -> int:
-    """Forks the ranks; in each of them, lives its life and returns its exit code."""
+    """Fork the ranks; in each of them, run it to its end and return its exit code."""
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
     # A signal for a rank that has no handlers yet waits until it has.
@@ -66,13 +66,18 @@ def _start_ranks(request: StartRequest, events: int, terminal: tuple[int, int], 
             warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: fork_hazard has looked at them
             pid = os.fork()
         if pid == 0:
-            _become_rank(zygote, env.rank, env.variables())
+            die_with_parent(zygote)
+            os.setpgid(0, 0)  # so that its data workers can be ended with it
+            set_process_name(f"megatune-rank{env.rank}")
+            os.environ.update(env.variables())
             if hazard:
                 _exec_rank(local_rank, zygote, terminal)
             os.close(events)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             return run_supervised(request, local_rank, terminal)
-        _make_group_leader(pid)
+        # As the rank itself does: whoever comes first, the group exists before the supervisor hears of it.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
         ranks[pid] = env.rank
         send_event(events, "started", rank=env.rank, pid=pid)
     _reap(ranks, events)
@@ -96,20 +101,13 @@ def fork_hazard() -> str:
 
 
 def _set_output_aside(run_dir: Path) -> tuple[int, int]:
-    """Sends what imports print to logs/start.log; returns where stdout and stderr went, for rank 0."""
+    """Send what imports print to logs/start.log; return where stdout and stderr went, for rank 0."""
     terminal = os.dup(1), os.dup(2)
     log = os.open(log_path(run_dir, "start"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     return terminal
-
-
-def _become_rank(zygote: int, rank: int, variables: dict[str, str]) -> None:
-    die_with_parent(zygote)
-    os.setpgid(0, 0)  # so that its data workers can be ended with it
-    set_process_name(f"megatune-rank{rank}")
-    os.environ.update(variables)
 
 
 def _exec_rank(local_rank: int, zygote: int, terminal: tuple[int, int]) -> None:
@@ -119,14 +117,8 @@ def _exec_rank(local_rank: int, zygote: int, terminal: tuple[int, int]) -> None:
     os.execv(sys.executable, [sys.executable, "-P", "-m", "megatune.launch.rank_main", *arguments])
 
 
-def _make_group_leader(pid: int) -> None:
-    """As the rank itself does: whoever comes first, the group exists before the supervisor hears of it."""
-    with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)
-
-
 def _reap(ranks: dict[int, int], events: int) -> None:
-    """Reports the end of each rank and ends what it left behind."""
+    """Report the end of each rank and end what it left behind."""
     while ranks:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         assert ended is not None
@@ -135,14 +127,8 @@ def _reap(ranks: dict[int, int], events: int) -> None:
             os.killpg(ended.si_pid, signal.SIGKILL)  # before the rank is reaped, while its group's number is its own
         pid, status = os.waitpid(ended.si_pid, 0)
         code = os.waitstatus_to_exitcode(status)  # negative: minus the signal that killed it
-        send_event(
-            events,
-            "exited",
-            rank=ranks.pop(pid),
-            exit_code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
-            time=moment,
-        )
+        exit_code, signum = (code, None) if code >= 0 else (None, -code)
+        send_event(events, "exited", rank=ranks.pop(pid), exit_code=exit_code, signal=signum, time=moment)
 
 
 if __name__ == "__main__":

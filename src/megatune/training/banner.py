@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from megatune.architecture import Architecture
-from megatune.bridge.assemble import Assembly
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
@@ -18,25 +17,19 @@ from megatune.engine.layers.attention.choice import describe
 from megatune.engine.optimizer import shards_optimizer
 from megatune.hub.models import MAIN
 from megatune.plan.flops import num_parameters
-from megatune.training.checkpoint import TrainState
-from megatune.training.course import Course
+from megatune.training.loop import Trainer
+from megatune.training.profiling import profile_dir, profiled_ranks
 
 _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 
 
-def banner(
-    settings: Settings,
-    assembly: Assembly,
-    data: Iterable[str],
-    course: Course,
-    state: TrainState,
-    resumed: Path | None,
-) -> Iterator[str]:
-    """Lines on the model, the layout, the data and the course of the run.
+def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
+    """Describe the model, the layout, the data and the schedule of the run, a line each.
 
     Args:
-        data: what there is to say of the training and the evaluation rows.
+        resumed: the checkpoint that the run resumes from.
     """
+    settings, assembly, schedule = trainer.settings, trainer.assembly, trainer.schedule
     architecture, place, parallel = assembly.architecture, assembly.place, settings.parallel
     revision = settings.model.model_revision
     version = "" if revision == MAIN else f" at {revision[:12]}"
@@ -57,18 +50,23 @@ def banner(
     yield f"kernels    {'; '.join(_kernels(settings, architecture))}"
     if kept := _recompute(settings.recompute):
         yield f"recompute  {kept}"
-    yield from (f"data       {line}" for line in data)
+    yield from (f"data       {line}" for line in trainer.feed.lines)
     batch = settings.batch
     yield (
         f"batch      {batch.per_device_train_batch_size} rows × {batch.gradient_accumulation_steps} micro-batches × "
-        f"dp {place.dp_size} = {course.global_batch_size} rows a step"
+        f"dp {place.dp_size} = {schedule.global_batch_size} rows a step"
     )
     epochs = ""
-    if course.num_epochs is not None:
-        epochs = f", {course.steps_per_epoch} an epoch ({course.num_epochs:.2f} epochs)"
-    yield f"course     {course.total_steps} steps{epochs}, into {settings.run.output_dir}"
+    if schedule.num_epochs is not None:
+        epochs = f", {schedule.steps_per_epoch} an epoch ({schedule.num_epochs:.2f} epochs)"
+    yield f"schedule   {schedule.total_steps} steps{epochs}, into {settings.run.output_dir}"
     if resumed is not None:
-        yield f"resume     {resumed}: {state.step} steps done"
+        yield f"resume     {resumed}: {trainer.state.step} steps done"
+    if ranks := profiled_ranks(settings):
+        first, last = settings.logging.profile_step_start + 1, settings.logging.profile_step_end
+        behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""
+        numbers = ", ".join(map(str, ranks))
+        yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
 
 
 def _layout(parallel: ParallelSettings, place: RankCoordinates, architecture: Architecture) -> Iterator[str]:
@@ -86,7 +84,7 @@ def _layout(parallel: ParallelSettings, place: RankCoordinates, architecture: Ar
 
 
 def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:
-    """What computes, where there is a choice."""
+    """Name what computes, where there is a choice."""
     performance = settings.performance
     yield f"attention: {describe(settings, architecture)}"
     if architecture.moe is not None:

@@ -26,7 +26,7 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.flops import num_parameters
 from megatune.training.agreement import on_rank_0
-from megatune.training.storage import CheckpointStore, ensure_room, write_atomically, writing
+from megatune.training.storage import CheckpointStore, ensure_room, rotate, write_atomically, writing
 
 _TRAINING = "training"
 _STATE = "state.json"
@@ -44,7 +44,7 @@ class TrainState:
         rows_digest: of all that determines the rows (data/cache/key.py).
         global_batch_size: rows per step; with `seed` it determines which rows a step trains.
         best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
-        stream: where streamed data goes on (data/streaming/state.py); None without streaming.
+        stream: where streamed data resumes (data/streaming/state.py); None without streaming.
     """
 
     step: int = 0
@@ -59,7 +59,7 @@ class TrainState:
 def save_checkpoint(
     store: CheckpointStore, assembly: Assembly, settings: Settings, state: TrainState, source: Path
 ) -> Path:
-    """Write, digest and commit the checkpoint of `state.step`. Collective.
+    """Write, digest and commit the checkpoint of `state.step`, then delete those beyond save_total_limit. Collective.
 
     Args:
         source: the model's own folder: its tokenizer and configuration go into the checkpoint.
@@ -80,11 +80,18 @@ def save_checkpoint(
         if assembly.place.rank == 0:
             files += _copy_model_files(source, folder, settings)
     digests = [digest for part in groups.gather(store.digest(state.step, files)) for digest in part]
+    consumed = state.step * state.global_batch_size
     model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
-    metadata = {
-        "megatune": __version__, **model, "layout": _layout(assembly, settings), "consumed_rows": _consumed(state),
-    }  # fmt: skip
-    return on_rank_0(lambda: store.commit(state.step, digests, metadata))
+    layout = _layout(assembly, settings)
+    metadata = {"megatune": __version__, **model, "layout": layout, "consumed_rows": consumed}
+
+    def commit() -> Path:
+        path = store.commit(state.step, digests, metadata)
+        best = [] if state.best_step is None else [store.checkpoint(state.best_step)]
+        rotate(store.output_dir, settings.checkpoint.save_total_limit, [path, *best])
+        return path
+
+    return on_rank_0(commit)
 
 
 def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainState) -> Iterator[Path]:
@@ -105,23 +112,20 @@ def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainSta
 
 
 def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Path]:
-    """Tokenizer, chat template and generation settings as they are; config.json with the dtype that was trained."""
-    written = []
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
-            if path.name in _RUN_FILES:
-                continue
-            shutil.copyfile(path, folder / path.name)
-            written.append(folder / path.name)
+    """Copy tokenizer, chat template and generation settings; config.json gets the dtype that was trained."""
+    names = [path.name for path in sorted(source.iterdir()) if path.is_file() and path.name not in _RUN_FILES]
+    names = [name for name in names if not name.startswith(".") and not name.endswith(_NOT_COPIED)]
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # Transformers 5 writes "dtype", Transformers 4 "torch_dtype".
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = settings.precision.params_dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return written
+    return [folder / name for name in names]
 
 
 def _bytes_needed(assembly: Assembly, settings: Settings) -> int:
-    """Bytes of the checkpoint's tensors."""
+    """Return the bytes of the checkpoint's tensors."""
     parameters = num_parameters(assembly.architecture)
     model = parameters * (4 if settings.precision.params_dtype == "float32" else 2)
     if settings.checkpoint.save_only_model:
@@ -141,12 +145,8 @@ def _layout(assembly: Assembly, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _consumed(state: TrainState) -> int:
-    return state.step * state.global_batch_size
-
-
 def read_state(checkpoint: Path) -> TrainState | None:
-    """How far the run had come; None where the checkpoint is a model only."""
+    """Read how far the run had come; None where the checkpoint is a model only."""
     path = checkpoint / _TRAINING / _STATE
     if not path.is_file():
         return None
@@ -158,7 +158,7 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     """Restore optimizer, counters and random numbers into an assembly whose weights came from this checkpoint.
 
     Args:
-        expected: what this run would train on; a run may not go on with other rows or another batch unnoticed.
+        expected: what this run would train on; a run may not continue with other rows or another batch unnoticed.
 
     Raises:
         MegatuneError: SETTINGS, naming what was changed; INPUT, when the state cannot be read.
@@ -178,21 +178,23 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
 
 
 def _check_unchanged(checkpoint: Path, state: TrainState, expected: TrainState) -> None:
-    findings = []
-    for name, what in (
-        ("global_batch_size", "rows per step (batch size × accumulation × data-parallel size)"),
-        ("seed", "seed"),
-    ):
-        before, after = getattr(state, name), getattr(expected, name)
-        if before != after:
-            findings.append(
-                Finding(
-                    f"{what} was {before}, and is {after} in this run",
-                    str(checkpoint),
-                    "rows already trained could not be told from those to come",
-                    f"set it to {before} again, or start anew with overwrite_output_dir: true",
-                )
-            )
+    findings = [
+        Finding(
+            f"{what} was {before}, and is {after} in this run",
+            str(checkpoint),
+            "rows already trained could not be told from those to come",
+            f"set it to {before} again, or start anew with overwrite_output_dir: true",
+        )
+        for what, before, after in (
+            (
+                "rows per step (batch size × accumulation × data-parallel size)",
+                state.global_batch_size,
+                expected.global_batch_size,
+            ),
+            ("seed", state.seed, expected.seed),
+        )
+        if before != after
+    ]
     if state.rows_digest != expected.rows_digest:
         findings.append(
             Finding(

@@ -17,8 +17,8 @@ from megatune.data.streaming.stream import Stream
 from megatune.data.tokenizer import load_tokenizer
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
-from megatune.training.course import Course
 from megatune.training.machines import KEY, check_same, wait_for_machines
+from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage import writing
 from megatune.training.streaming import StreamFollower, check_token_ids, open_stream
 
@@ -52,7 +52,7 @@ class RunData:
 
     key: str
     num_rows: int | None
-    feed: Callable[[Course, int], Feed]
+    feed: Callable[[RunSchedule, int], Feed]
 
 
 @contextmanager
@@ -98,7 +98,9 @@ def _contents(prepared: Prepared) -> dict[str, str | int]:
     return contents
 
 
-def _prepared_feed(prepared: Prepared, settings: Settings, output_dir: Path, course: Course, vocab_size: int) -> Feed:
+def _prepared_feed(
+    prepared: Prepared, settings: Settings, output_dir: Path, schedule: RunSchedule, vocab_size: int
+) -> Feed:
     def copy() -> Path | None:
         with writing(output_dir):
             return copy_bad_rows(prepared, output_dir)
@@ -108,15 +110,15 @@ def _prepared_feed(prepared: Prepared, settings: Settings, output_dir: Path, cou
     lines = list(prepared.report.lines())
     if settings.data.on_bad_row == "quarantine" and (copied := on_rank_0(copy)) is not None:
         lines.append(f"the rows left out are in {copied}")
-    rows = PreparedSteps.from_settings(prepared.train, settings, course.global_batch_size)
+    rows = PreparedSteps.from_settings(prepared.train, settings, schedule.global_batch_size)
     return Feed(rows, prepared.evaluation, lines)
 
 
 def _streamed_feed(
-    stream: Stream, settings: Settings, follow: Callable[..., StreamFollower], course: Course, vocab_size: int
+    stream: Stream, settings: Settings, follow: Callable[..., StreamFollower], schedule: RunSchedule, vocab_size: int
 ) -> Feed:
-    size, data = course.global_batch_size, settings.data
-    follower = follow(global_batch_size=size, total_steps=course.total_steps, vocab_size=vocab_size)
+    size, data = schedule.global_batch_size, settings.data
+    follower = follow(global_batch_size=size, total_steps=schedule.total_steps, vocab_size=vocab_size)
     evaluation = follower.evaluation()
     order = "in the order of the data" if data.disable_shuffling else "shuffled"
     lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]

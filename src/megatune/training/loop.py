@@ -1,41 +1,36 @@
-"""The training loop: three named steps for each batch, everything else beside them."""
+"""The training loop: train, evaluate and save by the run's schedule, and report each of them to the callbacks."""
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch, Collator
 from megatune.data.loader import StepLoader
-from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
-from megatune.engine import device, groups, optimizer
-from megatune.engine.model import gather_parameters
-from megatune.engine.step import StepTotals, forward_backward
+from megatune.engine import device, groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
-from megatune.objectives.language_model import CrossEntropy
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
-from megatune.training.agreement import on_rank_0
 from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainInfo, TrainSummary
 from megatune.training.checkpoint import TrainState, save_checkpoint
-from megatune.training.copies import check_gradients, check_weights
-from megatune.training.course import Course
-from megatune.training.garbage import collect_after, collection_by_hand
+from megatune.training.feed import Feed
+from megatune.training.learning_rate import LearningRateSchedule
 from megatune.training.memory import MemoryLog
-from megatune.training.schedule import LearningRateSchedule
-from megatune.training.storage import CheckpointStore, rotate
-from megatune.training.streaming import StreamFollower
+from megatune.training.profiling import StepProfiler
+from megatune.training.run_schedule import RunSchedule
+from megatune.training.storage import CheckpointStore
+from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
 
 Outcome = Literal["finished", "stopped"]
 
@@ -45,10 +40,8 @@ class Trainer:
     """One rank's part of a run.
 
     Attributes:
-        rows: what each step trains.
-        evaluation: None where nothing is evaluated.
-        follower: of streamed rows; None where all are prepared.
-        course: which step ends an epoch, is saved, is evaluated, is the last.
+        feed: the rows of each step, and those to evaluate.
+        schedule: which step ends an epoch, is saved, is evaluated, is the last.
         state: how far the run has come.
         source: the folder of the model that the run started from.
         memory: what this rank holds.
@@ -56,36 +49,33 @@ class Trainer:
 
     settings: Settings
     assembly: Assembly
-    rows: StepRows
-    evaluation: TokenRows | None
-    course: Course
+    feed: Feed
+    schedule: RunSchedule
     state: TrainState
-    schedule: LearningRateSchedule
+    learning_rate: LearningRateSchedule
     callbacks: CallbackList
     store: CheckpointStore
     context: RankContext
     source: Path
     pad_token_id: int
     memory: MemoryLog
-    follower: StreamFollower | None = None
     _saved_step: int = field(default=-1, init=False)
-    _objective: CrossEntropy = field(default_factory=CrossEntropy, init=False)
 
     def run(self) -> Outcome:
-        """Train from the state to the end, or until someone asks to stop; the last step is always saved."""
+        """Train from the state to the end, or until a stop is requested; the last step is always saved."""
         began = time.monotonic()
         outcome: Literal["finished", "stopped", "failed"] = "failed"
         self._saved_step = self.state.step
         self.callbacks.on_train_begin(
             TrainInfo(
-                total_steps=self.course.total_steps,
-                num_train_epochs=self.course.num_epochs,
-                global_batch_size=self.course.global_batch_size,
+                total_steps=self.schedule.total_steps,
+                num_train_epochs=self.schedule.num_epochs,
+                global_batch_size=self.schedule.global_batch_size,
             )
         )
         memory: list[RankMemory] | None = None
         try:
-            with collection_by_hand(self.settings.performance):
+            with _manual_garbage_collection(self.settings.performance.manual_gc):
                 outcome = self._train()
             memory = groups.gather(self.memory.now)
         finally:
@@ -93,7 +83,7 @@ class Trainer:
                 TrainSummary(
                     outcome=outcome,
                     step=self.state.step,
-                    total_steps=self.course.total_steps,
+                    total_steps=self.schedule.total_steps,
                     seconds=time.monotonic() - began,
                     memory=tuple(memory or [self.memory.now]),
                     best_checkpoint=self.best_checkpoint,
@@ -111,85 +101,91 @@ class Trainer:
         return path if path.is_dir() else None
 
     def _train(self) -> Outcome:
-        for step, batches in self._batches():
-            self.context.beat("train", step + 1)
-            started = time.monotonic()
-            totals = forward_backward(
-                self.assembly.model, batches, self._objective, stop_requested=self.context.stop_requested()
-            )
-            interval = self.settings.run.check_agreement_interval
-            checks = interval is not None and (step + 1) % interval == 0
-            if checks:
-                check_gradients(self.assembly, step + 1)
-            updated, grad_norm = optimizer.step(self.assembly.optimizer, self.schedule.at(step))
-            self._report(step, batches, totals, updated, grad_norm, started)
-            self.memory.stepped()
-            if self.follower is not None:
-                self.follower.after(step)
-            if checks:
-                check_weights(self.assembly, step + 1, grad_norm=grad_norm, learning_rate=self.schedule.at(step))
-            collect_after(self.state.step, self.settings.performance)
-            stops = totals.stop_requested
-            if self.course.evaluates_at(self.state.step):
-                self._evaluate()
-            if stops or self.course.saves_at(self.state.step):
-                self._save()
-            if stops and self.state.step < self.course.total_steps:
-                return "stopped"
-        return "finished"
-
-    def _batches(self) -> Iterator[tuple[int, list[Batch]]]:
+        performance, interval = self.settings.performance, self.settings.run.check_agreement_interval
         batch, data = self.settings.batch, self.settings.data
         batches = iter(
-            StepLoader(
-                self.rows,
-                self._collator(self.rows.is_packed, batch.per_device_train_batch_size),
-                data_parallel_rank=self.assembly.place.dp_rank,
-                data_parallel_size=self.assembly.place.dp_size,
-                num_micro_batches=batch.gradient_accumulation_steps,
-                same_length=self._same_length,
-                start_step=self.state.step,
-                stop_step=self.course.total_steps,
+            self._loader(
+                self.feed.rows,
+                batch.per_device_train_batch_size,
+                batch.gradient_accumulation_steps,
+                range(self.state.step, self.schedule.total_steps),
                 num_workers=data.dataloader_num_workers,
                 pin_memory=data.dataloader_pin_memory,
             )
         )
-        for step in range(self.state.step, self.course.total_steps):
-            if self.follower is not None:
-                self.context.beat("data", step + 1)
-                self.follower.before(step)
-            yield next(batches)
+        with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
+            profiler.begin(self.state.step)
+            began = time.monotonic()  # of the step: when the work of the one before had ended
+            for step in range(self.state.step, self.schedule.total_steps):
+                waiting = time.monotonic()
+                if self.feed.follower is not None:
+                    self.context.beat("data", step + 1)
+                    self.feed.follower.before(step)
+                _, micro_batches = next(batches)
+                waited = time.monotonic() - waiting
+                self.context.beat("train", step + 1)
+                result = train_step(
+                    self.assembly,
+                    micro_batches,
+                    learning_rate=self.learning_rate.at(step),
+                    stop_requested=self.context.stop_requested(),
+                    checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
+                )
+                ended = time.monotonic()
+                self._report(step, micro_batches, result, ended - began, waited)
+                began = ended
+                self.memory.stepped()
+                if self.feed.follower is not None:
+                    self.feed.follower.after(step)
+                if performance.manual_gc and self.state.step % performance.manual_gc_interval == 0:
+                    gc.collect()
+                paused = time.monotonic()
+                profiler.end(self.state.step)
+                if self.schedule.evaluates_at(self.state.step):
+                    self._evaluate()
+                if result.totals.stop_requested or self.schedule.saves_at(self.state.step):
+                    self._save()
+                profiler.begin(self.state.step)
+                began += time.monotonic() - paused
+                if result.totals.stop_requested and self.state.step < self.schedule.total_steps:
+                    return "stopped"
+        return "finished"
 
-    def _collator(self, packed: bool, micro_batch_size: int) -> Collator:
-        parallel = self.settings.parallel
-        return Collator(
-            micro_batch_size=micro_batch_size,
-            packed=packed,
-            sequence_multiple=parallel.sequence_multiple,
-            document_multiple=parallel.document_multiple,
-            pad_token_id=self.pad_token_id,
+    def _loader(
+        self,
+        rows: StepRows,
+        micro_batch_size: int,
+        num_micro_batches: int,
+        steps: range,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> StepLoader:
+        parallel, place = self.settings.parallel, self.assembly.place
+        return StepLoader(
+            rows,
+            Collator(
+                micro_batch_size=micro_batch_size,
+                packed=rows.is_packed,
+                sequence_multiple=parallel.sequence_multiple,
+                document_multiple=parallel.document_multiple,
+                pad_token_id=self.pad_token_id,
+            ),
+            data_parallel_rank=place.dp_rank,
+            data_parallel_size=place.dp_size,
+            num_micro_batches=num_micro_batches,
+            same_length=place.pp_size > 1,  # pipelines send one shape from stage to stage
+            start_step=steps.start,
+            stop_step=steps.stop,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
         )
 
-    @property
-    def _same_length(self) -> bool:
-        """Pipelines send one shape from stage to stage."""
-        return self.settings.parallel.pipeline_model_parallel_size > 1
-
-    def _report(
-        self,
-        step: int,
-        batches: list[Batch],
-        totals: StepTotals,
-        updated: bool,
-        grad_norm: float,
-        started: float,
-    ) -> None:
-        loss = totals.loss
-        skipped = not updated and self.settings.precision.fp16 and math.isfinite(loss)
-        if not updated and not skipped:
-            raise self._not_finite(step, loss, grad_norm)
-        seconds = time.monotonic() - started
-        lengths = [int(length) for row in self.rows.lengths(step) for length in row]
+    def _report(self, step: int, batches: list[Batch], result: StepResult, seconds: float, waited: float) -> None:
+        skipped = not result.updated and self.settings.precision.fp16 and math.isfinite(result.totals.loss)
+        if not result.updated and not skipped:
+            raise self._not_finite(step, result)
+        lengths = [int(length) for row in self.feed.rows.lengths(step) for length in row]
         flops = train_flops(self.assembly.architecture, lengths) / self.assembly.place.world_size / seconds
         planned = device_by_driver_name(device.name())
         peak = planned.flops[self.settings.precision.params_dtype] if planned else None
@@ -198,92 +194,74 @@ class Trainer:
         self.callbacks.on_step_end(
             StepReport(
                 step=self.state.step,
-                total_steps=self.course.total_steps,
+                total_steps=self.schedule.total_steps,
                 epoch=self._epoch,
-                loss=loss,
-                learning_rate=self.schedule.at(step),
-                grad_norm=grad_norm,
-                num_tokens=int(totals.normalizer),
+                loss=result.totals.loss,
+                learning_rate=self.learning_rate.at(step),
+                grad_norm=result.grad_norm,
+                num_tokens=int(result.totals.normalizer),
                 num_input_tokens=sum(lengths),
                 seconds=seconds,
+                data_seconds=waited,
                 tokens_per_second=sum(lengths) / seconds,
                 model_tflops=flops / 1e12,
                 mfu=flops / peak if peak else None,
                 memory_gib=device.peak_memory_bytes() / 2**30,
+                metrics=result.totals.metrics,
                 row_tokens=sum(rows) / len(rows),
                 longest_row=math.ceil(max(rows)),
-                document_tokens=sum(lengths) / len(lengths) if self.rows.is_packed else None,
+                document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
                 skipped=skipped,
-                **totals.metrics,
             )
         )
 
     @property
     def _epoch(self) -> float | None:
         """Passes done."""
-        if self.follower is not None:
-            return self.follower.epoch_after(self.state.step)
-        return self.course.epoch_of(self.state.step)
+        if self.feed.follower is not None:
+            return self.feed.follower.epoch_after(self.state.step)
+        return self.schedule.epoch_of(self.state.step)
 
-    def _not_finite(self, step: int, loss: float, grad_norm: float) -> MegatuneError:
+    def _not_finite(self, step: int, result: StepResult) -> MegatuneError:
         """Name the step, the rows and the gradients; nothing was updated."""
-        shards = optimizer.main_shards(self.assembly.optimizer)
-        mine = [
-            name
-            for local in self.assembly.parameters
-            if local.parameter in shards and not shards[local.parameter].grad.isfinite().all()
-            for name in local.hf_shapes(self.assembly.architecture)
-        ]
-        by_rank = {rank: names for rank, names in enumerate(groups.gather(mine)) if names}
-        where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in list(by_rank.items())[:3])
+        by_rank = list(not_finite_gradients(self.assembly).items())[:3]
+        where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in by_rank)
         return MegatuneError(
             Finding(
-                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}",
+                f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}",
                 why=f"gradients that are not finite on {where or 'no rank: their norm overflows'}; the step's rows are "
-                f"{', '.join(self.rows.names(step)[:8])}; the weights are as they were before the step",
+                f"{', '.join(self.feed.rows.names(step)[:8])}; the weights are as they were before the step",
                 fix="lower learning_rate, train in bf16 instead of fp16, or look at those rows",
             ),
             ExitCode.NOT_FINITE,
         )
 
     def _evaluate(self) -> None:
-        """Loss over all evaluation rows, in their order."""
-        rows = self.evaluation
-        assert rows is not None, "refused by the settings' rules"
-        self.context.beat("evaluate", self.state.step)
-        started = time.monotonic()
-        gather_parameters(self.assembly.model)
-        micro, micro_batches = (
-            self.settings.batch.per_device_eval_batch_size,
-            self.settings.parallel.pipeline_model_parallel_size,
+        """Compute the loss over all evaluation rows, in their order."""
+        assert self.feed.evaluation is not None, "refused by the settings' rules"
+        step = self.state.step
+        self.context.beat("evaluate", step)
+        began = time.monotonic()
+        size = self.settings.batch.per_device_eval_batch_size
+        place = self.assembly.place
+        rows = PreparedSteps(self.feed.evaluation, size * place.pp_size * place.dp_size, shuffle=False)
+        loader = self._loader(rows, size, place.pp_size, range(rows.steps_per_epoch))
+        found = evaluate(
+            self.assembly.model,
+            (batches for _, batches in loader),
+            on_step=lambda index: self.context.beat(f"evaluate batch {index}", step),
         )
-        steps = PreparedSteps(rows, micro * micro_batches * self.assembly.place.dp_size, shuffle=False)
-        loader = StepLoader(
-            steps,
-            self._collator(rows.is_packed, micro),
-            data_parallel_rank=self.assembly.place.dp_rank,
-            data_parallel_size=self.assembly.place.dp_size,
-            num_micro_batches=micro_batches,
-            same_length=self._same_length,
-            stop_step=steps.steps_per_epoch,
-        )
-        loss_sum = num_tokens = 0.0
-        for index, batches in loader:
-            self.context.beat(f"evaluate batch {index}", self.state.step)
-            with torch.no_grad():
-                totals = forward_backward(self.assembly.model, batches, self._objective, forward_only=True)
-            loss_sum, num_tokens = loss_sum + totals.loss_sum, num_tokens + totals.normalizer
-        loss = loss_sum / num_tokens
-        if self.state.best_loss is None or loss < self.state.best_loss:
-            self.state.best_loss, self.state.best_step = loss, self.state.step
+        if self.state.best_loss is None or found.loss < self.state.best_loss:
+            self.state.best_loss, self.state.best_step = found.loss, step
         self.callbacks.on_evaluate(
             EvalReport(
-                step=self.state.step,
+                step=step,
                 epoch=self._epoch,
-                loss=loss,
-                perplexity=math.exp(min(loss, 700)),
-                num_tokens=int(num_tokens),
-                seconds=time.monotonic() - started,
+                loss=found.loss,
+                perplexity=math.exp(min(found.loss, 700)),
+                num_tokens=int(found.normalizer),
+                seconds=time.monotonic() - began,
+                metrics=found.metrics,
             )
         )
 
@@ -291,11 +269,24 @@ class Trainer:
         if self._saved_step == self.state.step:
             return
         self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
-        if self.follower is not None:
-            self.state.stream = self.follower.state(self.state.step)
+        if self.feed.follower is not None:
+            self.state.stream = self.feed.follower.state(self.state.step)
         path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
         self._saved_step = self.state.step
-        keep = {path} | ({self.best_checkpoint} if self.best_checkpoint else set())
-        limit = self.settings.checkpoint.save_total_limit
-        on_rank_0(lambda: rotate(self.store.output_dir, limit, keep))
         self.callbacks.on_save(path)
+
+
+@contextmanager
+def _manual_garbage_collection(manual: bool) -> Iterator[None]:
+    """Keep Python from collecting garbage by itself until the block ends.
+
+    Left alone, each process collects whenever its own counters say so, for some tens of milliseconds, and the others
+    wait for it in the next collective operation.
+    """
+    if manual:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if manual:
+            gc.enable()

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatune.engine import device
 from megatune.plan.run.record import RankMemory, rank_memory_path
 
-_GROWTH = 1.02  # the file is written again when the peak has grown so much
+_GROWTH = 1.02  # the file is written again when the peak has grown by this factor
 
 
 class MemoryLog:
@@ -27,23 +27,19 @@ class MemoryLog:
         self._written_peak = 0
 
     def joined(self) -> None:
-        """Nothing is built yet."""
-        self._set(joined=device.memory_bytes())
+        """Note what is held before anything is built."""
+        self.note(joined=device.memory_bytes())
 
     def loaded(self, stage: int) -> None:
-        """Model and optimizer stand."""
-        self._set(stage=stage, loaded=device.memory_bytes())
+        """Note what model and optimizer hold."""
+        self.note(stage=stage, loaded=device.memory_bytes())
 
     def stepped(self) -> None:
-        """A step is done."""
+        """Note what is held after a step: the first one, and those that hold more."""
         if not self._memory.stepped:
-            self._set(stepped=device.memory_bytes())
+            self.note(stepped=device.memory_bytes())
         elif device.peak_memory_bytes() > _GROWTH * self._written_peak:
-            self._set()
-
-    def note(self) -> None:
-        """What is held now, whatever comes next."""
-        self._set()
+            self.note()
 
     @property
     def now(self) -> RankMemory:
@@ -52,12 +48,13 @@ class MemoryLog:
         held = max(self._memory.joined, self._memory.loaded, self._memory.stepped)
         return replace(self._memory, peak=max(held, device.peak_memory_bytes()))
 
-    def _set(self, **moments: int) -> None:
+    def note(self, **moments: int) -> None:
+        """Write what is held now, and the moments given by name."""
         self._memory = replace(self._memory, **moments)
         memory = self.now
         self._written_peak = memory.peak
         partial = self._path.with_suffix(".partial")
-        with contextlib.suppress(OSError):  # training goes on without it
+        with contextlib.suppress(OSError):  # training continues without it
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(asdict(memory)) + "\n", encoding="utf-8")
             os.replace(partial, self._path)

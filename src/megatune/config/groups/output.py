@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from megatune.config.setting import Count, Group, setting
 
 
@@ -27,6 +29,32 @@ class LoggingSettings(Group):
         advice="Draw the loss to output_dir/training_loss.png, while training and at its end.",
         how="It is drawn at most every 30 seconds, and never for more than a hundredth of the time.",
         when="Turn it off where matplotlib is slow to start or not wanted.",
+    )
+    profile: bool = setting(
+        False,
+        advice="Profile a few steps with torch.profiler.",
+        how="output_dir/profile gets a trace of each profiled rank (rank-K.json.gz, for Perfetto or chrome://tracing) "
+        "and a table of its slowest operators (rank-K.txt). A GPU's allocations are recorded too: a rank that runs out "
+        "of memory leaves memory-rank-K.pickle, for pytorch.org/memory_viz.",
+        when="To see what a slow step consists of. Profiled steps are slower.",
+    )
+    profile_step_start: Annotated[int, Field(ge=0), "steps"] = setting(
+        10,
+        advice="Profile from the step after this one on.",
+        how="The first steps of a process are slower than the others: 2 or more leaves them out.",
+        when="Lower it in a short run.",
+    )
+    profile_step_end: Annotated[Count, "steps"] = setting(
+        12,
+        advice="The last step to profile.",
+        how="A trace grows with its steps: of a large model a few hundred megabytes a step.",
+        when="One to three steps after profile_step_start.",
+    )
+    profile_ranks: list[int] = setting(
+        [0],
+        advice="The ranks that profile.",
+        how="Each writes its own files; the other ranks are not slowed down, but wait for these.",
+        when="Add the last stage's rank, or one that is slow.",
     )
 
 

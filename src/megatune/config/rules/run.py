@@ -104,4 +104,35 @@ def reports(context: Context) -> Iterator[Problem]:
         yield Problem(("report_to",), what, "", "remove none")
 
 
-RULES: tuple[Rule, ...] = (output, stage, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports)
+def profiler(context: Context) -> Iterator[Problem]:
+    """What is profiled is part of the run."""
+    logs, max_steps = context.settings.logging, context.settings.optimizer.max_steps
+    first, last, keys = logs.profile_step_start, logs.profile_step_end, ("profile_step_end", "profile_step_start")
+    if not logs.profile:
+        return
+    if last <= first:
+        what = f"profile_step_end {last} is not beyond profile_step_start {first}"
+        yield Problem(keys, what, "no step would be profiled", f"write profile_step_end: {first + 2}")
+    if 0 < max_steps < last:
+        what = f"profile_step_end {last} is beyond max_steps {max_steps}"
+        fix = f"write profile_step_end: {max_steps} and profile_step_start: {max(0, max_steps - 2)}"
+        yield Problem(("profile_step_end", "max_steps"), what, "the run ends before", fix)
+    ranks, size = logs.profile_ranks, context.world_size
+    wrong = [rank for rank in ranks if rank < 0 or (size is not None and rank >= size)]
+    if wrong or not ranks:
+        what = f"profile_ranks has {', '.join(map(str, wrong))}" if wrong else "profile_ranks is empty"
+        why = f"ranks are numbered from 0 to {size - 1}" if size else "ranks are numbered from 0"
+        yield Problem(("profile_ranks",), what, why, "write profile_ranks: [0]")
+
+
+RULES: tuple[Rule, ...] = (
+    output,
+    stage,
+    own_folder,
+    fresh_start,
+    evaluation,
+    streamed_epochs,
+    best_model,
+    reports,
+    profiler,
+)

@@ -1,17 +1,20 @@
-"""Everything beside the training step: a small file each, called by the loop on rank 0."""
+"""Everything beside the training step, called by the loop on rank 0: who is called, and when a step is logged."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from megatune.config.settings import Settings
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
-from megatune.training.callbacks.callback_list import CallbackList
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.metrics import Metrics, TrainerLog
+from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
 from megatune.training.callbacks.prediction import Prediction, begin_record
-from megatune.training.callbacks.results import Results
 from megatune.training.callbacks.tensorboard import TensorBoard
 
 __all__ = [
@@ -26,11 +29,14 @@ __all__ = [
     "build_callbacks",
 ]
 
+_logger = logging.getLogger(__name__)
+_PACE_STEPS = 20
+
 
 def build_callbacks(
     settings: Settings, output_dir: Path, resume_step: int = 0, *, planned: bool = False
 ) -> CallbackList:
-    """What the settings ask for, as one callback that the loop calls.
+    """Build what the settings ask for, as one callback that the loop calls.
 
     Args:
         settings: `logging.logging_steps`, `logging.report_to`, `logging.plot_loss` and `run.run_name` are read.
@@ -52,3 +58,98 @@ def build_callbacks(
     if "tensorboard" in settings.logging.report_to:
         callbacks.append(TensorBoard(output_dir / "runs" / run_name.replace("/", "-"), resume_step))
     return CallbackList(callbacks, settings.logging.logging_steps)
+
+
+class CallbackList(Callback):
+    """Several callbacks as one. One that raises is named in a warning, once, and not called again.
+
+    Args:
+        callbacks: called in this order.
+        logging_steps: optimizer steps per log line.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = (), logging_steps: int = 1) -> None:
+        self._callbacks = list(callbacks)
+        self._logging_steps = logging_steps
+        self._unlogged: list[StepReport] = []
+        self._pace: deque[float] = deque(maxlen=_PACE_STEPS)  # seconds of recent steps
+        self._num_steps = 0  # of this process
+        self._began = time.monotonic()
+
+    def on_train_begin(self, info: TrainInfo) -> None:
+        self._began = time.monotonic()
+        self._call("on_train_begin", info)
+
+    def on_step_end(self, report: StepReport) -> None:
+        self._num_steps += 1
+        if self._num_steps == 2:
+            self._pace.clear()  # the first step warms up, and says nothing about the pace
+        self._pace.append(report.seconds)
+        self._unlogged.append(report)
+        self._call("on_step_end", report)
+        if self._num_steps == 1 or report.step % self._logging_steps == 0 or report.step == report.total_steps:
+            self._log()
+
+    def on_evaluate(self, report: EvalReport) -> None:
+        self._call("on_evaluate", report)
+
+    def on_save(self, path: Path) -> None:
+        self._call("on_save", path)
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        if self._unlogged:  # a run that ends between two log lines
+            self._log()
+        self._call("on_train_end", summary)
+
+    def _log(self) -> None:
+        last = self._unlogged[-1]
+        pace = sum(self._pace) / len(self._pace)
+        elapsed, eta = time.monotonic() - self._began, pace * (last.total_steps - last.step)
+        report = _merged(self._unlogged, elapsed_seconds=elapsed, eta_seconds=eta)
+        self._unlogged = []
+        self._call("on_log", report)
+
+    def _call(self, moment: str, argument: Any) -> None:
+        for callback in tuple(self._callbacks):
+            try:
+                getattr(callback, moment)(argument)
+            except Exception as error:
+                self._callbacks.remove(callback)
+                name = type(callback).__name__
+                _logger.warning("%s failed and is off for the rest of the run: %r", name, error)
+                _logger.debug("%s failed in %s", name, moment, exc_info=True)
+
+
+def _merged(steps: list[StepReport], *, elapsed_seconds: float, eta_seconds: float) -> LogReport:
+    """Make one report of several steps."""
+    last = steps[-1]
+    seconds = sum(step.seconds for step in steps)
+
+    def mean_over_time(values: list[float]) -> float:
+        if seconds <= 0:
+            return values[-1]
+        return sum(value * step.seconds for value, step in zip(values, steps, strict=True)) / seconds
+
+    mfu = [step.mfu for step in steps if step.mfu is not None]
+    reported = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in last.metrics}
+    return LogReport(
+        step=last.step,
+        total_steps=last.total_steps,
+        epoch=last.epoch,
+        num_steps=len(steps),
+        loss=sum(step.loss for step in steps) / len(steps),
+        learning_rate=last.learning_rate,
+        grad_norm=last.grad_norm,
+        num_tokens=sum(step.num_tokens for step in steps),
+        num_input_tokens=sum(step.num_input_tokens for step in steps),
+        seconds=seconds,
+        data_seconds=sum(step.data_seconds for step in steps),
+        tokens_per_second=mean_over_time([step.tokens_per_second for step in steps]),
+        model_tflops=mean_over_time([step.model_tflops for step in steps]),
+        mfu=mean_over_time(mfu) if len(mfu) == len(steps) else None,
+        memory_gib=max(step.memory_gib for step in steps),
+        metrics={name: sum(values) / len(values) for name, values in reported.items()},
+        num_skipped=sum(step.skipped for step in steps),
+        elapsed_seconds=elapsed_seconds,
+        eta_seconds=eta_seconds,
+    )

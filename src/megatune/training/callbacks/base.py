@@ -1,8 +1,9 @@
-"""The moments of a run that a callback can act on, and what it is told."""
+"""The moments of a run that a callback can act on, and what it gets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ class TrainInfo:
 
     Attributes:
         total_steps: optimizer steps of the whole run, those before a resume among them.
-        num_train_epochs: passes over the training rows; None where nobody knows, as these are streamed.
+        num_train_epochs: passes over the training rows; None where that is not known, as these are streamed.
         global_batch_size: rows per optimizer step.
     """
 
@@ -25,8 +26,8 @@ class TrainInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """One optimizer step, over all ranks.
+class _Numbers:
+    """What a step and a log line both report, over all ranks.
 
     Attributes:
         step: optimizer steps done, this one among them.
@@ -37,75 +38,67 @@ class StepReport:
         grad_norm: L2 norm of all gradients before clipping.
         num_tokens: trained tokens (labels that are not -100).
         num_input_tokens: tokens the model has read, without padding.
-        seconds: time of this step alone, without evaluation and saving.
+        seconds: from the end of the last step to the end of this one, without evaluation and saving.
+        data_seconds: of these, how long this rank has waited for the step's micro-batches.
         tokens_per_second: input tokens per second, over all devices.
         model_tflops: 10^12 model floating-point operations per second and device.
         mfu: share of the device's peak that model_tflops is, 0 to 1; None where the peak is not known.
         memory_gib: most memory a rank has held, GiB (of the device; of the process on a CPU).
+        metrics: what the objective and the model's layers report, by name.
+    """
+
+    step: int
+    total_steps: int
+    epoch: float | None
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    num_tokens: int
+    num_input_tokens: int
+    seconds: float
+    data_seconds: float = 0.0
+    tokens_per_second: float
+    model_tflops: float
+    mfu: float | None
+    memory_gib: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport(_Numbers):
+    """One optimizer step.
+
+    Attributes:
         row_tokens: mean length of the rows of this rank's micro-batches, padding included.
         longest_row: the longest of them.
         document_tokens: mean length of the documents in packed rows; None where a row is one document.
         skipped: gradients overflowed (fp16), so the weights have not changed.
-        load_balancing_loss: 1 where experts are equally busy; None where it is no part of the loss.
-        z_loss: of the routers' logits; None where it is no part of the loss.
     """
 
-    step: int
-    total_steps: int
-    epoch: float | None
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    num_tokens: int
-    num_input_tokens: int
-    seconds: float
-    tokens_per_second: float
-    model_tflops: float
-    mfu: float | None
-    memory_gib: float
     row_tokens: float = 0.0
     longest_row: int = 0
     document_tokens: float | None = None
     skipped: bool = False
-    load_balancing_loss: float | None = None
-    z_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogReport:
-    """The steps since the last log line, as one; names and units as in StepReport.
+class LogReport(_Numbers):
+    """The steps since the last log line, as one.
+
+    The loss is the mean of the steps' losses, as the Transformers Trainer logs it, and so are metrics. Learning rate,
+    gradient norm and epoch are those of the last step; tokens and seconds are sums; rates are means over their time.
 
     Attributes:
         num_steps: how many steps these are.
-        loss: mean of the steps' losses, as the Transformers Trainer logs it.
-        learning_rate, grad_norm, epoch: of the last of these steps.
-        num_tokens, num_input_tokens, seconds: sums.
-        tokens_per_second, model_tflops, mfu: means over their time.
-        load_balancing_loss, z_loss: means of the steps'.
-        num_skipped: how many of these steps were skipped.
+        num_skipped: how many of them were skipped.
         elapsed_seconds: since this process began to train, with evaluation and saving.
         eta_seconds: the remaining steps at the pace of recent ones, without evaluation and saving.
     """
 
-    step: int
-    total_steps: int
-    epoch: float | None
     num_steps: int
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    num_tokens: int
-    num_input_tokens: int
-    seconds: float
-    tokens_per_second: float
-    model_tflops: float
-    mfu: float | None
-    memory_gib: float
     num_skipped: int
     elapsed_seconds: float
     eta_seconds: float
-    load_balancing_loss: float | None = None
-    z_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +112,7 @@ class EvalReport:
         perplexity: exp(loss).
         num_tokens: those tokens.
         seconds: time it took.
+        metrics: what the objective reports, by name.
     """
 
     step: int
@@ -127,6 +121,7 @@ class EvalReport:
     perplexity: float
     num_tokens: int
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

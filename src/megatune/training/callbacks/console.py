@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +10,16 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
+
+_SHORT_NAMES = {"load_balancing_loss": "balance"}
+# Waiting for data, of the seconds of steps: what a log line mentions, and what a warning is worth, given once, from the
+# fifth step of a process on and without its first two, in which workers start and files are read for the first time.
+_NOTABLE_WAIT, _LONG_WAIT, _WARM_UP, _JUDGED = 0.05, 0.1, 2, 5
+_WAIT_ADVICE = (
+    "    why: micro-batches are built more slowly than they are trained\n"
+    "    fix: raise dataloader_num_workers (processes that build them ahead); with streaming: true raise"
+    " preprocessing_num_workers; keep the row cache (MEGATUNE_CACHE) on a local disk"
+)
 
 
 class Console(Callback):
@@ -25,6 +36,9 @@ class Console(Callback):
         self._resume_step = resume_step
         self._console = console or RichConsole()
         self._progress: Progress | None = None
+        self._num_steps = 0  # of this process
+        self._warned = False
+        self._seconds = self._data_seconds = 0.0  # of the steps after those that warm up
 
     def on_train_begin(self, info: TrainInfo) -> None:
         resumed = f", resumed after step {self._resume_step}" if self._resume_step else ""
@@ -34,22 +48,25 @@ class Console(Callback):
             f"{info.global_batch_size} rows per step{resumed}"
         )
         if self._console.is_terminal:
-            self._progress = Progress(
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                console=self._console,
-                expand=True,
-            )
+            columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}")
+            self._progress = Progress(*columns, console=self._console, expand=True)
             self._progress.add_task("", total=info.total_steps, completed=self._resume_step)
             self._progress.start()
 
     def on_step_end(self, report: StepReport) -> None:
+        self._num_steps += 1
+        if self._num_steps > _WARM_UP:
+            self._seconds += report.seconds
+            self._data_seconds += report.data_seconds
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=report.step)
 
     def on_log(self, report: LogReport) -> None:
         self._print(log_line(report))
+        if not self._warned and self._num_steps >= _JUDGED and self._data_seconds > _LONG_WAIT * self._seconds:
+            share = self._data_seconds / self._seconds
+            self._print(f"warning: {share:.0%} of the time is spent waiting for data\n{_WAIT_ADVICE}")
+            self._warned = True
         if self._progress is not None:
             text = f"loss {report.loss:.4f}  eta {_duration(report.eta_seconds)}"
             self._progress.update(self._progress.task_ids[0], description=text)
@@ -91,10 +108,9 @@ def log_line(report: LogReport) -> str:
         f"mfu {report.mfu:.1%}" if report.mfu is not None else "mfu —",
         f"mem {report.memory_gib:.1f} GiB",
     ]
-    if report.load_balancing_loss is not None:
-        parts.append(f"balance {report.load_balancing_loss:.3f}")
-    if report.z_loss is not None:
-        parts.append(f"z_loss {report.z_loss:.3f}")
+    parts += _metrics(report.metrics)
+    if report.data_seconds > _NOTABLE_WAIT * report.seconds:
+        parts.append(f"data {report.data_seconds / report.seconds:.0%}")
     if report.num_skipped:
         parts.append(f"skipped {report.num_skipped}")
     return "  ".join([*parts, f"eta {_duration(report.eta_seconds)}"])
@@ -102,10 +118,12 @@ def log_line(report: LogReport) -> str:
 
 def evaluation_line(report: EvalReport) -> str:
     """step 20  eval_loss 2.1234  perplexity 8.36  12,345 tokens in 3.2 s"""
-    return (
-        f"step {report.step}  eval_loss {report.loss:.4f}  perplexity {report.perplexity:.4g}  "
-        f"{report.num_tokens:,} tokens in {report.seconds:.1f} s"
-    )
+    parts = [f"step {report.step}  eval_loss {report.loss:.4f}  perplexity {report.perplexity:.4g}"]
+    return "  ".join([*parts, *_metrics(report.metrics), f"{report.num_tokens:,} tokens in {report.seconds:.1f} s"])
+
+
+def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:
+    return (f"{_SHORT_NAMES.get(name, name)} {value:.4g}" for name, value in metrics.items())
 
 
 def _short(value: float) -> str:

@@ -1,58 +1,83 @@
-"""Every logged step and evaluation, as JSON lines: metrics.jsonl, and trainer_log.jsonl for LLaMA-Factory's tools."""
+"""The files of numbers: every logged step and evaluation as JSON lines, and the outcome of a run.
+
+metrics.jsonl is ours; the others are where Transformers' and LLaMA-Factory's users look for them.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainInfo, TrainSummary
-from megatune.training.callbacks.json_lines import JsonLines
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
+from megatune.training.storage import write_atomically
 
 METRICS_NAME = "metrics.jsonl"
+# Keys that every line of steps has, null where they are no part of the loss.
+_ALWAYS = {"load_balancing_loss": None, "z_loss": None}
+# The part of a line of metrics.jsonl that Transformers' log_history has, under the same names.
+_HISTORY = ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")
 
 
-class Metrics(Callback):
+class _JsonLines(Callback):
+    """A file of JSON lines that survives kill -9 and continues after a resume.
+
+    Args:
+        path: the file. Records of steps after `resume_step`, and a torn last line, are dropped from it.
+        step_key: the key of a record that holds its step.
+        resume_step: steps done before this process.
+    """
+
+    def __init__(self, path: Path, step_key: str, resume_step: int) -> None:
+        self._path, self._step_key, self._resume_step = path, step_key, resume_step
+
+    def on_train_begin(self, info: TrainInfo) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            records = read_json_lines(self._path)
+            kept = [record for record in records if record.get(self._step_key, math.inf) <= self._resume_step]
+            write_atomically(self._path, "".join(map(_line, kept)))
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        self._file.close()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record; a number that is not finite becomes null, as JSON has no other word for it."""
+        self._file.write(_line(record))
+
+
+class Metrics(_JsonLines):
     """metrics.jsonl: the fields of LogReport; those of EvalReport with the prefix eval_ (step and epoch without)."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
-        self._path = output_dir / METRICS_NAME
-        self._resume_step = resume_step
-        self._lines: JsonLines | None = None
-
-    def on_train_begin(self, info: TrainInfo) -> None:
-        self._lines = JsonLines(self._path, "step", self._resume_step)
+        super().__init__(output_dir / METRICS_NAME, "step", resume_step)
 
     def on_log(self, report: LogReport) -> None:
-        self._append(asdict(report))
+        fields = asdict(report)
+        self.append({**_ALWAYS, **fields.pop("metrics"), **fields})
 
     def on_evaluate(self, report: EvalReport) -> None:
         fields = asdict(report)
-        self._append({key if key in ("step", "epoch") else f"eval_{key}": value for key, value in fields.items()})
-
-    def on_train_end(self, summary: TrainSummary) -> None:
-        if self._lines is not None:
-            self._lines.close()
-
-    def _append(self, record: dict[str, Any]) -> None:
-        assert self._lines is not None, "on_train_begin comes first"
-        self._lines.append(record)
+        fields = {**fields.pop("metrics"), **fields}
+        self.append({key if key in ("step", "epoch") else f"eval_{key}": value for key, value in fields.items()})
 
 
-class TrainerLog(Callback):
+class TrainerLog(_JsonLines):
     """trainer_log.jsonl, with LLaMA-Factory's keys and formats."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
-        self._path = output_dir / "trainer_log.jsonl"
-        self._resume_step = resume_step
-        self._lines: JsonLines | None = None
+        super().__init__(output_dir / "trainer_log.jsonl", "current_steps", resume_step)
         self._total_steps = 0
         self._times: dict[str, str] = {}
 
     def on_train_begin(self, info: TrainInfo) -> None:
         self._total_steps = info.total_steps
-        self._lines = JsonLines(self._path, "current_steps", self._resume_step)
+        super().on_train_begin(info)
 
     def on_log(self, report: LogReport) -> None:
         self._times = {
@@ -64,12 +89,90 @@ class TrainerLog(Callback):
     def on_evaluate(self, report: EvalReport) -> None:
         self._append(report.step, {"eval_loss": report.loss, "epoch": report.epoch})
 
-    def on_train_end(self, summary: TrainSummary) -> None:
-        if self._lines is not None:
-            self._lines.close()
-
     def _append(self, step: int, values: dict[str, Any]) -> None:
-        assert self._lines is not None, "on_train_begin comes first"
         percentage = round(100 * step / self._total_steps, 2)
         counts = {"current_steps": step, "total_steps": self._total_steps}
-        self._lines.append({**counts, **values, "percentage": percentage, **self._times})
+        self.append({**counts, **values, "percentage": percentage, **self._times})
+
+
+class Results(Callback):
+    """trainer_state.json with its log_history, train_results.json, eval_results.json and all_results.json."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        self._num_steps, self._loss_sum = 0, 0.0
+        self._epoch: float | None = 0.0
+        self._evaluation: dict[str, Any] = {}
+
+    def on_train_begin(self, info: TrainInfo) -> None:
+        self._info = info
+
+    def on_step_end(self, report: StepReport) -> None:
+        self._num_steps += 1
+        self._loss_sum += report.loss
+        self._epoch = report.epoch
+
+    def on_evaluate(self, report: EvalReport) -> None:
+        self._evaluation = {
+            "epoch": report.epoch,
+            "eval_loss": report.loss,
+            "eval_perplexity": report.perplexity,
+            "eval_runtime": report.seconds,
+        }
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        info, best, num_steps = self._info, summary.best_checkpoint, self._num_steps
+        state = {
+            "best_metric": summary.best_loss,
+            "best_model_checkpoint": str(best) if best is not None else None,
+            "epoch": self._epoch,
+            "global_step": summary.step,
+            "max_steps": info.total_steps,
+            "num_train_epochs": None if info.num_train_epochs is None else math.ceil(info.num_train_epochs),
+            "is_world_process_zero": True,
+            "log_history": [_history_entry(record) for record in read_json_lines(self._output_dir / METRICS_NAME)],
+        }
+        self._write("trainer_state.json", state)
+        if summary.outcome != "finished" or not num_steps:
+            return
+        train = {
+            "epoch": self._epoch,
+            "train_loss": self._loss_sum / num_steps,
+            "train_runtime": summary.seconds,
+            "train_samples_per_second": num_steps * info.global_batch_size / summary.seconds,
+            "train_steps_per_second": num_steps / summary.seconds,
+        }
+        self._write("train_results.json", train)
+        if self._evaluation:
+            self._write("eval_results.json", self._evaluation)
+        self._write("all_results.json", {**train, **self._evaluation})
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        write_atomically(self._output_dir / name, json.dumps(content, indent=2) + "\n")
+
+
+def _history_entry(record: dict[str, Any]) -> dict[str, Any]:
+    entry = {key: record[key] for key in _HISTORY if key in record}
+    return entry | ({"eval_runtime": record["eval_seconds"]} if "eval_seconds" in record else {})
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a file; lines that are not whole are passed over, and a file that is not there has none."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"

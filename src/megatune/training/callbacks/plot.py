@@ -1,16 +1,16 @@
-"""training_loss.png: the loss so far, drawn again and again while a run lives."""
+"""training_loss.png: the loss so far, drawn again and again while a run is alive."""
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.picture import as_png, new_figure
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
-from megatune.training.callbacks.json_lines import read_json_lines
-from megatune.training.callbacks.metrics import METRICS_NAME
+from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
 from megatune.training.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PLOT_NAME = "training_loss.png"
 _PAUSE_SECONDS = 30.0
+_FIELDS = {each.name for each in fields(LogReport)}  # what else a record has is a metric
 _LARGEST_SHARE = 0.01  # of a run's time that drawing may take
 
 
@@ -50,7 +51,7 @@ class LossPlot(Callback):
 
 
 def draw(metrics: Path, image: Path) -> bool:
-    """Draw a metrics.jsonl as a PNG: loss raw and smoothed, evaluation loss, learning rate and gradient norm.
+    """Draw a metrics.jsonl as a PNG: loss raw and smoothed, evaluation loss, learning rate, gradient norm, metrics.
 
     Returns:
         Whether there was anything to draw.
@@ -60,13 +61,20 @@ def draw(metrics: Path, image: Path) -> bool:
     if not loss[0] and not evaluation[0]:
         return False
 
-    figure = new_figure(9, 6.5)
+    small = {"learning rate": _series(records, "learning_rate"), "gradient norm": _series(records, "grad_norm")}
+    names = {key for record in records for key in record if not key.startswith("eval_")} - _FIELDS
+    small |= {name: series for name in sorted(names) if (series := _series(records, name))[0]}
+    rows = [list(small)[first : first + 2] for first in range(0, len(small), 2)]
+    figure = new_figure(9, 5 + 1.5 * len(rows))
     from matplotlib.ticker import MaxNLocator
 
-    axes = figure.subplot_mosaic([["loss", "loss"], ["rate", "norm"]], height_ratios=[2.6, 1])
+    mosaic: list[Any] = [["loss", "loss"], *([*row, row[-1]][:2] for row in rows)]
+    axes = figure.subplot_mosaic(mosaic, height_ratios=[2.6, *[1] * len(rows)])
     _draw_loss(axes["loss"], loss, evaluation)
-    _draw_small(axes["rate"], _series(records, "learning_rate"), "learning rate")
-    _draw_small(axes["norm"], _series(records, "grad_norm"), "gradient norm")
+    for name, series in small.items():
+        axes[name].plot(*series, color="tab:gray", linewidth=1.2, marker="o" if len(series[0]) == 1 else "")
+        axes[name].set_ylabel(name)
+        axes[name].set_ylim(bottom=min(0.0, *series[1]) if series[1] else 0.0)
     for panel in axes.values():
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -78,20 +86,18 @@ def draw(metrics: Path, image: Path) -> bool:
 def smooth(values: list[float]) -> list[float]:
     """Average with weights that fall exponentially, over about a twentieth of the values, to both sides of each."""
     decay = 1 - 1 / max(1.0, len(values) / 20)
-    before = _decaying_sums(values, decay)
-    after = _decaying_sums(values[::-1], decay)[::-1]
+    before, after = _decaying_sums(values, decay), _decaying_sums(values[::-1], decay)[::-1]
     return [
-        (sum_before + sum_after - value) / (weight_before + weight_after - 1)
-        for value, (sum_before, weight_before), (sum_after, weight_after) in zip(values, before, after, strict=True)
+        (left + right - value) / (left_weight + right_weight - 1)
+        for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True)
     ]
 
 
 def _decaying_sums(values: list[float], decay: float) -> list[tuple[float, float]]:
-    """For each value: the sum of it and its predecessors, each weighted by decay ** distance, and of those weights."""
+    """Sum for each value it and its predecessors, each weighted by decay ** distance, and those weights."""
     sums, total, weight = [], 0.0, 0.0
     for value in values:
-        total = value + decay * total
-        weight = 1 + decay * weight
+        total, weight = value + decay * total, 1 + decay * weight
         sums.append((total, weight))
     return sums
 
@@ -111,14 +117,8 @@ def _draw_loss(axes: Axes, loss: tuple[list[int], list[float]], evaluation: tupl
     axes.legend(frameon=False)
 
 
-def _draw_small(axes: Axes, series: tuple[list[int], list[float]], label: str) -> None:
-    axes.plot(*series, color="tab:gray", linewidth=1.2, marker="o" if len(series[0]) == 1 else "")
-    axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
-
-
 def _series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and finite values of one key."""
+    """Return steps and finite values of one key."""
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     points = [(step, value) for step, value in points if math.isfinite(value)]
     return [step for step, _ in points], [value for _, value in points]

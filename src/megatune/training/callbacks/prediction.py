@@ -27,7 +27,7 @@ _WARM_UP = 2  # steps that are not timed, of a run that has more
 
 
 def begin_record(output_dir: Path, case: Case, first_step: int) -> None:
-    """Note what is planned, before anything can go wrong. Of a run that goes on, what it noted before stays."""
+    """Note what is planned, before anything can go wrong. Of a resumed run, what it noted before stays."""
     earlier: list[RunRecord] = []
     if first_step:
         try:
@@ -44,44 +44,36 @@ class Prediction(Callback):
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
         *self._earlier, self._record = read_records(output_dir)
-        self._seconds: list[float] = []
-        self._rows: list[tuple[float, int]] = []
-        self._documents: list[float] = []
-        self._tokens: list[int] = []
+        self._steps: list[StepReport] = []
 
     def on_step_end(self, report: StepReport) -> None:
-        self._seconds.append(report.seconds)
-        self._rows.append((report.row_tokens, report.longest_row))
-        self._tokens.append(report.num_input_tokens)
-        if report.document_tokens is not None:
-            self._documents.append(report.document_tokens)
+        self._steps.append(report)
 
     def on_save(self, path: Path) -> None:
         self._write(self._record.outcome, ())
 
     def on_train_end(self, summary: TrainSummary) -> None:
-        record = self._write(summary.outcome, summary.memory)
+        self._write(summary.outcome, summary.memory)
         if summary.outcome != "failed":
-            print("\n".join(verdict(record)), flush=True)
+            print("\n".join(verdict(self._record)), flush=True)
 
-    def _write(self, outcome: Outcome, memory: tuple[RankMemory, ...]) -> RunRecord:
+    def _write(self, outcome: Outcome, memory: tuple[RankMemory, ...]) -> None:
         self._record = replace(self._record, outcome=outcome, measured=self._measured(memory))
         write_atomically(self._output_dir / PLAN_NAME, dump_records([*self._earlier, self._record]))
-        return self._record
 
     def _measured(self, memory: tuple[RankMemory, ...]) -> Measured:
-        if not self._seconds:
+        if not self._steps:
             return Measured(counted=device.COUNTED, stages=fullest_of(memory))
-        timed = slice(min(_WARM_UP, len(self._seconds) - 1), None)
-        rows = self._rows[timed]
+        timed = self._steps[min(_WARM_UP, len(self._steps) - 1) :]
+        documents = [step.document_tokens for step in timed if step.document_tokens is not None]
         return Measured(
             counted=device.COUNTED,
             stages=fullest_of(memory),
             peaks=tuple(each.peak for each in memory) if len(memory) == self._record.case.world_size else (),
-            step_seconds=statistics.median(self._seconds[timed]),
-            num_steps=len(rows),
-            row_tokens=statistics.fmean(mean for mean, _ in rows),
-            longest_row=max(longest for _, longest in self._rows),
-            document_tokens=statistics.fmean(self._documents[timed]) if self._documents else None,
-            tokens_per_step=statistics.fmean(self._tokens[timed]),
+            step_seconds=statistics.median(step.seconds for step in timed),
+            num_steps=len(timed),
+            row_tokens=statistics.fmean(step.row_tokens for step in timed),
+            longest_row=max(step.longest_row for step in self._steps),
+            document_tokens=statistics.fmean(documents) if documents else None,
+            tokens_per_step=statistics.fmean(step.num_input_tokens for step in timed),
         )

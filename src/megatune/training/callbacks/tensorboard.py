@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainInfo, TrainSummary
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 _TRAIN_TAGS = (
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "epoch",
-    "tokens_per_second",
-    "model_tflops",
-    "mfu",
-    "memory_gib",
-    "load_balancing_loss",
-    "z_loss",
+    *("loss", "learning_rate", "grad_norm", "epoch", "data_seconds"),
+    *("tokens_per_second", "model_tflops", "mfu", "memory_gib"),
 )
 
 
@@ -35,7 +24,6 @@ class TensorBoard(Callback):
     def __init__(self, log_dir: Path, resume_step: int = 0) -> None:
         self._log_dir = log_dir
         self._resume_step = resume_step
-        self._writer: SummaryWriter | None = None
 
     def on_train_begin(self, info: TrainInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -43,22 +31,19 @@ class TensorBoard(Callback):
         self._writer = SummaryWriter(str(self._log_dir), purge_step=self._resume_step + 1, flush_secs=30)
 
     def on_log(self, report: LogReport) -> None:
-        for tag in _TRAIN_TAGS:
-            self._scalar(f"train/{tag}", getattr(report, tag), report.step)
+        values = {tag: getattr(report, tag) for tag in _TRAIN_TAGS}
+        self._add("train", {**report.metrics, **values}, report.step)
 
     def on_evaluate(self, report: EvalReport) -> None:
-        self._scalar("eval/loss", report.loss, report.step)
-        self._scalar("eval/perplexity", report.perplexity, report.step)
+        self._add("eval", {**report.metrics, "loss": report.loss, "perplexity": report.perplexity}, report.step)
 
     def on_save(self, path: Path) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        self._writer.flush()
 
     def on_train_end(self, summary: TrainSummary) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
-    def _scalar(self, tag: str, value: float | None, step: int) -> None:
-        assert self._writer is not None, "on_train_begin comes first"
-        if value is not None:
-            self._writer.add_scalar(tag, value, step)
+    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        for tag, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{tag}", value, step)

@@ -8,14 +8,14 @@ The manifest is `checkpoint-N/training/manifest.json`, for a checkpoint that hol
 only file in `training/`, and the checkpoint can be verified but not resumed from).
 """
 
-from megatune.training.storage.files import ensure_room, write_atomically, writing
-from megatune.training.storage.final import finalize_model
+from megatune.training.storage.files import amount, ensure_room, write_atomically, writing
 from megatune.training.storage.lock import OutputLock
-from megatune.training.storage.manifest import FileDigest, Manifest, digest_files, read_manifest, verify
+from megatune.training.storage.manifest import FileDigest, Manifest, digest_files, problem_of, read_manifest
 from megatune.training.storage.store import (
     CheckpointStore,
     checkpoint_step,
     clean_partials,
+    finalize_model,
     list_checkpoints,
     newest_verified,
     remove_checkpoints,
@@ -27,6 +27,7 @@ __all__ = [
     "FileDigest",
     "Manifest",
     "OutputLock",
+    "amount",
     "checkpoint_step",
     "clean_partials",
     "digest_files",
@@ -34,10 +35,10 @@ __all__ = [
     "finalize_model",
     "list_checkpoints",
     "newest_verified",
+    "problem_of",
     "read_manifest",
     "remove_checkpoints",
     "rotate",
-    "verify",
     "write_atomically",
     "writing",
 ]

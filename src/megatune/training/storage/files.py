@@ -83,9 +83,9 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
         why = f"{why}: {error.filename}"
     if error.errno not in _FULL:
         return Finding(f"cannot write {path}", why=why, fix="make it writable, or choose another output_dir")
-    need = f"needs {_amount(bytes_needed)}, " if bytes_needed is not None else ""
+    need = f"needs {amount(bytes_needed)}, " if bytes_needed is not None else ""
     try:
-        room = f"{_amount(shutil.disk_usage(_existing(path)).free)} free there"
+        room = f"{amount(shutil.disk_usage(_existing(path)).free)} free there"
     except OSError:
         room = "and it is not reachable"
     return Finding(
@@ -100,7 +100,7 @@ def _existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-def _amount(num_bytes: int) -> str:
+def amount(num_bytes: int) -> str:
     """1234567 -> "1.2 MB", in the decimal units that disks are sold in."""
     amount = float(num_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):

@@ -11,7 +11,6 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training.storage.files import writing
@@ -77,9 +76,7 @@ class OutputLock:
     def __enter__(self) -> OutputLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -70,11 +70,11 @@ def digest_files(root: Path, paths: Iterable[Path], *, sync: bool = False) -> li
     """
 
     def one(path: Path) -> FileDigest:
-        size, digest = _digest(path, sync)
+        size, digest = _digest(path, sync=sync)
         return FileDigest(path.relative_to(root).as_posix(), size, digest)
 
     files = sorted(set(paths))
-    with ThreadPoolExecutor(_num_threads(len(files))) as threads:
+    with ThreadPoolExecutor(max(1, min(len(files), os.cpu_count() or 1, 8))) as threads:
         return list(threads.map(one, files))
 
 
@@ -117,24 +117,18 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return Manifest(content["step"], files, content["metadata"])
 
 
-def verify(checkpoint: Path) -> list[Finding]:
-    """Compare every file of a checkpoint with its manifest, reading all of it; no findings mean that it is whole."""
-    try:
-        manifest = read_manifest(checkpoint)
-    except MegatuneError as error:
-        return list(error.findings)
-    with ThreadPoolExecutor(_num_threads(len(manifest.files))) as threads:
-        problems = threads.map(lambda file: _problem(checkpoint, file), manifest.files)
-        return [Finding(problem, where=str(checkpoint)) for problem in problems if problem]
+def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None] | None = None) -> str:
+    """Read a file of a checkpoint and say what is wrong with it, "" where it is as the manifest has it.
 
-
-def _problem(checkpoint: Path, file: FileDigest) -> str:
+    Args:
+        on_read: called with the bytes of every piece that was read.
+    """
     path = checkpoint / file.name
     try:
         size = path.stat().st_size
         if size != file.size:
             return f"{file.name} has {size} of {file.size} bytes"
-        _, digest = _digest(path)
+        _, digest = _digest(path, on_read=on_read)
     except FileNotFoundError:
         return f"{file.name} is missing"
     except OSError as error:
@@ -142,8 +136,8 @@ def _problem(checkpoint: Path, file: FileDigest) -> str:
     return "" if digest == file.xxh3_128 else f"{file.name} is damaged: its digest does not match"
 
 
-def _digest(path: Path, sync: bool = False) -> tuple[int, str]:
-    """Bytes and digest of a file; reading and hashing both release the interpreter lock."""
+def _digest(path: Path, *, sync: bool = False, on_read: Callable[[int], None] | None = None) -> tuple[int, str]:
+    """Return bytes and digest of a file; reading and hashing both release the interpreter lock."""
     state = xxhash.xxh3_128()
     size = 0
     with path.open("rb", buffering=0) as file:
@@ -151,6 +145,8 @@ def _digest(path: Path, sync: bool = False) -> tuple[int, str]:
         while count := file.readinto(buffer):
             state.update(buffer[:count])
             size += count
+            if on_read is not None:
+                on_read(count)
         if sync:
             os.fsync(file.fileno())
     return size, state.hexdigest()
@@ -167,7 +163,3 @@ def _refused(checkpoint: Path, what: str, fix: str = "") -> MegatuneError:
 def _leaves(name: str) -> bool:
     path = PurePosixPath(name)
     return path.is_absolute() or ".." in path.parts
-
-
-def _num_threads(num_files: int) -> int:
-    return max(1, min(num_files, os.cpu_count() or 1, 8))

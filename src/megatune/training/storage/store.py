@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatune.errors import Finding, MegatuneError
-from megatune.training.storage.files import sync_folder, writing
+from megatune.errors import Finding
+from megatune.training.storage.files import sync_file, sync_folder, writing
 from megatune.training.storage.manifest import (
     MANIFEST_NAME,
+    TRAINING_FOLDER,
     FileDigest,
     Manifest,
     digest_files,
     read_manifest,
-    verify,
     write_manifest,
 )
 
 _logger = logging.getLogger(__name__)
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_CONFIG = "config.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # Hidden, so that nothing takes these folders for checkpoints: being written, set aside by a commit, being deleted.
 _HIDDEN = re.compile(r"\.(checkpoint-\d+)\.(partial|replaced|deleted)")
@@ -44,11 +47,11 @@ class CheckpointStore:
         self.output_dir = Path(output_dir)
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies once it is committed."""
+        """Return where the checkpoint of `step` is once it is committed."""
         return self.output_dir / f"checkpoint-{step}"
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of `step` is written."""
+        """Return where the checkpoint of `step` is written."""
         return self.output_dir / f".checkpoint-{step}.partial"
 
     def begin(self, step: int) -> Path:
@@ -102,7 +105,7 @@ class CheckpointStore:
 
 
 def _all_digests(partial: Path, digests: Iterable[FileDigest]) -> tuple[FileDigest, ...]:
-    """One digest for every file under `partial`, by name."""
+    """Make one digest for every file under `partial`, by name."""
     by_name: dict[str, FileDigest] = {}
     for file in digests:
         if by_name.setdefault(file.name, file) != file:
@@ -117,41 +120,37 @@ def _all_digests(partial: Path, digests: Iterable[FileDigest]) -> tuple[FileDige
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step in a checkpoint's name, None for any other name."""
+    """Read the step in a checkpoint's name, None for any other name."""
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoint-N folders of `output_dir`, smallest step first; none where it does not exist."""
+    """List the checkpoint-N folders of `output_dir`, smallest step first; none where it does not exist."""
     if not output_dir.is_dir():
         return []
     steps = ((checkpoint_step(path), path) for path in output_dir.iterdir() if path.is_dir())
     return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]
 
 
-def newest_verified(output_dir: Path) -> tuple[Path | None, list[Finding]]:
-    """The newest checkpoint that is whole and can be resumed from, and why newer ones were passed over.
+def newest_verified(
+    checkpoints: Sequence[Path], verify: Callable[[Path], list[Finding]]
+) -> tuple[Path | None, list[Finding]]:
+    """Return the newest checkpoint with which nothing is wrong, and why newer ones were passed over.
 
-    The folders themselves are looked at; no file points to the newest one. Where the answer is None and there are
-    findings, training from the start would silently throw work away: the caller refuses or asks.
+    Where there is none and there are findings, training from the start would silently throw work away: the caller
+    refuses or asks.
+
+    Args:
+        checkpoints: the smallest step first.
+        verify: says what is wrong with one.
     """
     passed_over: list[Finding] = []
-    for path in reversed(list_checkpoints(output_dir)):
-        problems = verify(path) or _not_resumable(path)
-        if not problems:
+    for path in reversed(checkpoints):
+        if not (problems := verify(path)):
             return path, passed_over
         passed_over += problems
     return None, passed_over
-
-
-def _not_resumable(path: Path) -> list[Finding]:
-    try:
-        if read_manifest(path).resumable:
-            return []
-    except MegatuneError as error:  # it changed since it was verified
-        return list(error.findings)
-    return [Finding("holds a model without training state, so no run can resume from it", where=str(path))]
 
 
 def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
@@ -225,3 +224,49 @@ def _remove(path: Path) -> None:
         shutil.rmtree(deleted)
     except OSError as error:
         _logger.warning("cannot delete %s: %s", deleted, error)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The final Hugging Face model in output_dir itself
+
+
+def finalize_model(checkpoint: Path, output_dir: Path) -> None:
+    """Put the model of a committed checkpoint into `output_dir`: its Hugging Face files, not its training state.
+
+    Weights are hard links where the file system allows, so they take no room; small files are copies, so that editing
+    one leaves the checkpoint as it is. Half of a model never loads: `config.json`, without which Transformers refuses,
+    is removed first and written last. Weights of an earlier model are removed: they could be loaded instead of these.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE; INPUT where the checkpoint has no sound manifest.
+    """
+    manifest = read_manifest(checkpoint)
+    names = [file.name for file in manifest.files if not file.name.startswith(TRAINING_FOLDER)]
+    names.sort(key=lambda name: (name == _CONFIG, name))
+    bytes_needed = sum(file.size for file in manifest.files if file.name in names)
+    with writing(output_dir, bytes_needed):
+        (output_dir / _CONFIG).unlink(missing_ok=True)
+        sync_folder(output_dir)
+        for path in output_dir.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+        for name in names:
+            _place(checkpoint / name, output_dir / name)
+        sync_folder(output_dir)
+
+
+def _place(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.unlink(missing_ok=True)
+    linked = False
+    if source.suffix == ".safetensors":
+        with contextlib.suppress(OSError):  # another file system, or one without hard links
+            os.link(source, partial)
+            linked = True
+    if not linked:
+        shutil.copyfile(source, partial)
+        sync_file(partial)
+    # Without this a rename onto another link to the same file would do nothing, and leave both names.
+    target.unlink(missing_ok=True)
+    os.replace(partial, target)

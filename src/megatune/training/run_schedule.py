@@ -10,12 +10,12 @@ from megatune.data.order import steps_per_epoch
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """The course of a run; steps are counted from 1.
+class RunSchedule:
+    """The steps of a run, counted from 1.
 
     Attributes:
         global_batch_size: rows per optimizer step.
-        steps_per_epoch: the last of them may be a short one; None where data is streamed, and nobody knows.
+        steps_per_epoch: the last of them may be a short one; None where data is streamed and the number is not known.
         save_every, evaluate_every: steps; 0 for never (the last step is always saved).
     """
 
@@ -26,8 +26,8 @@ class Course:
     evaluate_every: int
 
     @classmethod
-    def plan(cls, settings: Settings, num_rows: int | None, dp_size: int) -> Course:
-        """The course that the settings ask for.
+    def plan(cls, settings: Settings, num_rows: int | None, dp_size: int) -> RunSchedule:
+        """Derive the schedule from the settings.
 
         Args:
             num_rows: to train; None where they are streamed, which the settings' rules allow with max_steps only.
@@ -39,13 +39,8 @@ class Course:
         total = max_steps if max_steps > 0 else math.ceil(settings.optimizer.num_train_epochs * (per_epoch or 0))
         save = {"steps": math.ceil(settings.checkpoint.save_steps), "epoch": per_epoch or 0, "no": 0}
         evaluate = {"steps": settings.eval_interval, "epoch": per_epoch or 0, "no": 0}
-        return cls(
-            size,
-            per_epoch,
-            total,
-            save[settings.checkpoint.save_strategy],
-            evaluate[settings.evaluation.eval_strategy],
-        )
+        every = save[settings.checkpoint.save_strategy], evaluate[settings.evaluation.eval_strategy]
+        return cls(size, per_epoch, total, *every)
 
     @property
     def num_epochs(self) -> float | None:
@@ -53,7 +48,7 @@ class Course:
         return self.epoch_of(self.total_steps)
 
     def epoch_of(self, step: int) -> float | None:
-        """Passes done after `step` steps."""
+        """Return the passes done after `step` steps."""
         return None if self.steps_per_epoch is None else step / self.steps_per_epoch
 
     def saves_at(self, step: int) -> bool:

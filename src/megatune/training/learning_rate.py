@@ -9,18 +9,13 @@ from typing import Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 SCHEDULER_TYPES = (
-    "cosine",
-    "linear",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "warmup_stable_decay",
+    *("cosine", "linear", "constant", "constant_with_warmup"),
+    *("inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay"),
 )
 
 
 def warmup_steps_of(warmup_steps: float, warmup_ratio: float | None, total_steps: int) -> int:
-    """Number of warm-up steps, counted as Transformers does.
+    """Count warm-up steps as Transformers does.
 
     Args:
         warmup_steps: a number of steps from 1 on; below 1 it is a ratio of `total_steps` (Transformers 5).
@@ -71,14 +66,14 @@ class LearningRateSchedule:
             raise _refused(f"lr_scheduler_kwargs do not fit lr_scheduler_type {lr_scheduler_type}", error) from error
 
     def at(self, step: int) -> float:
-        """The learning rate that optimizer step number `step` (0-based) uses."""
+        """Return the learning rate of optimizer step number `step`, counted from 0."""
         return self.learning_rate * self._factor(step)
 
 
 def _factor_of_step(
     learning_rate: float, lr_scheduler_type: str, kwargs: dict[str, Any], warmup_steps: int, total_steps: int
 ) -> Callable[[int], float]:
-    """Transformers' own multiplier of the learning rate, taken out of the scheduler it builds."""
+    """Take Transformers' own multiplier of the learning rate out of the scheduler it builds."""
     if kwargs and lr_scheduler_type in ("constant", "constant_with_warmup"):  # get_scheduler drops them without a word
         raise TypeError(f"unexpected arguments: {', '.join(kwargs)}")
 
@@ -103,10 +98,8 @@ def _check_phases(kwargs: Mapping[str, Any], warmup_steps: int, total_steps: int
     if not isinstance(num_decay_steps, int) or kwargs.get("num_stable_steps") is not None:
         return
     if warmup_steps + num_decay_steps > total_steps:
-        raise _refused(
-            f"warm-up of {warmup_steps} and decay of {num_decay_steps} steps do not fit a run of {total_steps} steps",
-            fix=f"set num_decay_steps to at most {max(0, total_steps - warmup_steps)}",
-        )
+        what = f"warm-up of {warmup_steps} and decay of {num_decay_steps} steps do not fit a run of {total_steps} steps"
+        raise _refused(what, fix=f"set num_decay_steps to at most {max(0, total_steps - warmup_steps)}")
 
 
 def _refused(what: str, why: object = "", fix: str = "") -> MegatuneError:

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from megatune.errors import ExitCode, MegatuneError
-from megatune.training.schedule import SCHEDULER_TYPES, LearningRateSchedule, warmup_steps_of
+from megatune.training.learning_rate import SCHEDULER_TYPES, LearningRateSchedule, warmup_steps_of
 
 CASES = [
     ("cosine", {}),

@@ -1,0 +1,196 @@
+"""Which checkpoint a run resumes from: the newest whole one, verified by all ranks together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+from megatune.config.settings import Settings
+from megatune.engine import groups
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.context import RankContext
+from megatune.training.agreement import on_rank_0
+from megatune.training.storage import (
+    FileDigest,
+    amount,
+    checkpoint_step,
+    list_checkpoints,
+    newest_verified,
+    problem_of,
+    read_manifest,
+    remove_checkpoints,
+)
+
+_POLL_SECONDS = 0.2
+_PROGRESS_SECONDS = 10.0
+_MOST_THREADS = 8
+
+
+def choose_checkpoint(context: RankContext, settings: Settings, output_dir: Path) -> tuple[Path | None, list[str]]:
+    """Choose the checkpoint to resume from, None for none, and say what a user should know of the choice. Collective.
+
+    Raises:
+        MegatuneError: INPUT, when the one asked for is not whole, or none of those that are there is.
+    """
+    asked = settings.run.resume_from_checkpoint
+    notes: list[str] = []
+
+    def check(path: Path) -> list[Finding]:
+        return _verify_together(context, path, notes)
+
+    if isinstance(asked, str):
+        path = Path(asked)
+        if not on_rank_0(path.is_dir):
+            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
+        if problems := check(path):
+            raise MegatuneError(problems, ExitCode.INPUT)
+        return path, notes
+    if asked is False or settings.run.overwrite_output_dir:
+        return None, []
+    newest, problems = newest_verified(on_rank_0(lambda: list_checkpoints(output_dir)), check)
+    if newest is None and (asked or problems):
+        nothing = Finding(f"resume_from_checkpoint: there is no checkpoint in {output_dir}")
+        fix = Finding(
+            f"{output_dir} holds checkpoints and none can be resumed from",
+            fix="overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them",
+        )
+        raise MegatuneError([*problems, fix] if problems else [nothing], ExitCode.INPUT)
+    return newest, [*(f"passed over: {problem}" for problem in problems), *notes]
+
+
+def clear_later_checkpoints(settings: Settings, output_dir: Path, resumed: Path | None, step: int) -> None:
+    """Remove an earlier run's checkpoints beyond the step that this run begins at, where the user said so: the next
+    resume would take them for this run's.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE, when there are some and the user did not.
+    """
+    beyond = [path for path in list_checkpoints(output_dir) if (checkpoint_step(path) or 0) > step]
+    asked = settings.run.resume_from_checkpoint
+    if not beyond or (resumed is not None and not isinstance(asked, str)):
+        return  # what an automatic resume passed over is damaged, and is replaced when the run comes to it
+    if not settings.run.overwrite_output_dir:
+        names = ", ".join(path.name for path in beyond[-3:])
+        raise MegatuneError(
+            Finding(
+                f"{output_dir} holds {names} of an earlier run",
+                why=f"this run begins at step {step}, and the next resume could not tell them from its own",
+                fix="overwrite_output_dir: true deletes them; another output_dir keeps them",
+            ),
+            ExitCode.CANNOT_WRITE,
+        )
+    remove_checkpoints(beyond)
+
+
+def _verify_together(context: RankContext, checkpoint: Path, notes: list[str]) -> list[Finding]:
+    """Compare every file of a checkpoint with its manifest, each rank a share of the bytes. Collective.
+
+    A state of terabytes takes longer than any collective operation may: ranks leave notes in the store, as often as
+    they have read on, and look for those of the others.
+
+    Args:
+        notes: gets a line on how much was read, and how fast.
+
+    Returns:
+        What is wrong, on every rank; nothing where the checkpoint is whole and can be resumed from.
+    """
+    context.beat("verify", 0)
+    try:
+        manifest = on_rank_0(lambda: read_manifest(checkpoint))
+    except MegatuneError as error:
+        return list(error.findings)
+    if not manifest.resumable:
+        return [Finding("holds a model without training state, so no run can resume from it", where=str(checkpoint))]
+    began = time.monotonic()
+    key, total = f"verify/{checkpoint.name}", sum(file.size for file in manifest.files)
+    problems = _verify_share(context, checkpoint, shares(manifest.files, context.world_size)[context.rank], key, total)
+    if context.rank == 0:
+        groups.post(f"{key}/all", json.dumps(problems))
+    else:
+        while (posted := groups.posted(f"{key}/all")) is None:
+            context.beat("verify", 0)
+            time.sleep(_POLL_SECONDS)
+        problems = json.loads(posted)
+    seconds = time.monotonic() - began
+    notes.append(
+        f"verified   {checkpoint}: {amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s, "
+        f"by {context.world_size} processes"
+    )
+    return [Finding(problem, where=str(checkpoint)) for problem in sorted(problems)]
+
+
+def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest]]:
+    """Split files over ranks by bytes, the largest first, each to the rank that has the fewest bytes so far."""
+    found: list[list[FileDigest]] = [[] for _ in range(world_size)]
+    sizes = [0] * world_size
+    for file in sorted(files, key=lambda file: (-file.size, file.name)):
+        rank = sizes.index(min(sizes))
+        found[rank].append(file)
+        sizes[rank] += file.size
+    return found
+
+
+def _verify_share(
+    context: RankContext, checkpoint: Path, files: Sequence[FileDigest], key: str, total: int
+) -> list[str]:
+    """Read this rank's files and post what is wrong with them; rank 0 waits for all ranks and returns what is wrong."""
+    progress = _Progress(context, key, total)
+    num_threads = max(1, min(len(files), (os.cpu_count() or 1) // context.local_world_size, _MOST_THREADS))
+    with ThreadPoolExecutor(num_threads) as threads:
+        futures = [threads.submit(problem_of, checkpoint, file, progress.add) for file in files]
+        pending = set(futures)
+        while pending:
+            _, pending = wait(pending, _POLL_SECONDS)
+            progress.post(None)
+    # Another machine may see another file system: say which one it is.
+    suffix = f" (on {socket.gethostname()})" if context.node_rank else ""
+    problems = [problem + suffix for future in futures if (problem := future.result())]
+    progress.post(problems)
+    while context.rank == 0 and (gathered := progress.gather()) is not None:
+        if all(found is not None for _, found in gathered):
+            return [problem for _, found in gathered for problem in found or ()]
+        time.sleep(_POLL_SECONDS)
+        context.beat("verify", 0)
+    return problems
+
+
+class _Progress:
+    """Bytes that this rank has read, noted in the store for rank 0, which prints the sum now and then."""
+
+    def __init__(self, context: RankContext, key: str, total: int) -> None:
+        self._context, self._key, self._total = context, key, total
+        self._lock = threading.Lock()
+        self._read = self._posted = 0
+        self._began = self._printed = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes; called by the reading threads."""
+        with self._lock:
+            self._read += num_bytes
+
+    def post(self, problems: list[str] | None) -> None:
+        """Note what is read, and at the end what is wrong. No beat without progress: a disk that hangs is noticed."""
+        if self._read > self._posted or problems is not None:
+            self._posted = self._read
+            groups.post(f"{self._key}/{self._context.rank}", json.dumps([self._posted, problems]))
+            self._context.beat("verify", 0)
+        if self._context.rank == 0 and time.monotonic() - self._printed > _PROGRESS_SECONDS:
+            self.gather()
+
+    def gather(self) -> list[tuple[int, list[str] | None]]:
+        """Read every rank's note: bytes, and what is wrong once it has read all. Prints a line when one is due."""
+        posted = [groups.posted(f"{self._key}/{rank}") for rank in range(self._context.world_size)]
+        notes = [json.loads(note) if note else (0, None) for note in posted]
+        now = time.monotonic()
+        if now - self._printed > _PROGRESS_SECONDS:
+            self._printed = now
+            done = sum(num_bytes for num_bytes, _ in notes)
+            rate = done / 1e9 / (now - self._began)
+            print(f"verifying  {done / self._total:.0%} of {amount(self._total)}, {rate:.3g} GB/s", flush=True)
+        return notes

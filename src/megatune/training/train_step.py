@@ -1,0 +1,110 @@
+"""One optimizer step from its micro-batches, and an evaluation: what a training loop of any kind is built of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megatune.bridge.assemble import Assembly
+from megatune.data.batches import Batch
+from megatune.engine import groups, optimizer
+from megatune.engine.model import Chunk, gather_parameters
+from megatune.engine.objective import Objective
+from megatune.engine.step import StepTotals, forward_backward
+from megatune.objectives.language_model import CrossEntropy
+from megatune.training.copies import check_gradients, check_weights
+
+_CROSS_ENTROPY = CrossEntropy()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step; equal on all ranks.
+
+    Attributes:
+        totals: loss, normalizer and metrics.
+        grad_norm: L2 norm of all gradients before clipping.
+        updated: False where gradients were not finite: the weights have not changed.
+    """
+
+    totals: StepTotals
+    grad_norm: float
+    updated: bool
+
+
+def train_step(
+    assembly: Assembly,
+    batches: Sequence[Batch],
+    objective: Objective = _CROSS_ENTROPY,
+    *,
+    learning_rate: float,
+    stop_requested: bool = False,
+    checked_step: int | None = None,
+) -> StepResult:
+    """Run forward, backward and update over one step's micro-batches; collective.
+
+    Args:
+        batches: this data-parallel rank's micro-batches.
+        stop_requested: whether this rank was asked to stop; sent along with the loss.
+        checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
+            number where they differ; None leaves the check out.
+
+    Raises:
+        MegatuneError: NOT_FINITE, where copies differ.
+    """
+    totals = forward_backward(assembly.model, batches, objective, stop_requested=stop_requested)
+    if checked_step is not None:
+        check_gradients(assembly, checked_step)
+    updated, grad_norm = optimizer.step(assembly.optimizer, learning_rate)
+    if checked_step is not None:
+        check_weights(assembly, checked_step, grad_norm=grad_norm, learning_rate=learning_rate)
+    return StepResult(totals, grad_norm, updated)
+
+
+def not_finite_gradients(assembly: Assembly) -> dict[int, list[str]]:
+    """Name the parameters whose gradients are not finite, by rank; collective."""
+    shards = optimizer.main_shards(assembly.optimizer)
+    mine = [
+        name
+        for local in assembly.parameters
+        if local.parameter in shards and not shards[local.parameter].grad.isfinite().all()
+        for name in local.hf_shapes(assembly.architecture)
+    ]
+    return {rank: names for rank, names in enumerate(groups.gather(mine)) if names}
+
+
+def evaluate(
+    model: list[Chunk],
+    steps: Iterable[Sequence[Batch]],
+    objective: Objective = _CROSS_ENTROPY,
+    *,
+    on_step: Callable[[int], None] = lambda index: None,
+) -> StepTotals:
+    """Compute the objective over all batches, in eval mode and without gradients; collective.
+
+    Args:
+        model: pipeline chunks; in training mode again at the end, also where an exception ends the evaluation.
+        steps: of each step this data-parallel rank's micro-batches.
+        on_step: called before each step with its index.
+    """
+    gather_parameters(model)
+    found: list[StepTotals] = []
+    with _eval_mode(model), torch.no_grad():
+        for index, batches in enumerate(steps):
+            on_step(index)
+            found.append(forward_backward(model, batches, objective, forward_only=True))
+    return StepTotals.summed(found)
+
+
+@contextmanager
+def _eval_mode(model: list[Chunk]) -> Iterator[None]:
+    for chunk in model:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in model:
+            chunk.train()
