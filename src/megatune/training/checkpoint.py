@@ -44,7 +44,7 @@ class TrainState:
         rows_digest: of all that determines the rows (data/cache/key.py).
         global_batch_size: rows per step; with `seed` it determines which rows a step trains.
         best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
-        stream: where streamed data resumes (data/streaming/state.py); None without streaming.
+        stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
     """
 
     step: int = 0

@@ -50,7 +50,7 @@ def check_same(context: RankContext, what: str, contents: Mapping[str, str | int
     machines: dict[str, list[str]] = {}  # by their contents, in order of node rank
     found = [one for one in groups.gather((context.node_rank, socket.gethostname(), contents)) if one[2] is not None]
     for node_rank, host, of_machine in sorted(found, key=lambda one: one[0]):
-        names = machines.setdefault(json.dumps(of_machine, sort_keys=True), [])
+        names = machines.setdefault(json.dumps(of_machine), [])
         if (name := f"{host} (node rank {node_rank})") not in names:
             names.append(name)
     most = max(machines, key=lambda one: len(machines[one]))
