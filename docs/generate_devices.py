@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES
-from megatune.plan.catalogue.devices import CATALOGUE_LINKS
+from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS
 from megatune.plan.catalogue.models import published_names
 
 DOCUMENT = Path(__file__).with_name("devices.md")
