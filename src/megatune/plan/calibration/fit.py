@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.calibration.report import CalibrationReport, PredictionErrors, RunError
@@ -122,19 +123,12 @@ def _calibrated(case: Case, calibration: Calibration) -> Case:
 
 def _fit(runs: Sequence[_Run]) -> tuple[Calibration, dict[str, str]]:
     """Return the factors, and why some of them are as they were."""
-    compute, communication, left = _fit_time([run for run in runs if run.seconds])
-    activations, framework, also_left = _fit_memory([run for run in runs if run.memory])
-    calibration = Calibration(
-        compute=compute,
-        communication=communication,
-        activations=activations,
-        framework=framework,
-        num_runs=len(runs),
-    )
-    return calibration, {**left, **also_left}
+    time, left = _fit_time([run for run in runs if run.seconds])
+    memory, also_left = _fit_memory([run for run in runs if run.memory])
+    return Calibration(**time, **memory, num_runs=len(runs)), {**left, **also_left}
 
 
-def _fit_time(runs: Sequence[_Run]) -> tuple[float, float, dict[str, str]]:
+def _fit_time(runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
     """Fit the factors of computing and of exchanges."""
     neutral = Calibration()
     base = [run.step(neutral) for run in runs]
@@ -145,16 +139,15 @@ def _fit_time(runs: Sequence[_Run]) -> tuple[float, float, dict[str, str]]:
     known, left = _identified(shares, ("compute", "communication"), "of a step")
 
     def residuals(logs: Sequence[float]) -> list[float]:
-        factors = dict(zip(known, map(math.exp, logs), strict=True))
-        fitted = Calibration(compute=factors.get("compute", 1.0), communication=factors.get("communication", 1.0))
+        factors: dict[str, Any] = dict(zip(known, map(math.exp, logs), strict=True))
+        fitted = Calibration(**factors)
         return [math.log(run.step(fitted) / run.seconds) for run in runs if run.seconds]
 
     logs = _least_squares(residuals, len(known))
-    factors = {name: round(math.exp(log), 4) for name, log in zip(known, logs, strict=True)}
-    return factors.get("compute", 1.0), factors.get("communication", 1.0), left
+    return {name: round(math.exp(log), 4) for name, log in zip(known, logs, strict=True)}, left
 
 
-def _fit_memory(runs: Sequence[_Run]) -> tuple[float, int, dict[str, str]]:
+def _fit_memory(runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
     """Fit the factor of activations, and the bytes beside tensors where those were measured."""
     neutral = Calibration()
     base = [size for run in runs for size in run.stages(neutral)]
@@ -163,8 +156,7 @@ def _fit_memory(runs: Sequence[_Run]) -> tuple[float, int, dict[str, str]]:
     measured = [float(size) for run in runs for _, size in run.memory]
     kept = [after - before for before, after in zip(base, double, strict=True)]
     if not measured:
-        none = "no memory was measured"
-        return 1.0, 0, {"activations": none, "framework": none}
+        return {}, dict.fromkeys(("activations", "framework"), "no memory was measured")
     # What is beside tensors is fitted first: every run of a CPU has it. It is a sum, not a factor.
     scale = min(measured)
     shares = [
@@ -185,7 +177,7 @@ def _fit_memory(runs: Sequence[_Run]) -> tuple[float, int, dict[str, str]]:
 
     values = dict(zip(known, _least_squares(residuals, len(known)), strict=True))
     factor = round(math.exp(values.get("activations", 0.0)), 4)
-    return factor, int(scale * values.get("framework", 0.0)), left
+    return {"activations": factor, "framework": int(scale * values.get("framework", 0.0))}, left
 
 
 def _identified(shares: list[list[float]], names: tuple[str, str], what: str) -> tuple[list[str], dict[str, str]]:

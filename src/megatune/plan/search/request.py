@@ -45,7 +45,7 @@ class SearchRequest:
         return batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
 
     def case(self, settings: Settings) -> Case:
-        """The request with these settings."""
+        """Return the request's case with these settings."""
         return Case(
             model=self.model,
             settings=settings,
