@@ -179,7 +179,7 @@ class Architecture:
     vision: Vision | None = None
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, is sparse."""
+        """Return whether this layer, counted from 0, is sparse."""
         return self.moe is not None and self.moe.layers[layer]
 
     @property

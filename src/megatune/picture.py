@@ -16,7 +16,7 @@ DPI = 110
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of this size in inches."""
+    """Return a figure of this size in inches."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would tell the user about building a font cache
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def as_png(figure: Figure) -> bytes:
-    """The content of a PNG."""
+    """Return the content of a PNG."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI)
     return content.getvalue()

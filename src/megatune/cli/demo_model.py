@@ -28,7 +28,7 @@ def _spellings(flag: str) -> tuple[str, ...]:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declares the verb and its flags."""
+    """Declare the verb and its flags."""
     parser = subparsers.add_parser(
         "demo-model",
         help="make a tiny random checkpoint with a real tokenizer",
@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the checkpoint and prints what it is.
+    """Make the checkpoint and prints what it is.
 
     Raises:
         MegatuneError: (SETTINGS) numbers that make no model; (CANNOT_WRITE) the folder.

@@ -11,7 +11,7 @@ from megatune.errors import ExitCode, MegatuneError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declares the verb and its flags."""
+    """Declare the verb and its flags."""
     parser = subparsers.add_parser(
         "infer",
         help="chat or complete, from a Hugging Face or a training checkpoint",
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the model and answers.
+    """Load the model and answers.
 
     Raises:
         MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks; (DATA) a prompt that is empty or too long; what a
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model_dir(args: argparse.Namespace) -> Path:
-    """The folder that is named, or that a model on a hub is fetched into."""
+    """Return the folder that is named, or that a model on a hub is fetched into."""
     from megatune.generation.locate import nearest_folder
     from megatune.hub.models import is_hub_id, open_model
 

@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code. Never raises what a user did wrong.
+    """Run one command line and returns its exit code. Never raises what a user did wrong.
 
     Args:
         argv: the words after the program's name; None takes the process's own.
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(error: MegatuneError) -> str:
-    """All findings, a blank line between them, and their number where there are several."""
+    """Return all findings, a blank line between them, and their number where there are several."""
     parts = [str(finding) for finding in error.findings]
     return "\n\n".join([*parts, f"{len(parts)} problems"] if len(parts) > 1 else parts)
 
@@ -135,7 +135,7 @@ def _unknown_inner_verb(verb: str, word: str, inner: list[str]) -> MegatuneError
 
 
 def _verbs_of(parser: argparse.ArgumentParser) -> list[str]:
-    """The verbs of a verb; most have none."""
+    """Return the verbs of a verb; most have none."""
     return [
         name for action in parser._actions if isinstance(action, argparse._SubParsersAction) for name in action.choices
     ]
@@ -152,7 +152,7 @@ def _unknown_words(unknown: list[str], parser: argparse.ArgumentParser) -> Megat
 
 
 def _internal(error: Exception) -> str:
-    """What is said of an error that should not occur: one line, and where the rest is."""
+    """Return what is said of an error that should not occur: one line, and where the rest is."""
     text = traceback.format_exc()
     if os.environ.get("MEGATUNE_DEBUG", "0") not in ("", "0"):
         return text.rstrip()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def split_words(
     words: list[str], add_options: Callable[[argparse.ArgumentParser], None], dialect: Dialect
 ) -> tuple[argparse.Namespace, Arguments, list[Finding]]:
-    """A verb's own flags, the settings among the words, and flags that are neither and like one of the verb's.
+    """Return a verb's own flags, the settings among the words, and flags that are neither and like one of the verb's.
 
     Args:
         add_options: declares the verb's flags.

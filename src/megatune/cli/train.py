@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 def _preflight(
     loaded: Loaded, place: RankEnv | World | None, num_gpus: int, problems: tuple[Finding, ...], model: RunModel
 ) -> Preflight:
-    """Everything that can be known before a process is started.
+    """Return everything that can be known before a process is started.
 
     Args:
         place: this process's, or this machine's; None where `problems` say why there is none.
@@ -129,7 +129,7 @@ def _preflight(
 
 
 def _decide_world(settings: Settings, num_gpus: int) -> tuple[World | None, tuple[Finding, ...]]:
-    """The world to start, or what contradicts."""
+    """Return the world to start, or what contradicts."""
     from megatune.launch.world import decide_world
 
     size = settings.parallel.smallest_world

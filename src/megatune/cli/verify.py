@@ -29,7 +29,7 @@ _NOT_HERE = ("model.model_name_or_path", "data.dataset", "data.cutoff_len", "run
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declares the verb and its flags."""
+    """Declare the verb and its flags."""
     parser = subparsers.add_parser(
         "verify",
         help="compare a layout with Transformers: logits, loss, gradients",
@@ -60,7 +60,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares and prints.
+    """Compare and prints.
 
     Returns:
         DONE where everything is within its tolerance, DIFFERENT where something is not, or the exit code of processes
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
-    """The checkpoint, the layout, and the one to compare it with."""
+    """Return the checkpoint, the layout, and the one to compare it with."""
     from megatune.config.arguments import split_arguments
     from megatune.config.load import load
 
@@ -197,7 +197,8 @@ def _world(settings: Settings) -> World:
 
 
 def _checked(loaded: Loaded, architecture: Architecture, args: argparse.Namespace) -> tuple[Settings, World]:
-    """The settings, after the rules of the layout have been held against the model, and the processes they take."""
+    """Return the settings, after the rules of the layout have been held against the model, and the processes they
+    take."""
     from megatune.config.rules import check
     from megatune.config.settings import BatchSettings
 

@@ -61,8 +61,8 @@ def attention_kernels(
 
 
 def attends_in_runs(settings: Settings) -> bool:
-    """Whether queries attend to runs of keys, which cuDNN's kernels in torch do not do: documents of a packed row, or
-    parts of a document that other context-parallel ranks hold."""
+    """Return whether queries attend to runs of keys, which cuDNN's kernels in torch do not do: documents of a packed
+    row, or parts of a document that other context-parallel ranks hold."""
     parallel = settings.parallel
     across = parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a"
     return across or settings.packing

@@ -39,7 +39,7 @@ class Batch:
         return int((self.labels != IGNORE_INDEX).sum())
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory (called by torch's DataLoader)."""
+        """Return the same batch in page-locked memory (called by torch's DataLoader)."""
         return replace(
             self,
             input_ids=self.input_ids.pin_memory(),
@@ -67,7 +67,7 @@ class Collator:
     pad_token_id: int
 
     def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
-        """The shortest length, s, of a micro-batch that holds documents of these lengths."""
+        """Return the shortest length, s, of a micro-batch that holds documents of these lengths."""
         if self.packed:
             needed = sum(_padded(length, self.document_multiple) for length in document_lengths)
         else:
@@ -77,7 +77,7 @@ class Collator:
     def __call__(
         self, documents: Sequence[Document], length: int, extras: Mapping[str, ExtraColumn] | None = None
     ) -> Batch:
-        """The micro-batch of the documents of its rows, in order.
+        """Return the micro-batch of the documents of its rows, in order.
 
         What no document fills is padding that trains nothing: whole rows, or, packed, one document at the end.
 

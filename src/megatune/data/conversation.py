@@ -69,7 +69,7 @@ class PreferencePair:
     tools: tuple[dict[str, Any], ...] = ()
 
     def conversations(self) -> tuple[Conversation, Conversation]:
-        """The conversation with the chosen answer, and with the rejected one."""
+        """Return the conversation with the chosen answer, and with the rejected one."""
         return (
             Conversation((*self.prompt, self.chosen), self.system, self.tools),
             Conversation((*self.prompt, self.rejected), self.system, self.tools),

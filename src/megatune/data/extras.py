@@ -21,7 +21,7 @@ class Extra(Protocol):
     """One extra of a micro-batch, of any kind."""
 
     def on_rank(self, tokens: Tensor | None, device: torch.device | int | str) -> Any:
-        """What a rank gets of it, on the device.
+        """Return what a rank gets of it, on the device.
 
         Args:
             tokens: int64 [s / cp], the places in the whole row of the tokens of this context-parallel rank; None where
@@ -30,7 +30,7 @@ class Extra(Protocol):
         ...
 
     def pin_memory(self) -> Extra:
-        """The same in page-locked memory."""
+        """Return the same in page-locked memory."""
         ...
 
 
@@ -66,7 +66,7 @@ class DocumentValues:
 
 
 def collate(column: ExtraColumn, lengths: Sequence[int], starts: np.ndarray, shape: tuple[int, int]) -> Extra:
-    """The extra of a micro-batch.
+    """Return the extra of a micro-batch.
 
     Args:
         column: values of the documents, in the order of their spans.

@@ -63,7 +63,8 @@ class LengthReport:
         return self.over / self.samples
 
     def line(self) -> str:
-        """The report in words, with a bar for each bin, and a mark at cutoff_len where something is beyond it."""
+        """Return the report in words, with a bar for each bin, and a mark at cutoff_len where something is beyond
+        it."""
         most = max(self.counts)
         bars = [_BLOCKS[-(-count * len(_BLOCKS) // most) - 1] if count else " " for count in self.counts]
         if self.over:

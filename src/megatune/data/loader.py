@@ -24,7 +24,7 @@ def step_batches(
     num_micro_batches: int,
     same_length: bool,
 ) -> list[Batch]:
-    """The micro-batches of one step that belong to one data-parallel rank.
+    """Return the micro-batches of one step that belong to one data-parallel rank.
 
     Row j of the global batch takes slot j = (m * data_parallel_size + rank) * micro_batch_size + i, for micro-batch m
     and its row i. Slots beyond the rows (the short batch at the end of an epoch) become padding that trains nothing.

@@ -27,7 +27,7 @@ def mixed_order(
     weights: Sequence[float] | None,
     seed: int,
 ) -> np.ndarray:
-    """The samples of an epoch, before they are packed or shuffled: int64 [samples].
+    """Return the samples of an epoch, before they are packed or shuffled: int64 [samples].
 
     Args:
         sizes: samples of each data set.
@@ -60,7 +60,7 @@ def mixed_order(
 
 
 def draws(num_sets: int, probabilities: Sequence[float] | None, seed: int) -> Iterator[int]:
-    """Which data set is drawn from next, without end; `mixed_order` follows the same sequence.
+    """Return which data set is drawn from next, without end; `mixed_order` follows the same sequence.
 
     Without probabilities they come in turn, and a strategy ends at the end of a round.
     """
@@ -136,7 +136,7 @@ def _numbers(ordinal: np.ndarray, size: np.ndarray, first: np.ndarray, *, repeat
 
 
 def _draw_chunks(probabilities: Sequence[float], seed: int) -> Iterator[np.ndarray]:
-    """Draws, int64 [_CHUNK] each, without end."""
+    """Draw, int64 [_CHUNK] each, without end."""
     shares = [Fraction(share) for share in probabilities]
     thresholds = [int(reached * 2**64 / sum(shares)) for reached in accumulate(shares)][:-1]
     for bits in mixing_bits(seed, _CHUNK):

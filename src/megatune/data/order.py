@@ -41,17 +41,17 @@ def grouped_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size:
 
 
 def sample_order(num_rows: int, seed: int) -> np.ndarray:
-    """The order in which num_samples draws rows of a data set: int64 [num_rows]."""
+    """Return the order in which num_samples draws rows of a data set: int64 [num_rows]."""
     return _permutation(num_rows, np.random.SeedSequence(seed, spawn_key=(1,)))
 
 
 def packing_order(num_documents: int, seed: int) -> np.ndarray:
-    """The order in which packing takes documents of the same length: int64 [num_documents]."""
+    """Return the order in which packing takes documents of the same length: int64 [num_documents]."""
     return _permutation(num_documents, np.random.SeedSequence(seed, spawn_key=(2,)))
 
 
 def weight_order(num_rows: int, seed: int, dataset: int) -> np.ndarray:
-    """The order in which a weight that is no whole number draws the samples of a data set: int64 [num_rows]."""
+    """Return the order in which a weight that is no whole number draws the samples of a data set: int64 [num_rows]."""
     return _permutation(num_rows, np.random.SeedSequence(seed, spawn_key=(3, dataset)))
 
 
@@ -63,7 +63,7 @@ def mixing_bits(seed: int, size: int) -> Iterator[np.ndarray]:
 
 
 def block_order(size: int, seed: int, epoch: int, block: int) -> np.ndarray:
-    """The order of the samples, and of the packed rows, of one block of streamed data: int64 [size]."""
+    """Return the order of the samples, and of the packed rows, of one block of streamed data: int64 [size]."""
     return _permutation(size, np.random.SeedSequence(seed, spawn_key=(5, epoch, block)))
 
 

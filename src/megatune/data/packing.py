@@ -41,7 +41,7 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int, seed: int) -> tuple
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """The row of each document; lengths fall.
+    """Return the row of each document; lengths fall.
 
     Since they fall, a row with room for the present document never regains what it gives away, and one without room
     waits until documents are short enough. So the rows with room are a stack with the fullest on top: rows that come

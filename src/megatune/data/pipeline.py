@@ -61,7 +61,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Pipeline:
-        """The pipeline that settings ask for.
+        """Return the pipeline that settings ask for.
 
         Raises:
             MegatuneError: a data set or a template is not there, or the tokenizer does not fit (exit codes 64 and 66).
@@ -78,7 +78,7 @@ class Pipeline:
         return RowShape(run.stage, self.settings.data.cutoff_len, self.settings.packing, run.seed)
 
     def read(self, source: DatasetSource) -> Iterator[Result]:
-        """Every chosen row of a data set, encoded."""
+        """Return every chosen row of a data set, encoded."""
         data, run = self.settings.data, self.settings.run
         samples = read_samples(
             source, stage=run.stage, seed=run.seed, max_samples=data.max_samples, placeholders=self._placeholders
@@ -86,7 +86,7 @@ class Pipeline:
         return encode_all(self.encoder, samples, data.preprocessing_num_workers or 1)
 
     def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Iterator[Result]:
-        """The rows of a data set behind a position, of which `taken` come before, encoded."""
+        """Return the rows of a data set behind a position, of which `taken` come before, encoded."""
         data = self.settings.data
         samples = stream_samples(
             source,
@@ -101,7 +101,7 @@ class Pipeline:
         return encode_all(self.encoder, samples, (data.preprocessing_num_workers or 1) // side_by_side)
 
     def bad_rows(self, folder: Path, policy: str | None = None) -> BadRows:
-        """What becomes of bad rows that belong to a folder, by on_bad_row unless another policy is given."""
+        """Return what becomes of bad rows that belong to a folder, by on_bad_row unless another policy is given."""
         data = self.settings.data
         return BadRows(policy or data.on_bad_row, data.truncation_strategy, folder)
 
@@ -159,13 +159,13 @@ class DatasetReader:
         return self._passes > 0 or not self.has_next()
 
     def has_next(self) -> bool:
-        """Whether this pass has a sample left."""
+        """Return whether this pass has a sample left."""
         if self._next is None and not self._ended:
             self._next = self._find()
         return self._next is not None
 
     def take(self) -> tuple[Sample, Encoded] | None:
-        """The next usable sample, None at the end of the pass."""
+        """Return the next usable sample, None at the end of the pass."""
         if not self.has_next():
             return None
         taken, self._next = self._next, None
@@ -188,7 +188,7 @@ class DatasetReader:
             close()
 
     def nothing_usable(self) -> Finding | None:
-        """What to say of a data set whose pass has ended without one usable row; None where there was one."""
+        """Return what to say of a data set whose pass has ended without one usable row; None where there was one."""
         # Where rows are held out there are usable ones, if none but those.
         if not self._ended or self._usable or self._start.rows:
             return None

@@ -190,7 +190,7 @@ class Split:
 
 
 def rank(example: Example, seed: int) -> int:
-    """The place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
+    """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
     said = "\0".join((str(seed), *texts(example)))
     return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little")
 

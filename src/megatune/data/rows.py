@@ -103,7 +103,7 @@ class TokenRows:
         return len(self._rows) - 1
 
     def __getitem__(self, row: int) -> tuple[Document, ...]:
-        """The documents of one row."""
+        """Return the documents of one row."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         return tuple(self._document(*span) for span in self._documents[self._rows[row] : self._rows[row + 1]])
@@ -135,7 +135,7 @@ class TokenRows:
         (self.directory / _DIGEST_FILE).write_text(self._content_digest(), encoding="ascii")
 
     def extras(self, rows: Sequence[int] | np.ndarray) -> dict[str, ExtraColumn]:
-        """The extra values of the documents of these rows, row by row, by name."""
+        """Return the extra values of the documents of these rows, row by row, by name."""
         documents = [(self._rows[row], self._rows[row + 1]) for row in rows]
         spans = {"document": documents}
         if any(column.per == "token" for column in self._extras.values()):
@@ -146,13 +146,13 @@ class TokenRows:
         }
 
     def document_lengths(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens of each document of these rows, row by row, without reading them: int64 [documents]."""
+        """Return tokens of each document of these rows, row by row, without reading them: int64 [documents]."""
         none = self._documents[:0]
         spans = np.concatenate([none, *(self._documents[self._rows[row] : self._rows[row + 1]] for row in rows)])
         return spans[:, 1] - spans[:, 0]
 
     def row_lengths(self) -> np.ndarray:
-        """Tokens of every row, without reading them: int64 [rows]."""
+        """Return tokens of every row, without reading them: int64 [rows]."""
         return self._ends[self._rows[1:]] - self._ends[self._rows[:-1]]
 
     @cached_property

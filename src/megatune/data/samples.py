@@ -44,7 +44,7 @@ def read_samples(
     max_samples: int | None,
     placeholders: Mapping[str, str | None],
 ) -> Iterator[Sample]:
-    """The rows of one data set that num_samples and max_samples choose, in the order of its files.
+    """Yield the rows of one data set that num_samples and max_samples choose, in the order of its files.
 
     Args:
         max_samples: the first ones of those that num_samples draws.
@@ -72,7 +72,7 @@ def stream_samples(
     after: SourcePosition | None,
     taken: int,
 ) -> Iterator[Sample]:
-    """The rows of one data set from a place on; of those num_samples and max_samples leave the first.
+    """Yield the rows of one data set from a place on; of those num_samples and max_samples leave the first.
 
     Args:
         after: the position of the sample to continue after.
@@ -93,7 +93,7 @@ def stream_samples(
 def _samples(
     rows: Iterable[_Row], source: DatasetSource, stage: str, placeholders: Mapping[str, str | None]
 ) -> Iterator[tuple[Sample, list[str]]]:
-    """The sample of each row, and the placeholders in it that have no value."""
+    """Yield the sample of each row, and the placeholders in it that have no value."""
     for row, position, copies in rows:
         example, missing = _example(row, source, stage), list[str]()
         if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
@@ -122,7 +122,7 @@ def _unfilled(where: Mapping[str, str]) -> MegatuneError:
 
 
 def _drawn(source: DatasetSource, seed: int) -> Iterator[_Row]:
-    """Rows with their number of copies: num_samples draws without replacement, as many rounds as it needs."""
+    """Yield rows with their number of copies: num_samples draws without replacement, as many rounds as it needs."""
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
         return

@@ -29,7 +29,7 @@ class StepRows(Protocol):
         ...
 
     def lengths(self, step: int) -> list[np.ndarray]:
-        """Tokens of each document of each row of the step, in the order of the global batch.
+        """Return tokens of each document of each row of the step, in the order of the global batch.
 
         Args:
             step: counted from 0 over the whole run.
@@ -37,7 +37,7 @@ class StepRows(Protocol):
         ...
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
-        """The documents of some rows of the step, by their places in its global batch."""
+        """Return the documents of some rows of the step, by their places in its global batch."""
         ...
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
@@ -45,7 +45,7 @@ class StepRows(Protocol):
         ...
 
     def names(self, step: int) -> list[str]:
-        """What reports call the rows of the step."""
+        """Return what reports call the rows of the step."""
         ...
 
 
@@ -68,7 +68,7 @@ class PreparedSteps:
 
     @classmethod
     def from_settings(cls, rows: TokenRows, settings: Settings, global_batch_size: int) -> PreparedSteps:
-        """The steps of a training run."""
+        """Return the steps of a training run."""
         data = settings.data
         return cls(rows, global_batch_size, settings.run.seed, not data.disable_shuffling, data.group_by_length)
 
@@ -112,7 +112,7 @@ class PreparedSteps:
         return self._order(epoch)[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """An epoch's row ids, made once."""
+        """Return an epoch's row ids, made once."""
         if epoch not in self._orders:
             if self.group_by_length:
                 order = grouped_order(self.rows.row_lengths(), self.seed, epoch, self.global_batch_size)

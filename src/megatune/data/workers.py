@@ -40,7 +40,7 @@ _Compact = tuple[np.ndarray, np.ndarray, list[int], list[tuple[int, bool, int] |
 
 
 def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) -> Iterator[Result]:
-    """Every sample with its token rows, in order.
+    """Yield every sample with its token rows, in order.
 
     Args:
         num_workers: processes to encode in; up to 1 encodes in this process.

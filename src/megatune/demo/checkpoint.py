@@ -75,7 +75,7 @@ def make_checkpoint(
 
 
 def summarize_checkpoint(folder: Path) -> CheckpointSummary:
-    """Counts what is in a checkpoint, from the headers of its weight files."""
+    """Count what is in a checkpoint, from the headers of its weight files."""
     from safetensors import safe_open
     from transformers import AutoConfig
 

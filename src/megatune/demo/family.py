@@ -215,7 +215,7 @@ FAMILIES: dict[str, DemoFamily] = {
 
 
 def demo_family(name: str) -> DemoFamily:
-    """The declaration of a family.
+    """Return the declaration of a family.
 
     Raises:
         MegatuneError: (SETTINGS) no demo family has this name.

@@ -17,24 +17,24 @@ NUM_BYTES = 256  # a byte-level vocabulary starts with one token for every byte
 
 
 def demo_texts() -> list[str]:
-    """The demo text, one string a paragraph: plain English and Chinese prose written for this project."""
+    """Return the demo text, one string a paragraph: plain English and Chinese prose written for this project."""
     folder = files("megatune.demo") / "text"
     whole = [(folder / name).read_text(encoding="utf-8") for name in ("en.txt", "zh.txt")]
     return [paragraph for text in whole for paragraph in text.split("\n\n")]
 
 
 def chat_template(family: DemoFamily) -> str:
-    """The family's chat template, as Jinja source."""
+    """Return the family's chat template, as Jinja source."""
     return (files("megatune.demo") / "templates" / family.chat_template).read_text(encoding="utf-8")
 
 
 def smallest_vocab_size(family: DemoFamily) -> int:
-    """Tokens a tokenizer of this family has before any merge: every byte, and the family's added tokens."""
+    """Return tokens a tokenizer of this family has before any merge: every byte, and the family's added tokens."""
     return NUM_BYTES + len(family.added_tokens)
 
 
 def make_tokenizer(family: DemoFamily, vocab_size: int = 2000) -> PreTrainedTokenizerFast:
-    """Trains the family's tokenizer.
+    """Train the family's tokenizer.
 
     Args:
         vocab_size: tokens at most, added tokens included; fewer where the demo text has no more pairs to merge.
@@ -89,7 +89,7 @@ def _byte_alphabet() -> list[str]:
 
 
 def _pre_tokenizer(digits_per_token: int) -> PreTokenizer:
-    """Splits text into words as GPT-4-style tokenizers do, then writes each word as bytes."""
+    """Split text into words as GPT-4-style tokenizers do, then writes each word as bytes."""
     from tokenizers import Regex, pre_tokenizers
 
     digits = r"\p{N}" if digits_per_token == 1 else rf"\p{{N}}{{1,{digits_per_token}}}"

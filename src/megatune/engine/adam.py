@@ -76,7 +76,7 @@ class FusedAdam(torch.optim.Optimizer):
                     self._update_elsewhere(group, param)
 
     def _is_ready(self, param: Tensor) -> bool:
-        """Whether the kernel can take the parameter's state as it is."""
+        """Return whether the kernel can take the parameter's state as it is."""
         return all(value.dtype == param.dtype and value.device == param.device for value in self._averages(param))
 
     def _averages(self, param: Tensor) -> list[Tensor]:

@@ -98,7 +98,7 @@ PROFILER_SORT_KEY = "self_device_time_total" if HAS_GPU else "self_cpu_time_tota
 
 
 def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
-    """What torch.profiler records here."""
+    """Return what torch.profiler records here."""
     activity = torch.profiler.ProfilerActivity
     return [activity.CPU, activity.CUDA] if HAS_GPU else [activity.CPU]
 

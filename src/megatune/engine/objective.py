@@ -38,8 +38,8 @@ class Objective(Protocol):
         ...
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        """What a whole micro-batch adds to the number that the step's sum is divided by (trained tokens, documents,
-        pairs): int64 [], on the host."""
+        """Return what a whole micro-batch adds to the number that the step's sum is divided by (trained tokens,
+        documents, pairs): int64 [], on the host."""
         ...
 
     def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:

@@ -118,8 +118,8 @@ def build_optimizer(
 
 
 def shards_optimizer(parallel: ParallelSettings) -> bool:
-    """Whether optimizer state is sharded. Without replicas to shard it over, the distributed optimizer would only copy
-    gradients and parameters to and fro."""
+    """Return whether optimizer state is sharded. Without replicas to shard it over, the distributed optimizer would
+    only copy gradients and parameters to and fro."""
     place = groups.place()
     has_replicas = max(place.replica_size, place.expert_replica_size) > 1
     return parallel.use_distributed_optimizer and (has_replicas or parallel.overlap_param_gather)

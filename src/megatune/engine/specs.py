@@ -26,7 +26,7 @@ from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNor
 def block_spec(
     architecture: Architecture, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline chunk."""
+    """Return the layers of this pipeline chunk."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(_self_attention(architecture), _mlp(architecture, config, first, i)) for i in range(count)]
@@ -34,7 +34,7 @@ def block_spec(
 
 
 def _mlp(architecture: Architecture, config: TransformerConfig, first: int, index: int) -> type:
-    """The feed-forward of a chunk's layer, counted from the chunk's first."""
+    """Return the feed-forward of a chunk's layer, counted from the chunk's first."""
     if not architecture.is_moe_layer(first + index):
         return FeedForward
     # Full recomputation in blocks keeps the layers beyond the first of each chunk.

@@ -123,7 +123,7 @@ def token_log_probs(model: Sequence[DistributedDataParallel], batches: Sequence[
 def _collect(
     model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], *, with_labels: bool
 ) -> list[Tensor]:
-    """What the last stage puts out, in whole rows."""
+    """Return what the last stage puts out, in whole rows."""
     found: list[Tensor] = []
 
     def forward_step(
@@ -173,7 +173,7 @@ def _train(
 
 
 def _loss(objective: Objective, mine: LocalBatch, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, this rank's part of the normalizer, and what is reported: fp64 [2 + 2 · metrics]."""
+    """Return the loss, this rank's part of the normalizer, and what is reported: fp64 [2 + 2 · metrics]."""
     found = objective(token_losses, mine)
     # Context-parallel ranks hold the same micro-batch: the first one counts what belongs to all of it.
     first = parallel_state.get_context_parallel_rank() == 0

@@ -55,7 +55,7 @@ class _Watch:
         self._sequences = kwargs["sequences"]
 
     def collect(self, name: str, take: Callable[[Any], Tensor]) -> Callable[[torch.nn.Module, Any, Any], None]:
-        """A hook that keeps the whole rows of the module's output."""
+        """Return a hook that keeps the whole rows of the module's output."""
 
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
             rows = self._whole_rows(take(output))

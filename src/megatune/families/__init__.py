@@ -36,7 +36,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 
 
 def read_config(model_dir: str | Path) -> dict[str, object]:
-    """The checkpoint's config.json.
+    """Return the checkpoint's config.json.
 
     Raises:
         MegatuneError: INPUT, when there is no such folder or file, or it is not JSON.

@@ -26,7 +26,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """What of `rope_parameters` this engine cannot compute, and why."""
+    """Yield what of `rope_parameters` this engine cannot compute, and why."""
     rope_type = rope["rope_type"]
     if rope_type not in rope_types:
         yield f"rotary scaling {rope_type!r} is not supported", f"the family is computed with {', '.join(rope_types)}"
@@ -42,7 +42,7 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...]) -> Itera
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | None:
-    """The scaling that `rope_parameters` ask for."""
+    """Return the scaling that `rope_parameters` ask for."""
     match rope["rope_type"]:
         case "llama3":
             return Llama3RopeScaling(
@@ -64,7 +64,7 @@ def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling
 
 
 def softmax_scale(rope: Mapping[str, Any], head_dim: int) -> float:
-    """What multiplies the scores of latent attention, whose published models put part of YaRN's factor there."""
+    """Return what multiplies the scores of latent attention, whose published models put part of YaRN's factor there."""
     scale = head_dim**-0.5
     if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
         scale *= _mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
@@ -81,5 +81,5 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
 
 
 def _mscale(factor: float, mscale: float = 1.0) -> float:
-    """How much longer contexts sharpen attention (arXiv:2309.00071, equation 22)."""
+    """Return how much longer contexts sharpen attention (arXiv:2309.00071, equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -141,7 +141,7 @@ class Segment:
 
 
 def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
-    """The layers of its stack that have the weight, counted from 0; [0] for a weight outside layers."""
+    """Return the layers of its stack that have the weight, counted from 0; [0] for a weight outside layers."""
     if not weight.per_layer:
         return [0]
     layers = range(attrgetter(weight.num_layers)(architecture))
@@ -151,7 +151,7 @@ def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
 
 
 def experts_of(weight: Weight, architecture: Architecture, part: Slice = WHOLE) -> range:
-    """The experts whose tensors make up the slice; range(1) for a weight outside experts."""
+    """Return the experts whose tensors make up the slice; range(1) for a weight outside experts."""
     if not weight.per_expert:
         return range(1)
     assert architecture.moe is not None
@@ -160,7 +160,7 @@ def experts_of(weight: Weight, architecture: Architecture, part: Slice = WHOLE) 
 
 
 def by_expert(weight: Weight, architecture: Architecture, part: Slice) -> list[Slice]:
-    """The slice cut into one for each of its experts, in order; itself where it has none."""
+    """Return the slice cut into one for each of its experts, in order; itself where it has none."""
     if architecture.moe is None or not weight.per_expert:
         return [part]
     experts = experts_of(weight, architecture, part)
@@ -185,7 +185,8 @@ def hf_shapes(
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the engine's word embedding: every rank gets the same number. Padding never reaches a checkpoint."""
+    """Return rows of the engine's word embedding: every rank gets the same number. Padding never reaches a
+    checkpoint."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple
 
@@ -206,7 +207,7 @@ def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tup
 
 
 def segments(weight: Weight, architecture: Architecture, part: Slice, layer: int = 0) -> list[Segment]:
-    """The pieces of Hugging Face tensors that make up a slice, in the slice's order.
+    """Return the pieces of Hugging Face tensors that make up a slice, in the slice's order.
 
     One below the other they fill the engine's tensor, whose dimensions before the last are counted as rows. For
     TensorLayout.VOCABULARY the rows that pad the slice are in no segment: they are zero.
@@ -252,7 +253,7 @@ def _qkv_blocks(names: Sequence[str], shapes: Sequence[tuple[int, ...]], groups:
 
 
 def _cut(blocks: Iterator[Segment], start: int, length: int) -> Iterator[Segment]:
-    """The parts of stacked blocks that lie in rows start..start+length of the stack.
+    """Yield the parts of stacked blocks that lie in rows start..start+length of the stack.
 
     With more tensor-parallel ranks than key/value heads a rank's rows begin or end inside a group.
     """

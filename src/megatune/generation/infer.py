@@ -140,7 +140,7 @@ class Generator:
         return Reply(text, len(new_ids), stopped=bool(new_ids) and new_ids[-1] in self._stop_ids())
 
     def _sampling(self) -> dict[str, Any]:
-        """The options of `generate` that are not left to the model's generation config."""
+        """Return the options of `generate` that are not left to the model's generation config."""
         options = self.options
         chosen = {"do_sample": options.temperature > 0, "repetition_penalty": options.repetition_penalty}
         if options.temperature > 0:
@@ -152,7 +152,7 @@ class Generator:
         return [stop_ids] if isinstance(stop_ids, int) else list(stop_ids or ())
 
     def _room_for(self, num_prompt_tokens: int) -> int:
-        """Tokens that may be generated after a prompt."""
+        """Return tokens that may be generated after a prompt."""
         if num_prompt_tokens == 0:
             raise MegatuneError(Finding("the prompt is empty", "--prompt", fix="give some text"), ExitCode.DATA)
         context = getattr(self.model.config, "max_position_embeddings", None)

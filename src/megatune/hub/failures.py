@@ -111,7 +111,7 @@ def _no_revision(repository: Repository) -> MegatuneError:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, to the root."""
+    """Return the error and what it was raised from, to the root."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -126,7 +126,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _why(error: BaseException) -> str:
-    """The kind of the error at the root, in a few words that quote nothing."""
+    """Return the kind of the error at the root, in a few words that quote nothing."""
     chain = _chain(error)
     if status := next(filter(None, map(_status, chain)), None):
         return f"it answered HTTP {status}"

@@ -26,7 +26,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def no_folder(name: str) -> MegatuneError:
-    """What is said of a name that is no folder here, and that no hub can know."""
+    """Return what is said of a name that is no folder here, and that no hub can know."""
     fix = "give the folder of a Hugging Face checkpoint, or the id of a model on a hub, such as Qwen/Qwen3-0.6B"
     return MegatuneError(Finding(f"model_name_or_path: no folder {name!r}", fix=fix), ExitCode.INPUT)
 
@@ -44,15 +44,15 @@ class Model:
         self._folder = folder
 
     def config_dir(self) -> Path:
-        """The folder with config.json, which may hold nothing else yet."""
+        """Return the folder with config.json, which may hold nothing else yet."""
         return self._folder
 
     def tokenizer_dir(self) -> Path:
-        """The folder with the files of configuration and tokenizer."""
+        """Return the folder with the files of configuration and tokenizer."""
         return self._folder
 
     def fetch(self) -> Path:
-        """The folder with all that a run reads: config.json, tokenizer, safetensors and their index."""
+        """Return the folder with all that a run reads: config.json, tokenizer, safetensors and their index."""
         return self._folder
 
 
@@ -145,7 +145,7 @@ class HubModel(Model):
 
 
 def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None) -> Model:
-    """A model by its folder, or by its id on a hub: a folder wins.
+    """Return a model by its folder, or by its id on a hub: a folder wins.
 
     Raises:
         MegatuneError: neither a folder nor an id (exit code 66), a revision of a folder (64), or as `HubModel`.
@@ -162,7 +162,7 @@ def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None) ->
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is to be looked up on a hub: OWNER/NAME, and nothing here is called so."""
+    """Return whether a name is to be looked up on a hub: OWNER/NAME, and nothing here is called so."""
     return is_repository_id(name, owner=True) and not Path(name).exists()
 
 

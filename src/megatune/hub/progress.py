@@ -60,7 +60,7 @@ class Progress:
         self._stopped = True
 
     def bar_class(self) -> type:
-        """What `huggingface_hub` makes a bar of for each file, in place of one of tqdm: it reports here."""
+        """Return what `huggingface_hub` makes a bar of for each file, in place of one of tqdm: it reports here."""
         progress = self
 
         class FileBar:
@@ -102,7 +102,7 @@ def _bar(total: int) -> Any:
 
 
 def readable(size: int) -> str:
-    """Bytes in the decimal units that disks are sold in: 1_234_567 -> "1.2 MB"."""
+    """Return bytes in the decimal units that disks are sold in: 1_234_567 -> "1.2 MB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

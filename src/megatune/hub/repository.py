@@ -116,12 +116,13 @@ class Repository(ABC):
 
 
 def use_modelscope() -> bool:
-    """Whether ids that name no hub are ModelScope's, by the variable of LLaMA-Factory and SWIFT."""
+    """Return whether ids that name no hub are ModelScope's, by the variable of LLaMA-Factory and SWIFT."""
     return os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "true", "y", "yes")
 
 
 def is_repository_id(name: str, *, owner: bool) -> bool:
-    """Whether a hub could have a repository of this id: OWNER/NAME, or NAME alone where no owner is asked for."""
+    """Return whether a hub could have a repository of this id: OWNER/NAME, or NAME alone where no owner is asked
+    for."""
     match = _REPOSITORY_ID.fullmatch(name)
     return match is not None and not (owner and match[1] is None)
 
@@ -129,7 +130,7 @@ def is_repository_id(name: str, *, owner: bool) -> bool:
 def open_repository(
     hub: Hub, repo_id: str, where: str, kind: Kind = DATASET, revision: str = MAIN, cache_dir: str | None = None
 ) -> Repository:
-    """The repository of an id. A process asks each hub once, and sees one commit of each repository.
+    """Return the repository of an id. A process asks each hub once, and sees one commit of each repository.
 
     Raises:
         MegatuneError: no such id (exit code 64); no such repository or revision, or it is private (66); the hub or its
@@ -177,7 +178,7 @@ def fetch_all(repository: Repository, paths: Sequence[str]) -> tuple[Path, ...]:
 
 
 def read_file(repository: Repository, path: str) -> str | None:
-    """The text of a small file of a repository; None where it has none."""
+    """Return the text of a small file of a repository; None where it has none."""
     if path not in repository.sizes:
         return None
     return (repository.cached(path) or repository.fetch(path)).read_text(encoding="utf-8", errors="replace")
@@ -333,7 +334,7 @@ def _remove(file: Path) -> None:
 
 
 def _is_inside(path: str) -> bool:
-    """Whether a path of a hub's list stays in the repository's folder."""
+    """Return whether a path of a hub's list stays in the repository's folder."""
     return ".." not in path.split("/") and not path.startswith("/")
 
 

@@ -64,7 +64,7 @@ class RankContext:
         self._stop = True
 
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to save and stop, by SIGTERM or by the stop file.
+        """Return whether this rank was asked to save and stop, by SIGTERM or by the stop file.
 
         Only this rank's view: the training loop has to reduce it over all ranks before it acts on it.
         """

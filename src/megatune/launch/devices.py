@@ -81,8 +81,8 @@ def list_gpus(env: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
 
 
 def free_memory() -> int:
-    """Bytes of main memory that processes here can still take: what the machine has free, and what its container and
-    each group above it leaves (cgroup v1 and v2; a file cache that can be given up counts as free)."""
+    """Return bytes of main memory that processes here can still take: what the machine has free, and what its
+    container and each group above it leaves (cgroup v1 and v2; a file cache that can be given up counts as free)."""
     meminfo = (_PROC / "meminfo").read_text()
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
     available = int(found.group(1)) * 1024 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -97,7 +97,7 @@ _GROUP_FILES = (
 
 
 def _memory_groups() -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The folders of the memory groups that this process may be in, with the names of their files."""
+    """Yield the folders of the memory groups that this process may be in, with the names of their files."""
     for mount, names in _GROUP_FILES:
         root, own = _CGROUPS / mount, _cgroup_of(mount)
         # Inside a container the root of the mount is often its own group, whatever path the kernel says.
@@ -105,7 +105,7 @@ def _memory_groups() -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def _cgroup_rooms() -> Iterator[int]:
-    """What each memory group of this process leaves, those that have a limit."""
+    """Yield what each memory group of this process leaves, those that have a limit."""
     for folder, (limit, usage, cache, _) in _memory_groups():
         try:
             most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
@@ -129,7 +129,7 @@ def _cgroup_of(controller: str) -> Path:
 
 
 def count_cpus() -> int:
-    """The number of CPU cores this process may use: its affinity, and its container's quota (cgroup v2)."""
+    """Return the number of CPU cores this process may use: its affinity, and its container's quota (cgroup v2)."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -112,7 +112,7 @@ class RankProcesses:
         return [state for state in self.ranks.values() if state.failed]
 
     def overdue(self, hang_timeout: float) -> bool:
-        """Whether any rank has shown no progress for longer than its phase may take."""
+        """Return whether any rank has shown no progress for longer than its phase may take."""
         limits = [(state.beat.limit if state.beat else None, state) for state in self.alive()]
         now = time.monotonic()
         return any(now - state.progressed > (hang_timeout if limit is None else limit) for limit, state in limits)

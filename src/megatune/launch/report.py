@@ -69,7 +69,7 @@ def collect_failures(run_dir: Path, failed: list[RankState]) -> dict[int, Failur
 
 
 def kind_of(state: RankState, failure: Failure | None) -> Kind:
-    """An abort ranks below other deaths: native libraries abort a rank that waited in vain for another one."""
+    """Return an abort ranks below other deaths: native libraries abort a rank that waited in vain for another one."""
     if failure is not None:
         return failure.kind
     return Kind.UNAVAILABLE if state.signal == signal.SIGABRT else Kind.ERROR
@@ -86,7 +86,7 @@ def first_cause(failed: list[RankState], failures: dict[int, Failure]) -> RankSt
 
 
 def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) -> Outcome:
-    """The outcome of a run in which ranks failed. `out_of_memory`: the kernel's killer has struck meanwhile."""
+    """Return the outcome of a run in which ranks failed. `out_of_memory`: the kernel's killer has struck meanwhile."""
     failures = collect_failures(run_dir, failed)
     culprit = first_cause(failed, failures)
     failure = failures.get(culprit.rank)
@@ -111,7 +111,7 @@ def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) 
 
 
 def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome:
-    """The outcome of a run whose first cause is an exception; `rank` is None where no rank was started yet."""
+    """Return the outcome of a run whose first cause is an exception; `rank` is None where no rank was started yet."""
     if failure.findings:
         return Outcome("failed", failure.exit_code, rank, failure.findings, failure.traceback)
     log = log_path(run_dir, "start" if rank is None else f"rank-{rank}")
@@ -133,7 +133,7 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
 
 
 def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outcome:
-    """The outcome of a run whose zygote ended by itself, before or after it started the ranks."""
+    """Return the outcome of a run whose zygote ended by itself, before or after it started the ranks."""
     end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
     killed = signum == signal.SIGKILL and out_of_memory
     finding = Finding(
@@ -199,7 +199,8 @@ def _process_state(pid: int) -> str:
 
 
 def _main_stack(log: Path, offset: int) -> tuple[str, ...]:
-    """The last thread's frames of a dump, which is the main one, as "function (file:line)"; without this room's."""
+    """Return the last thread's frames of a dump, which is the main one, as "function (file:line)"; without this
+    room's."""
     if not log.exists():
         return ()
     with log.open(errors="replace") as file:
@@ -216,7 +217,7 @@ def _main_stack(log: Path, offset: int) -> tuple[str, ...]:
 def hung_outcome(
     run_dir: Path, culprit: RankState, silent_seconds: float, activities: dict[int, RankActivity]
 ) -> Outcome:
-    """The outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
+    """Return the outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
     activity = activities[culprit.rank]
     others = [other for rank, other in activities.items() if rank != culprit.rank]
     if activity.stopped:

@@ -183,7 +183,7 @@ class _OomKills:
             self._looked, self._before, self._latest = now, self._latest, count_oom_kills()
 
     def happened(self) -> bool:
-        """Whether it has since."""
+        """Return whether it has since."""
         return count_oom_kills() > self._before
 
 

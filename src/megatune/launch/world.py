@@ -206,7 +206,7 @@ def find_free_port() -> int:
 
 
 def is_port_free(port: int) -> bool:
-    """Whether a process of this machine could listen on `port`, on every interface."""
+    """Return whether a process of this machine could listen on `port`, on every interface."""
     with socket.socket() as probe:
         # As the store of torch.distributed does: a port left in TIME_WAIT by an earlier run is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -17,7 +17,7 @@ _PASSES = 3
 
 
 def num_parameters(architecture: Architecture) -> int:
-    """Elements of the model as its checkpoint holds them: tied embeddings once, no padding, all experts."""
+    """Return elements of the model as its checkpoint holds them: tied embeddings once, no padding, all experts."""
     return sum(
         prod(shape)
         for weight in FAMILIES[architecture.model_type].weight_map(architecture)

@@ -14,7 +14,7 @@ BALANCED_VARIATION, FREE_VARIATION = 0.2, 0.5
 
 
 def expert_imbalance(settings: Settings, moe: MixtureOfExperts) -> float:
-    """Rows that the fullest expert-parallel rank computes, over those of an even share of all that were chosen.
+    """Return rows that the fullest expert-parallel rank computes, over those of an even share of all that were chosen.
 
     Each of ep ranks sums E / ep experts, and the largest of ep normal variables lies about √(2 · ln ep) deviations up:
     1 + c · √(ep / E) · √(2 · ln ep), c the variation of one expert. A capacity bounds it, and is it where rows are
@@ -31,7 +31,7 @@ def expert_imbalance(settings: Settings, moe: MixtureOfExperts) -> float:
 
 
 def is_balanced(settings: Settings) -> bool:
-    """Whether a loss, a bias or Sinkhorn's normalization balances the router."""
+    """Return whether a loss, a bias or Sinkhorn's normalization balances the router."""
     experts, kind = settings.experts, settings.experts.moe_router_load_balancing_type
     has_loss = kind != "none" and experts.moe_aux_loss_coeff > 0
     return has_loss or kind == "sinkhorn" or experts.moe_router_bias_update_rate > 0

@@ -79,7 +79,7 @@ def forward_order(pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[int,
 
 
 def stage_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> list[Pass]:
-    """What one stage computes in a step, in its order.
+    """Return what one stage computes in a step, in its order.
 
     Args:
         vpp: virtual stages of a stage, 1 without.
@@ -115,7 +115,7 @@ def in_flight(
 
 @lru_cache(maxsize=4096)
 def _moments(pp: int, vpp: int, stage: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    """What a stage holds after each forward pass that follows its warm-up, the first one first, each once."""
+    """Return what a stage holds after each forward pass that follows its warm-up, the first one first, each once."""
     warmup = num_warmup_passes(pp, vpp, stage, num_micro_batches)
     # One period of the steady state is enough.
     order = forward_order(pp, vpp, min(num_micro_batches, -(-warmup // (pp * vpp)) * pp + 2 * pp))
@@ -148,7 +148,7 @@ def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, s
 
 
 def makespan(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> float:
-    """Seconds of timeline(...), in a time that does not grow with the micro-batches.
+    """Return seconds of timeline(...), in a time that does not grow with the micro-batches.
 
     Once the pipeline is full, every further round of pp micro-batches takes as long as the round before it: the step
     is simulated with as few rounds as settle it, and the rest added. Exact for stages that take equally long, within
@@ -209,7 +209,7 @@ def _times(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, sen
 
 @lru_cache(maxsize=256)
 def _events(pp: int, vpp: int, num_micro_batches: int) -> tuple[_Event, ...]:
-    """All passes of all stages, each after those whose results it takes."""
+    """Return all passes of all stages, each after those whose results it takes."""
     orders = [stage_passes(pp, vpp, stage, num_micro_batches) for stage in range(pp)]
     events: list[_Event] = []
     places: dict[tuple[int, Pass], int] = {}

@@ -57,7 +57,7 @@ class RunData:
 
 @contextmanager
 def opened_data(context: RankContext, settings: Settings, source: Path, resumed: Path | None) -> Iterator[RunData]:
-    """The data of a run, which one process of each machine prepares or reads ahead. Collective.
+    """Yield the data of a run, which one process of each machine prepares or reads ahead. Collective.
 
     Args:
         source: the model's folder, with the tokenizer.

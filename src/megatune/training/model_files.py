@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.1
 
 
 def model_on_node(context: RankContext, settings: Settings, model_dir: str | None, resumed: Path | None) -> Path:
-    """The folder with the model's files, on every rank. Collective.
+    """Return the folder with the model's files, on every rank. Collective.
 
     Where the launcher has not fetched a model on a hub, one process of each machine does. That can take longer than any
     collective operation may, so the others look for a note instead of waiting in one.
@@ -55,7 +55,7 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
 
 
 def _fetched(settings: Settings, name: str, model_dir: str | None) -> tuple[Path, str]:
-    """The folder with the model's files, and which version of it they are."""
+    """Return the folder with the model's files, and which version of it they are."""
     if model_dir is not None:
         return Path(model_dir), settings.model.model_revision
     model = open_model(name, settings.model.model_revision, settings.model.cache_dir)
@@ -70,7 +70,8 @@ def _awaited(context: RankContext, note: str) -> str:
 
 
 def _keep_small_files(checkpoint: Path, folder: Path) -> Path:
-    """A copy of a checkpoint's configuration and tokenizer: the checkpoint itself may be deleted during the run."""
+    """Return a copy of a checkpoint's configuration and tokenizer: the checkpoint itself may be deleted during the
+    run."""
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -52,9 +52,9 @@ class RunSchedule:
         return None if self.steps_per_epoch is None else step / self.steps_per_epoch
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint follows this step."""
+        """Return whether a checkpoint follows this step."""
         return step == self.total_steps or bool(self.save_every and step % self.save_every == 0)
 
     def evaluates_at(self, step: int) -> bool:
-        """Whether an evaluation follows this step."""
+        """Return whether an evaluation follows this step."""
         return bool(self.evaluate_every and (step % self.evaluate_every == 0 or step == self.total_steps))

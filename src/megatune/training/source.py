@@ -28,7 +28,8 @@ class RunModel:
         self._model: HubModel | None = None
 
     def config_dir(self, name: str) -> Path | None:
-        """The folder with the model's config.json; None where another process of this machine asks the hub for it.
+        """Return the folder with the model's config.json; None where another process of this machine asks the hub for
+        it.
 
         Raises:
             MegatuneError: as `hub.models.open_model`; INPUT, when there is no such checkpoint to resume from.
@@ -66,7 +67,7 @@ class RunModel:
 
 
 def _resumed_checkpoint(settings: Settings) -> Path | None:
-    """The checkpoint that the run resumes from, as far as that can be known before all of it is verified."""
+    """Return the checkpoint that the run resumes from, as far as that can be known before all of it is verified."""
     asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
     if isinstance(asked, str):
         if not Path(asked).is_dir():

@@ -90,7 +90,7 @@ class StreamFollower:
         self._quarantine = _Quarantine(output_dir / BAD_ROWS_FILE, keep=resumed) if output_dir else None
 
     def evaluation(self) -> TokenRows | None:
-        """The evaluation rows, once they are ready. Collective."""
+        """Return the evaluation rows, once they are ready. Collective."""
         rows, held_out = self._stream.wait_ready(self._beat), self._stream.held_out
         if rows is None or held_out is None:
             return None
@@ -118,15 +118,15 @@ class StreamFollower:
         self._stream.after(step * self._size)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint needs after this number of steps."""
+        """Return what a checkpoint needs after this number of steps."""
         return self._stream.state(step * self._size).to_json()
 
     def epoch_after(self, step: int) -> float | None:
-        """Passes done after this number of steps, None where that is not known yet."""
+        """Pass done after this number of steps, None where that is not known yet."""
         return self._stream.epoch_after(step * self._size)
 
     def summary(self) -> Iterator[str]:
-        """What became of the rows that were read, in words."""
+        """Return what became of the rows that were read, in words."""
         return self._stream.summary()
 
     def _beat(self) -> None:

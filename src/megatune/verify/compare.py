@@ -64,7 +64,7 @@ class Difference:
 
 
 def compare(computed: Numbers, truth: Numbers, *, experts_together: bool = False) -> Errors:
-    """The errors of `computed`. What is not finite is infinitely wrong.
+    """Return the errors of `computed`. What is not finite is infinitely wrong.
 
     Args:
         experts_together: take the gradients of all experts of a layer as one, named experts.*; for 16 bits, where
@@ -106,7 +106,7 @@ def _together(gaps: dict[str, tuple[float, float]]) -> dict[str, tuple[float, fl
 
 
 def _worst(one: float, other: float) -> float:
-    """The larger one; unlike `max`, never loses a NaN."""
+    """Return the larger one; unlike `max`, never loses a NaN."""
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
@@ -129,8 +129,8 @@ def judge(errors: Errors, stock: Errors | None = None) -> list[Difference]:
 
 
 def judge_alike(errors: Errors, others: Errors) -> list[Difference]:
-    """Two layouts in 16 bits, both measured against fp32 with the same weights: neither may err more than the other
-    by more than it may err more than Transformers. Shown are the larger error and what the smaller one allows."""
+    """Return two layouts in 16 bits, both measured against fp32 with the same weights: neither may err more than the
+    other by more than it may err more than Transformers. Shown are the larger error and what the smaller one allows."""
     pairs = zip(judge(errors, others), judge(others, errors), strict=True)
     return [max(pair, key=lambda one: one.error) for pair in pairs]
 

@@ -96,12 +96,13 @@ def _compare(computed: Trace, truth: Trace, place: str) -> PlaceError:
 
 
 def _moved(weights: Tensor, expected: Tensor) -> int:
-    """Tokens whose experts differ. A router says [s, experts]: the weight of each expert, 0 where it is not chosen."""
+    """Return tokens whose experts differ. A router says [s, experts]: the weight of each expert, 0 where it is not
+    chosen."""
     return int(torch.any((weights != 0) != (expected != 0), -1).sum())
 
 
 def _gradients(differences: Sequence[Difference]) -> tuple[PlaceError, ...]:
-    """The worst weight of each place, in the order of the backward pass."""
+    """Return the worst weight of each place, in the order of the backward pass."""
     weights = [one for one in differences if one.name not in (LOGITS, LOSS, WHOLE_GRADIENT)]
     sparse = sparse_layers(one.name for one in weights)
     worst: dict[str, PlaceError] = {}

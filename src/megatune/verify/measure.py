@@ -62,7 +62,7 @@ def _batches(
     dp_size: int,
     packed: bool,
 ) -> list[Batch]:
-    """The micro-batches of all data-parallel ranks: the first of each, then the second of each."""
+    """Return the micro-batches of all data-parallel ranks: the first of each, then the second of each."""
     collator = Collator(micro_batch_size, packed, parallel.sequence_multiple, parallel.document_multiple, 0)
     slots = num_micro_batches(len(rows), micro_batch_size, dp_size, parallel) * dp_size * micro_batch_size
     dealt = [
@@ -157,7 +157,7 @@ def measure_trace(
 
 
 def _samples_in(rows: Sequence[Sequence[int]], batches: Sequence[Batch]) -> Iterator[tuple[int, int, slice]]:
-    """Each sample's number, its micro-batch, and where its tokens lie in that one's row."""
+    """Yield each sample's number, its micro-batch, and where its tokens lie in that one's row."""
     for index, (row, batch) in enumerate(zip(rows, batches, strict=False)):
         starts = [0] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
         for number, start, length in zip(row, starts, batch.lengths, strict=False):

@@ -62,7 +62,7 @@ class Trace:
         return len({name.partition("/")[0] for name in self._file_of})
 
     def output(self, sample: int, place: str) -> Tensor:
-        """What was computed of one sample in a place, [s, ...]."""
+        """Return what was computed of one sample in a place, [s, ...]."""
         name = f"{sample}/{place}"
         return _whole(self._file_of[name], name)
 
@@ -89,7 +89,7 @@ class Numbers:
         return _whole(self._logits, str(sample))
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient of one parameter, in its Hugging Face shape."""
+        """Return the gradient of one parameter, in its Hugging Face shape."""
         return _whole(self._gradients, f"grad/{name}")
 
 

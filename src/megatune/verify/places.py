@@ -27,14 +27,14 @@ _ENDS = (FINAL_NORM, HEAD, LOGITS, LOSS)
 
 
 def forward_order(place: str) -> tuple[int, int, int]:
-    """Sorts places in the order in which they compute."""
+    """Sort places in the order in which they compute."""
     if match := _LAYER.fullmatch(place):
         return 1, int(match[1]), _IN_LAYER.index(match[2])
     return (0, 0, 0) if place == EMBEDDING else (2, _ENDS.index(place), 0)
 
 
 def engine_places(decoder: Any) -> Iterator[Place]:
-    """The places of one pipeline chunk, an `engine.model.DecoderModel`."""
+    """Yield the places of one pipeline chunk, an `engine.model.DecoderModel`."""
     if decoder.pre_process:
         yield EMBEDDING, decoder.embedding, _hidden_states
     for layer in decoder.decoder.layers:
@@ -46,7 +46,7 @@ def engine_places(decoder: Any) -> Iterator[Place]:
 
 
 def reference_places(model: Any) -> Iterator[Place]:
-    """The places of a Transformers model."""
+    """Yield the places of a Transformers model."""
     yield EMBEDDING, model.model.embed_tokens, _hidden_states
     for number, layer in enumerate(model.model.layers):
         yield f"layer {number} attention", layer.self_attn, _hidden_states
@@ -68,7 +68,7 @@ def _hidden_states(output: Any) -> Tensor:
 
 
 def _weights_of_experts(num_experts: int, output: tuple[Tensor, ...]) -> Tensor:
-    """What a router says of each token, in one form: [tokens, experts], 0 for an expert that is not chosen.
+    """Return what a router says of each token, in one form: [tokens, experts], 0 for an expert that is not chosen.
 
     Args:
         output: ends with the weights [tokens, k] of the chosen experts, and their numbers; `num_experts` is nobody's.

@@ -33,7 +33,7 @@ class Reference:
 
 
 def load_reference_model(model_dir: str | Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The checkpoint as Transformers loads it, on the CPU."""
+    """Return the checkpoint as Transformers loads it, on the CPU."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -45,7 +45,7 @@ def load_reference_model(model_dir: str | Path, dtype: torch.dtype) -> torch.nn.
 
 
 def _load_rounded(model_dir: str | Path, weights_dtype: torch.dtype, dtype: torch.dtype) -> torch.nn.Module:
-    """The checkpoint with weights rounded to one dtype, computing in another."""
+    """Return the checkpoint with weights rounded to one dtype, computing in another."""
     model = load_reference_model(model_dir, weights_dtype)
     # `to` rounds buffers, too, and Transformers keeps some in fp32: rotary frequencies, the bias of a router.
     return model if dtype is weights_dtype else model.to(dtype)

@@ -71,7 +71,7 @@ def _number(value: float) -> str:
 
 
 def _location(location: Location, verbose: bool) -> list[str]:
-    """The first place that differs, between what comes before it and what comes next."""
+    """Return the first place that differs, between what comes before it and what comes next."""
     first = location.first
     if first is None:
         return ["no single place differs by more than its tolerance: the difference is spread over all of them"]
@@ -95,7 +95,7 @@ def _mark(place: PlaceError, first: PlaceError) -> str:
 
 
 def _detail(place: PlaceError) -> str:
-    """Tokens that it concerns, where that is known."""
+    """Return tokens that it concerns, where that is known."""
     parts = [f"most of it in row {place.worst[0]}, token {place.worst[1]}"] if place.worst else []
     if place.moved:
         parts.append(f"{place.moved} tokens go to other experts")

@@ -54,7 +54,7 @@ class _Side:
         return Numbers(self._run(folder / self.name, trace=False))
 
     def trace(self, folder: Path) -> Trace:
-        """What every place puts out."""
+        """Return what every place puts out."""
         return Trace(self._run(folder / f"{self.name}-trace", trace=True))
 
     def _run(self, folder: Path, *, trace: bool) -> Path:
@@ -154,7 +154,7 @@ def _verdict(
     *,
     alike: bool = False,
 ) -> Verdict:
-    """Says where the difference arises, if there is one."""
+    """Say where the difference arises, if there is one."""
     if all(one.passes for one in differences):
         return Verdict(ExitCode.DONE, differences)
     rounded = stock.trace(folder) if stock else None

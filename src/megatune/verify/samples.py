@@ -27,7 +27,7 @@ class Sample:
 def random_samples(
     vocab_size: int, lengths: Sequence[int], seed: int = 0, *, padding: int | None = None
 ) -> list[Sample]:
-    """Rows of random tokens; up to a half of each row, its first part, is not trained.
+    """Return rows of random tokens; up to a half of each row, its first part, is not trained.
 
     Args:
         padding: a token that must not occur: Transformers gives the embedding of config.json's pad_token_id no

@@ -65,7 +65,7 @@ def _acquire(path: Path, say: Callable[[str], None]) -> int:
 
 
 def _is_in_use(file: int, path: Path) -> bool:
-    """Whether the open file is still the one of this name; its last holder may have removed it."""
+    """Return whether the open file is still the one of this name; its last holder may have removed it."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def _is_in_use(file: int, path: Path) -> bool:
 
 @contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
-    """A new, empty folder beside `folder`; what is left of it at the end is removed.
+    """Yield a new, empty folder beside `folder`; what is left of it at the end is removed.
 
     Raises:
         OSError: it cannot be made.

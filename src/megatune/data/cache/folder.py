@@ -37,12 +37,12 @@ _CANNOT_WRITE = (*NO_ROOM, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
 
 
 def cache_dir() -> Path:
-    """What is kept between runs: $MEGATUNE_CACHE, else ~/.cache/megatune."""
+    """Return what is kept between runs: $MEGATUNE_CACHE, else ~/.cache/megatune."""
     return Path(os.environ.get("MEGATUNE_CACHE") or "~/.cache/megatune").expanduser()
 
 
 def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder with the rows of this key: opened where it is whole, else made.
+    """Return the folder with the rows of this key: opened where it is whole, else made.
 
     It is tokenized_path where that is set. Else it is in the cache; where that cannot be written, among this user's
     temporary files.
@@ -77,7 +77,7 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
 
 
 def is_whole(folder: Path, key: str) -> bool:
-    """Whether the folder has all that was written for this key."""
+    """Return whether the folder has all that was written for this key."""
     try:
         sizes = json.loads((folder / FILES_FILE).read_text(encoding="utf-8"))
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -111,7 +111,7 @@ class _Place:
     private: bool = False
 
     def made(self, build: Callable[[Path], None]) -> Path:
-        """The folder, whole; raises _CannotWriteError where it is not whole and cannot be made."""
+        """Return the folder, whole; raises _CannotWriteError where it is not whole and cannot be made."""
         self._check_content()
         before = _identity(self.folder)
         if is_whole(self.folder, self.key) and not self.overwrite and self._is_trusted():
@@ -128,7 +128,8 @@ class _Place:
         return self.folder
 
     def _made_since(self, before: _Identity, *, again: bool) -> bool:
-        """Whether it is whole and, if `again`, another one than before: one that another run has just made will do."""
+        """Return whether it is whole and, if `again`, another one than before: one that another run has just made
+        will do."""
         return is_whole(self.folder, self.key) and not (again and _identity(self.folder) == before)
 
     def _make(self, build: Callable[[Path], None]) -> None:
@@ -164,7 +165,7 @@ class _Place:
             raise MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)
 
     def _make_parent(self) -> None:
-        """Raises OSError, also where others could have put rows there."""
+        """Raise OSError, also where others could have put rows there."""
         parent = self.folder.parent
         if self.private:
             parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -179,7 +180,7 @@ class _Place:
 
 @contextmanager
 def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
-    """Turns what the file system refuses into a _CannotWriteError.
+    """Turn what the file system refuses into a _CannotWriteError.
 
     Args:
         building: what is done inside reads files, too; only failures to write into this folder are turned.
@@ -205,7 +206,7 @@ def _stored_key(folder: Path) -> str | None:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether it is a file, or a folder that is not empty, or is closed to us."""
+    """Return whether it is a file, or a folder that is not empty, or is closed to us."""
     if not path.is_dir():
         return path.exists()
     try:

@@ -102,7 +102,7 @@ def prepared_key(
     *,
     file_digest: Callable[[Path], str] = remembered_digest,
 ) -> RowsKey:
-    """The key of prepared rows.
+    """Return the key of prepared rows.
 
     Args:
         extras: digests of what is kept beside the rows, by name.
@@ -141,7 +141,8 @@ def prepared_key(
 
 
 def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> RowsKey:
-    """The key of streamed rows, whose files may be too large to read them for a name: of each its size, start and end.
+    """Return the key of streamed rows, whose files may be too large to read them for a name: of each its size, start
+    and end.
 
     Raises:
         MegatuneError: as `prepared_key`.
@@ -190,7 +191,7 @@ def _name(determining: Any) -> str:
 
 
 def _template_content(name: str | None) -> Any:
-    """What a template says: of one of ours its texts, of a file its content. The tokenizer has its own."""
+    """Return what a template says: of one of ours its texts, of a file its content. The tokenizer has its own."""
     from megatune.data.templates import template_source
     from megatune.data.templates.table import NAMED_TEMPLATES
 
@@ -203,7 +204,7 @@ def _template_content(name: str | None) -> Any:
 
 
 def _declared(value: Any) -> Any:
-    """A declaration as JSON can hold it: functions by their names."""
+    """Return a declaration as JSON can hold it: functions by their names."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _declared(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple | list):

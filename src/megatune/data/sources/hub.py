@@ -12,7 +12,7 @@ from megatune.hub.repository import Hub, fetch_all, open_repository, read_file
 def hub_files(
     hub: Hub, repo_id: str, where: str, *, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = ""
 ) -> tuple[Path, ...]:
-    """The data files of a data set on a hub, fetched where the cache does not have them.
+    """Return the data files of a data set on a hub, fetched where the cache does not have them.
 
     Raises:
         MegatuneError: no such repository, subset, split or data files, or they are private (exit codes 64 and 66);

@@ -69,7 +69,7 @@ class StreamState:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> StreamState:
-        """What `to_json` made, also after its way through a file."""
+        """Return what `to_json` made, also after its way through a file."""
         return TypeAdapter(StreamState).validate_python(raw)
 
 
@@ -110,7 +110,7 @@ class BlockMeta:
         return after - before
 
     def line(self) -> str | None:
-        """What a user should know; None where nothing was wrong with its rows, or the first epoch had them."""
+        """Return what a user should know; None where nothing was wrong with its rows, or the first epoch had them."""
         dropped = self.dropped
         if not dropped or self.epoch:
             return None
@@ -166,7 +166,7 @@ class MixedStream:
         self._draws = self._drawn_from(state.draws)
 
     def next(self) -> Encoded | None:
-        """The next sample, None at the end of the epoch."""
+        """Return the next sample, None at the end of the epoch."""
         if self.strategy == "concat":
             return next((taken for reader in self.sets if (taken := _take(reader)) is not None), None)
         while not self._is_over():
@@ -234,7 +234,7 @@ class MixedStream:
         return tokens
 
     def nothing_left(self, sets: Sequence[DatasetReader] | None = None) -> MegatuneError:
-        """The refusal of a val_size that takes all of the training data."""
+        """Return the refusal of a val_size that takes all of the training data."""
         name = ", ".join(reader.report.name for reader in sets or self.sets)
         finding = Finding(f"val_size leaves nothing of {name} to train on", fix="make it smaller, or use eval_dataset")
         return MegatuneError(finding, ExitCode.SETTINGS)
@@ -248,7 +248,7 @@ class MixedStream:
         return sum(reader.report.read for reader in self.sets)
 
     def _rest_of_epoch(self) -> Iterator[Encoded]:
-        """What is left of the epoch, or all of the next one where nothing is."""
+        """Yield what is left of the epoch, or all of the next one where nothing is."""
         taken = self.next()
         if taken is None:
             self._begin_epoch()

@@ -43,7 +43,7 @@ class HeldOut:
         return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
 
     def lines(self) -> list[str]:
-        """The report in words."""
+        """Return the report in words."""
         lines = [f"evaluation: {self.tokens.line()}"]
         for report in self.reports:
             for reason, count in report.dropped.most_common():

@@ -65,7 +65,7 @@ class StreamFolder:
 
     @classmethod
     def make(cls, parent: Path, name: str) -> StreamFolder:
-        """A new one, in the cache or, where that cannot be written, among the temporary files.
+        """Return a new one, in the cache or, where that cannot be written, among the temporary files.
 
         Raises:
             MegatuneError: neither can be written (exit code 73).
@@ -96,7 +96,7 @@ class StreamFolder:
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
-        """An empty folder to write a block into; what is left of it at the end is removed."""
+        """Yield an empty folder to write a block into; what is left of it at the end is removed."""
         path = Path(tempfile.mkdtemp(prefix="draft-", dir=self.path))
         try:
             yield path
@@ -118,7 +118,7 @@ class StreamFolder:
                     (self.path / f"{_REACHED}{number:08}").unlink(missing_ok=True)
 
     def reached(self) -> int:
-        """The last block that a rank has come to; -1 before the first."""
+        """Return the last block that a rank has come to; -1 before the first."""
         return max(self._reached(), default=-1)
 
     def _reached(self) -> list[int]:
@@ -133,7 +133,7 @@ class StreamFolder:
         draft.replace(self.path / name)
 
     def noted(self, name: str) -> Any | None:
-        """What `note` wrote, None while there is nothing."""
+        """Return what `note` wrote, None while there is nothing."""
         try:
             return json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -144,7 +144,7 @@ class StreamFolder:
         self.note(_DOING_NOTE, doing)
 
     def doing(self) -> str:
-        """What the producer does, as far as it has said so."""
+        """Return what the producer does, as far as it has said so."""
         return str(self.noted(_DOING_NOTE) or "it has not begun to read")
 
     def fail(self, error: MegatuneError) -> None:
@@ -232,7 +232,7 @@ class StreamFolder:
         return descriptor
 
     def is_alive(self) -> bool:
-        """Whether the producer lives."""
+        """Return whether the producer lives."""
         try:
             descriptor = os.open(self.path / ALIVE_FILE, os.O_RDWR | os.O_CLOEXEC)
         except OSError:

@@ -52,7 +52,7 @@ class StreamRequest:
     state: StreamState | None
 
     def held_out(self) -> HeldOut | None:
-        """The evaluation rows, made now where the cache does not have them; None without evaluation."""
+        """Return the evaluation rows, made now where the cache does not have them; None without evaluation."""
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
@@ -69,7 +69,7 @@ class StreamRequest:
             write_held_out(stream, count, folder, progress)
 
     def stream(self, held_out: HeldOut | None) -> MixedStream:
-        """The training data behind the rows that are held out."""
+        """Return the training data behind the rows that are held out."""
         starts = held_out.starts if held_out else None
         state = self.state or StreamState.at_start(self.pipeline.training, starts)
         return MixedStream(self.pipeline, self.pipeline.training, state, starts)

@@ -90,7 +90,7 @@ class Stream:
         return TokenRows(self.held_out.folder / evaluation.PART)
 
     def steps(self, global_batch_size: int, *, is_packed: bool) -> StreamedSteps:
-        """The rows of each step."""
+        """Return the rows of each step."""
         # Loader processes wait longer than `before` does: what it raises says more than what comes from them.
         return StreamedSteps(self.folder, global_batch_size, is_packed=is_packed, limit=self._limit + 60)
 
@@ -136,7 +136,7 @@ class Stream:
         return meta.epoch + min(max(row - meta.epoch_first_row, 0) / meta.epoch_rows, 1.0)
 
     def summary(self) -> Iterator[str]:
-        """What became of every row read for the blocks that steps have come to, in words."""
+        """Yield what became of every row read for the blocks that steps have come to, in words."""
         for report in self._meta.end.reports if self._meta is not None else ():
             yield (
                 f"data: {report.name}: {report.read} rows read, {report.trained} for training, "
@@ -196,7 +196,7 @@ class StreamedSteps:
         return range(step * self.global_batch_size, (step + 1) * self.global_batch_size)
 
     def _find(self, number: int) -> tuple[TokenRows, int]:
-        """The rows of a row's block, and which of them it is."""
+        """Return the rows of a row's block, and which of them it is."""
         place = self._place(number)
         rows, order = self._open[place]
         return rows, int(order[number - place.first_row])

@@ -110,7 +110,8 @@ def token_losses(
 
 
 def reference_token_losses(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The same from all logits, on one rank and without padding of the vocabulary, for tests of `token_losses`."""
+    """Return the same from all logits, on one rank and without padding of the vocabulary, for tests of
+    `token_losses`."""
     logits = torch.nn.functional.linear(hidden_states, weight).float().permute(1, 2, 0)
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
 
@@ -229,7 +230,7 @@ def _weight_gradient(weight: Tensor) -> Tensor:
 
 
 def _handed_over(weight: Tensor, weight_gradient: Tensor | None) -> Tensor | None:
-    """What autograd is given for the weight."""
+    """Return what autograd is given for the weight."""
     if weight_gradient is None:
         return None
     if weight_gradient is getattr(weight, "main_grad", None):

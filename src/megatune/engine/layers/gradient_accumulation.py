@@ -34,7 +34,7 @@ def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -
 
 
 def announced_gradient(weight: Tensor) -> Tensor | None:
-    """What a backward pass hands to autograd for a weight whose gradient it has added to `main_grad` itself.
+    """Return what a backward pass hands to autograd for a weight whose gradient it has added to `main_grad` itself.
 
     DDP's hook wants a gradient, so that it runs on the thread that starts its communication, and discards it unread
     where `grad_added_to_main_grad` is set. The weight's own memory has the right shape and costs none. A weight that

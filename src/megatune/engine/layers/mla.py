@@ -167,8 +167,8 @@ class MLASelfAttention(torch.nn.Module):
         return output, None
 
     def _project_down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What queries are made from, [s', b, q_lora_rank] or `hidden_states`; what keys and values are made from,
-        [s', b, kv_lora_rank]; and the part of the key that all heads share, [s, b, 1, d_rope]."""
+        """Return what queries are made from, [s', b, q_lora_rank] or `hidden_states`; what keys and values are made
+        from, [s', b, kv_lora_rank]; and the part of the key that all heads share, [s, b, 1, d_rope]."""
         config = self.config
         query_latent = hidden_states
         if config.q_lora_rank is not None:

@@ -68,13 +68,13 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def plain_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm operator by operator: what `rms_norm_fusion` replaces."""
+    """Return the norm operator by operator: what `rms_norm_fusion` replaces."""
     wide = _wide(hidden_states)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(hidden_states.dtype)
 
 
 def reference_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm as its paper writes it, for tests of `RMSNorm`."""
+    """Return the norm as its paper writes it, for tests of `RMSNorm`."""
     wide = hidden_states.double()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(hidden_states.dtype)

@@ -34,7 +34,7 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
 
 
 def attention_factor(architecture: Architecture) -> float:
-    """What cosine and sine are multiplied with: YaRN makes attention sharper this way."""
+    """Return what cosine and sine are multiplied with: YaRN makes attention sharper this way."""
     scaling = architecture.rope_scaling
     return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
@@ -73,7 +73,7 @@ def _yarn(wavelengths: Tensor, rotary_base: float, scaling: YarnRopeScaling) -> 
 
 
 def cos_sin(position_ids: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """What a micro-batch's queries and keys are turned with, made once for all layers.
+    """Return what a micro-batch's queries and keys are turned with, made once for all layers.
 
     Args:
         position_ids: int64 [s].
@@ -154,7 +154,8 @@ def _join(rest: Tensor, turned: Tensor) -> Tensor:
 
 
 def _halves(turned: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first channels of all pairs and then the second ones; and the other way around, in memory of its own."""
+    """Return the first channels of all pairs and then the second ones; and the other way around, in memory of its
+    own."""
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
         return torch.cat((first, second), -1), torch.cat((second, first), -1)

@@ -32,7 +32,7 @@ def fused_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def reference_swiglu(gate_up: Tensor) -> Tensor:
-    """The same, operator by operator: what `bias_activation_fusion: false` computes."""
+    """Return the same, operator by operator: what `bias_activation_fusion: false` computes."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 

@@ -51,13 +51,13 @@ class CalibrationReport:
     left: dict[str, str]
 
     def median(self, of: str, when: str) -> float | None:
-        """The median size of an error over all runs: of "time" or "memory", "before", "after" or "left_out"."""
+        """Return the median size of an error over all runs: of "time" or "memory", "before", "after" or "left_out"."""
         errors = [getattr(getattr(run, of), when) for run in self.runs]
         known = [abs(error) for error in errors if error is not None]
         return statistics.median(known) if known else None
 
     def lines(self) -> Iterator[str]:
-        """The report for a terminal."""
+        """Yield the report for a terminal."""
         calibration = self.calibration
         values = {
             "compute": f"computing takes {calibration.compute:.2f} times as long as planned",

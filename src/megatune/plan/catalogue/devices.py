@@ -127,7 +127,7 @@ def _device(
     driver: tuple[str, ...] = (),
     gpus_per_node: int = 8,
 ) -> CatalogueDevice:
-    """An entry. tflops: TFLOP/s of bfloat16, float16 and float32. gigabytes: of memory traffic, GB/s."""
+    """Return an entry. tflops: TFLOP/s of bfloat16, float16 and float32. gigabytes: of memory traffic, GB/s."""
     device = Device(
         name=name,
         generation=generation,

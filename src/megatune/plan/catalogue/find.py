@@ -171,7 +171,7 @@ def _nearest(wanted: str, names: Mapping[str, object]) -> list[str]:
 
 
 def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, network: bool) -> Link:
-    """The link as each of a machine's devices has it."""
+    """Return the link as each of a machine's devices has it."""
     kind = "network" if network else "link"
     of_kind = [each for each, entry in links.items() if entry.between_machines == network]
     base, ports = split_ports(name, links)

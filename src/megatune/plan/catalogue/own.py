@@ -113,7 +113,7 @@ class _Reader:
         self.findings.append(Finding(what, self._where(node), why, fix))
 
     def _mapping(self, node: yaml.Node, what: str, known: tuple[str, ...] | None = None) -> dict[str, yaml.Node]:
-        """The nodes of a mapping by key; with `known`, other keys are refused."""
+        """Return the nodes of a mapping by key; with `known`, other keys are refused."""
         if not isinstance(node, yaml.MappingNode):
             self._refuse(node, f"{what} holds no `key: value` lines", fix=_EXAMPLE)
             return {}

@@ -135,6 +135,6 @@ _NO_LINE = 10**9
 
 
 def _place(origin: str) -> tuple[int, str]:
-    """The line of an origin in its file, what came from the command line behind all of them; and the origin."""
+    """Return the line of an origin in its file, what came from the command line behind all of them; and the origin."""
     _, colon, line = origin.rpartition(":")
     return (int(line) if colon and line.isdigit() else _NO_LINE), origin

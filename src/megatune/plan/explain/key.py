@@ -47,7 +47,7 @@ def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en", 
 
 
 def knows(key: str, dialect: Dialect = LLAMAFACTORY) -> bool:
-    """Whether `explain_key` has something to say of it."""
+    """Return whether `explain_key` has something to say of it."""
     name = key.removeprefix("--").replace("-", "_")
     return dialect.knows(name) or name in all_settings()
 

@@ -100,7 +100,7 @@ ENGLISH = Words()
 
 
 def words_of(language: Language) -> Words:
-    """The words of a language."""
+    """Return the words of a language."""
     if language == "en":
         return ENGLISH
     from megatune.plan.explain.chinese import CHINESE

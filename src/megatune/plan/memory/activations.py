@@ -98,7 +98,7 @@ def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes
 
 @lru_cache(16384)
 def _peak(shapes: Shapes, stage: _Stage) -> tuple[int, int]:
-    """Bytes at the peak, of all but output layer and loss, and what these add."""
+    """Return bytes at the peak, of all but output layer and loss, and what these add."""
     passes = [_pass(shapes, chunk, stage.recompute, stage.vision, with_loss=False) for chunk in stage.chunks]
     bare = _fullest(shapes, stage, passes)
     if not stage.chunks[-1].loss:
@@ -122,7 +122,7 @@ def _fullest(shapes: Shapes, stage: _Stage, passes: Sequence[Memory]) -> int:
 def _pass(
     shapes: Shapes, chunk: ChunkContent, recompute: Recompute, vision: Memory | None, *, with_loss: bool
 ) -> Memory:
-    """A micro-batch through one virtual stage."""
+    """Return a micro-batch through one virtual stage."""
     memories = [inputs(shapes)]
     if chunk.embedding and vision is not None:
         memories.append(vision)

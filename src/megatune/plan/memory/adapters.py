@@ -33,7 +33,7 @@ _TARGETS = {
 def adapter_sizes(
     weight: Weight, architecture: Architecture, part: Slice, trainable: FinetuningSettings
 ) -> Iterator[int]:
-    """Elements that a rank holds of each adapter matrix beside a weight: A, then B, of each Hugging Face tensor.
+    """Yield elements that a rank holds of each adapter matrix beside a weight: A, then B, of each Hugging Face tensor.
 
     Nothing where the weight has no adapter. Every Hugging Face matrix [out, in] has its own, as PEFT makes it: A [r,
     in] and B [out, r]; matrices that the engine fuses (queries, keys and values; gate and up) are counted apart. Where
@@ -55,7 +55,7 @@ def adapter_sizes(
 
 
 def num_trained_parameters(model: PlannedModel, trainable: FinetuningSettings) -> int:
-    """Elements of the whole model that are trained, without padding; of adapters as PEFT counts them."""
+    """Return elements of the whole model that are trained, without padding; of adapters as PEFT counts them."""
     architecture = model.architecture
     trained = sum(
         len(layers_of(weight, architecture)) * _num_trained(weight, architecture, trainable)

@@ -30,17 +30,17 @@ class Bucket:
 
 
 def pad(number: int, multiple: int) -> int:
-    """The next multiple."""
+    """Return the next multiple."""
     return -(-number // multiple) * multiple
 
 
 def full_bucket(dp_size: int) -> int:
-    """Elements after which a bucket is full, where gradients are reduced bucket by bucket."""
+    """Return elements after which a bucket is full, where gradients are reduced bucket by bucket."""
     return max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * dp_size)
 
 
 def bucket_size(overlap_grad_reduce: bool, stage: int, virtual_stage: int, dp_size: int) -> int | None:
-    """Elements after which a bucket is full; None for one bucket."""
+    """Return elements after which a bucket is full; None for one bucket."""
     # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
     if not overlap_grad_reduce or stage or virtual_stage:
         return None
@@ -78,7 +78,7 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
 
 
 def padded_size(parts: Iterable[tuple[Sequence[HeldParameter], int]], shards: int) -> int:
-    """Elements of a buffer of one bucket, padding included.
+    """Return elements of a buffer of one bucket, padding included.
 
     Args:
         parts: trained parameters in the engine's order, and how often they come.

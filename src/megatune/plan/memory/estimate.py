@@ -72,7 +72,7 @@ def stage_memory(case: Case) -> tuple[StageMemory, ...]:
 
 
 def fullest_bytes(case: Case, stages: Sequence[int]) -> int:
-    """The largest `StageMemory.total` of these stages, without its parts."""
+    """Return the largest `StageMemory.total` of these stages, without its parts."""
     return max(
         state.weights + state.gradients + state.master_weights + state.optimizer_state + kept.total + work.communication
         + work.framework

@@ -34,7 +34,7 @@ class OptimizerRules:
         return 4 * num_parts * (_SCALARS_FP32_SHARED if is_sharded else _SCALARS_FP32)
 
     def least_on_host(self, updated: int) -> int:
-        """The fewest elements with their state on the host, whatever the parameters' sizes."""
+        """Return the fewest elements with their state on the host, whatever the parameters' sizes."""
         return int(self.host_fraction * updated)
 
 

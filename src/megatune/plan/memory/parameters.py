@@ -166,7 +166,7 @@ def stage_states(case: Case, stages: Iterable[int]) -> list[StageState]:
 
 
 def stage_parameters(case: Case, stage: int) -> StageParameters:
-    """Elements that each rank of a stage holds."""
+    """Return elements that each rank of a stage holds."""
     return _elements(Rules.of(case), stage)
 
 
@@ -191,7 +191,7 @@ def _elements(rules: Rules, stage: int) -> StageParameters:
 
 
 def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
-    """Bytes of a rank that holds these parts."""
+    """Return bytes of a rank that holds these parts."""
     size, padding = sum(part.size for part in parts), sum(part.buffers - part.trained for part in parts)
     updated, on_host = sum(part.updated for part in parts), sum(part.on_host for part in parts)
     chunks, optimizer = rules.chunks(stage), rules.optimizer
@@ -210,7 +210,8 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
 
 @lru_cache(maxsize=1024)  # asked for twice, one soon after the other
 def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
-    """What the fullest rank holds, layers counted by kind: as much of `updated` as any, as little of `on_host`."""
+    """Return what the fullest rank holds, layers counted by kind: as much of `updated` as any, as little of
+    `on_host`."""
     return tuple(_closed_part(rules, stage, is_expert) for is_expert in rules.kinds)
 
 
@@ -230,7 +231,7 @@ def _closed_part(rules: Rules, stage: int, is_expert: bool) -> Part:
 
 
 def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple[HeldParameter, ...], int]]:
-    """What a chunk holds, and how often."""
+    """Yield what a chunk holds, and how often."""
     num_sparse = sum(chunk.layers)
     yield held.first, int(chunk.embedding)
     yield held.dense, len(chunk.layers) - num_sparse
@@ -240,14 +241,14 @@ def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple
 
 @lru_cache(maxsize=4096)
 def _sizes(parameters: tuple[HeldParameter, ...], is_expert: bool) -> tuple[int, int]:
-    """Elements of all, and of those that are trained."""
+    """Return elements of all, and of those that are trained."""
     size = sum(one.numel for one in parameters if one.is_expert == is_expert)
     return size, sum(one.numel for one in trained_of(parameters, is_expert))
 
 
 @lru_cache(maxsize=16384)
 def _buffer_size(held: HeldParameters, chunk: ChunkContent, is_expert: bool, shards: int, full: int | None) -> int:
-    """Elements of a chunk's buffer under the distributed optimizer, padding included."""
+    """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
         return padded_size(((trained_of(part, is_expert), count) for part, count in _repeated(held, chunk)), shards)
     ours = trained_of(chunk_parameters(held, chunk), is_expert)

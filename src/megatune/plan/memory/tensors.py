@@ -99,7 +99,7 @@ class ChunkContent:
 
 @lru_cache(maxsize=4096)
 def stage_chunks(parallel: ParallelSettings, architecture: Architecture) -> tuple[tuple[ChunkContent, ...], ...]:
-    """The chunks of every pipeline stage, by stage and virtual stage."""
+    """Return the chunks of every pipeline stage, by stage and virtual stage."""
     contents, first = [], 0
     for chunk in pipeline_chunks(parallel, architecture.num_layers):
         layers = range(first, first + chunk.num_layers)

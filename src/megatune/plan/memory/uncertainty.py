@@ -29,7 +29,7 @@ def memory_uncertainty(case: Case) -> float:
 
 
 def least_and_most(case: Case, stages: Sequence[StageMemory]) -> tuple[int, int]:
-    """Bytes that the fullest rank holds at least and at most, within the uncertainty.
+    """Return bytes that the fullest rank holds at least and at most, within the uncertainty.
 
     Weights, gradients and optimizer state are exact: a rank never holds less than these.
     """

@@ -51,9 +51,9 @@ def num_communicators(case: Case) -> int:
 
 
 def _tensors(case: Case, stage: int) -> int:
-    """What linear layers gather the sequence into (Megatron-Core's global memory buffer), and hidden states and their
-    gradients between pipeline stages: one that was sent; with virtual stages and overlap_p2p_comm, those sent in
-    both directions, too. Their number was seen on two and on four stages, not derived from the schedule."""
+    """Return what linear layers gather the sequence into (Megatron-Core's global memory buffer), and hidden states
+    and their gradients between pipeline stages: one that was sent; with virtual stages and overlap_p2p_comm, those
+    sent in both directions, too. Their number was seen on two and on four stages, not derived from the schedule."""
     parallel, row = case.settings.parallel, case.model.architecture.hidden_size * case.itemsize
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     whole = case.micro_batch_size * case.sequence_length // parallel.context_parallel_size * row

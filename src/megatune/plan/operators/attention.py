@@ -26,7 +26,7 @@ def self_attention(shapes: Shapes) -> Iterator[Operator]:
 
 
 def heads_of(shapes: Shapes) -> Heads:
-    """The heads of this rank."""
+    """Return the heads of this rank."""
     architecture, mla = shapes.architecture, shapes.architecture.mla
     queries = architecture.num_attention_heads // shapes.tp
     if mla is not None:

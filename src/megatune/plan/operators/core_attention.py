@@ -94,7 +94,7 @@ def _attention(heads: Heads, memory: Memory) -> Operator:
 
 
 def _merging(shapes: Shapes) -> Operator:
-    """What the turns of a ring add up in fp32: three of four queries take part in a turn after the first.
+    """Return what the turns of a ring add up in fp32: three of four queries take part in a turn after the first.
 
     Forward their outputs are widened and interpolated with those so far (26 bytes a channel), before and after all
     turns once more (12); backward gradients of queries (10), and of keys and values with their copies (16), are added.
@@ -164,7 +164,7 @@ def _all_gather(heads: Heads) -> tuple[Memory, int]:
 
 
 def _ring(heads: Heads) -> tuple[Memory, int]:
-    """Two pairs of keys and values in messages, and in the backward pass their gradients in fp32, too."""
+    """Return two pairs of keys and values in messages, and in the backward pass their gradients in fp32, too."""
     moving = heads.key + heads.value
     wide = moving * 4 // heads.shapes.size
     # 16-bit outputs are merged in fp32, and rounded into memory of their own.

@@ -49,7 +49,7 @@ def expert_rows(shapes: Shapes) -> int:
 
 
 def saves_input_twice(shapes: Shapes) -> bool:
-    """Whether shared experts save another tensor than the router: theirs is gathered."""
+    """Return whether shared experts save another tensor than the router: theirs is gathered."""
     return shapes.overlaps and shapes.sequence_parallel
 
 
@@ -110,7 +110,7 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
 
 
 def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, int]:
-    """Bytes of what dispatch sends and receives, and of what the combination of R rows holds."""
+    """Return bytes of what dispatch sends and receives, and of what the combination of R rows holds."""
     row = shapes.architecture.hidden_size * shapes.size
     if shapes.ep * shapes.etp == 1:
         return 0, rows * row
@@ -141,7 +141,8 @@ def _grouped(shapes: Shapes, rows: float, columns: float, depth: float, experts:
 
 
 def _kept_input(shapes: Shapes, name: str, rows: int, channels: int) -> int:
-    """Bytes of the input of a grouped product, and of its adapters' narrow ones, where its backward pass needs them."""
+    """Return bytes of the input of a grouped product, and of its adapters' narrow ones, where its backward pass
+    needs them."""
     if name not in shapes.keeps:
         return 0
     return rows * (channels + shapes.adapter * ADAPTERS.get(name, 1)) * shapes.size

@@ -41,7 +41,7 @@ def norm_work(shapes: Shapes, numbers: float) -> Work:
 
 
 def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int) -> Memory:
-    """Bytes of RMSNorm over `width` channels of each vector.
+    """Return bytes of RMSNorm over `width` channels of each vector.
 
     Fused, it keeps its input and one fp32 number a vector. Operator by operator it keeps fp32 input and normalized
     input; of a 16-bit model not the input itself.
@@ -92,7 +92,7 @@ def linear_memory(
     shares_gradient: bool = False,
     adds_gradient: bool = True,
 ) -> Memory:
-    """Bytes of a linear layer.
+    """Return bytes of a linear layer.
 
     Args:
         name: of the layer, as lora_target has it.

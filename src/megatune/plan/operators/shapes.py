@@ -161,7 +161,7 @@ def shapes_of(case: Case) -> Shapes:
 
 
 def _kernel(case: Case) -> Kernel:
-    """The engine's choice of attention kernel, as far as memory differs."""
+    """Return the engine's choice of attention kernel, as far as memory differs."""
     settings, architecture = case.settings, case.model.architecture
     mla = architecture.mla
     queries = architecture.kv_channels if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim

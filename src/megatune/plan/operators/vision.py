@@ -44,7 +44,7 @@ class Images:
 
 
 def images_of(case: Case) -> Images | None:
-    """What a micro-batch has of images; None where nothing."""
+    """Return what a micro-batch has of images; None where nothing."""
     tower, trainable = case.model.architecture.vision, case.settings.finetuning
     if tower is None or not case.image_tokens:
         return None

@@ -35,7 +35,7 @@ def embedding(shapes: Shapes) -> Operator:
 
 @lru_cache(maxsize=4096)
 def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
-    """The last norm, the output layer and the loss, if every token is trained.
+    """Return the last norm, the output layer and the loss, if every token is trained.
 
     Fused, they are computed in chunks of tokens, and the backward pass makes the logits again: the third product of
     four. Passes over logits: fp32 sums of exponentials forward, probabilities and their rounding backward.
@@ -53,7 +53,7 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
 
 
 def _vocabulary_rows(shapes: Shapes) -> tuple[int, int]:
-    """Rows of the fullest rank's vocabulary that are real, and with padding."""
+    """Return rows of the fullest rank's vocabulary that are real, and with padding."""
     padded = padded_vocab_size(shapes.architecture.vocab_size, shapes.tp) // shapes.tp
     return min(padded, shapes.architecture.vocab_size), padded
 

@@ -166,7 +166,7 @@ def _draw_line(axes: Axes, names: Axes, scale: _Scale, frontier: Sequence[Estima
 
 
 def _apart(scale: _Scale, frontier: Sequence[Estimate]) -> list[Estimate]:
-    """The fastest, and others that are not on top of each other, the smallest among them where there is room."""
+    """Return the fastest, and others that are not on top of each other, the smallest among them where there is room."""
     chosen: list[Estimate] = []
     for each in sorted(frontier, key=lambda each: each.time.total):
         x, y = scale.share(each)

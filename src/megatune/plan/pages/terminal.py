@@ -38,7 +38,7 @@ class View:
     least_bubble: float
 
     def slots(self, stage: int, window: int) -> Iterator[Slot]:
-        """The passes of a stage that are in a window, at least in part."""
+        """Yield the passes of a stage that are in a window, at least in part."""
         begin, end = self.windows[window]
         for slot in self.drawn.stages[stage]:
             if slot.end > begin and slot.start < end:

@@ -124,7 +124,7 @@ def longest_row(planned: Estimate) -> int:
 
 
 def may_fit(planned: Estimate) -> bool:
-    """Whether every rank's bytes are there at the lower end of the plan's uncertainty."""
+    """Return whether every rank's bytes are there at the lower end of the plan's uncertainty."""
     return least_and_most(planned.case, planned.stages)[0] <= planned.case.machine.device.memory
 
 

@@ -74,7 +74,7 @@ def _read(folder: Path) -> _Run:
 
 
 def ran_out_of_memory(folder: Path) -> bool:
-    """Whether the run in this folder ended so, by its launcher's report."""
+    """Return whether the run in this folder ended so, by its launcher's report."""
     return how_it_ended(folder / "launch").out_of_memory
 
 

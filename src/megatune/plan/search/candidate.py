@@ -83,7 +83,7 @@ class Frontier:
     _bytes: list[int] = field(default_factory=list)
 
     def dominates(self, memory: float, seconds: float) -> bool:
-        """Whether one is as small and as fast as this, or misses it by less than 2 %."""
+        """Return whether one is as small and as fast as this, or misses it by less than 2 %."""
         position = bisect_right(self._bytes, memory * _TOLERANCE)
         return position > 0 and self.candidates[position - 1].seconds <= seconds * _TOLERANCE
 

@@ -145,7 +145,7 @@ class _Search:
                 yield _Point(self.space, layout, batch, state, self._shortest(layout, batch))
 
     def _shortest(self, layout: CandidateLayout, batch: CandidateBatch) -> float:
-        """Seconds that a step takes at least: those of all layers, evenly shared by the stages."""
+        """Return seconds that a step takes at least: those of all layers, evenly shared by the stages."""
         key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
         if key not in self._whole:
             self._whole[key] = micro_batch_seconds(self.space.candidate(layout, batch, None).case)
@@ -165,7 +165,8 @@ class _Search:
                 heappush(queue, (point.seconds, True, number, point))
 
     def _may_be_better(self, point: _Point, seconds: float) -> bool:
-        """Whether it may be ranked, or be on the frontier, if it takes so long; once it may not, it never may."""
+        """Return whether it may be ranked, or be on the frontier, if it takes so long; once it may not, it never
+        may."""
         if not self._may_be_ranked(seconds) and self.frontier.dominates(point.state, seconds):
             return False
         miss = self._misses.get(point.layout)
@@ -173,7 +174,7 @@ class _Search:
         return miss is None or miss.case.micro_batch_size > point.batch.micro_batch
 
     def _state(self, layout: CandidateLayout, batch: CandidateBatch) -> int:
-        """Bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
+        """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
         case = self.space.candidate(layout, batch, None, recompute.FULL).case
         states = (state_bytes(case, stage) for stage in {0, layout.pp - 1})
         return max(s.weights + s.gradients + s.master_weights + s.optimizer_state for s in states)

@@ -13,7 +13,7 @@ FULL = RecomputeSettings(recompute_granularity="full", recompute_method="uniform
 
 
 def selective(architecture: Architecture, experts: ExpertSettings) -> list[RecomputeSettings]:
-    """What can be recomputed of this model's layers short of all: what is cheap, attention, the feed-forward."""
+    """Return what can be recomputed of this model's layers short of all: what is cheap, attention, the feed-forward."""
     moe = architecture.moe
     cheap = ["layernorm", *(["mla_up_proj"] if architecture.mla is not None else [])]
     cheapest = [*cheap, *(["moe_act"] if moe is not None and experts.moe_grouped_gemm else [])]
@@ -30,5 +30,5 @@ def _selective(modules: tuple[str, ...]) -> RecomputeSettings:
 
 @lru_cache(maxsize=1024)
 def block(num_layers: int) -> RecomputeSettings:
-    """The first layers of each stage."""
+    """Return the first layers of each stage."""
     return RecomputeSettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers)

@@ -101,5 +101,5 @@ class SearchResult:
 
 
 def is_tight(estimate: Estimate) -> bool:
-    """Whether the fullest rank comes within 5 % of the device's memory, or above it."""
+    """Return whether the fullest rank comes within 5 % of the device's memory, or above it."""
     return estimate.fullest.total > TIGHT * estimate.case.machine.device.memory

@@ -60,7 +60,7 @@ class Group:
 
 
 def group_of(case: Case, size: int, stride: int) -> Group:
-    """The group of `size` ranks, one every `stride`."""
+    """Return the group of `size` ranks, one every `stride`."""
     machine = case.machine
     efficiency = EFFICIENCIES[machine.device.generation].link
     return _group(size, stride, machine.gpus_per_node, machine.link, machine.network, efficiency)
@@ -75,18 +75,20 @@ def _group(size: int, stride: int, gpus_per_node: int, link: Link, network: Link
 
 
 def all_gather(group: Group, size: float) -> float:
-    """Every rank ends with `size` bytes, of which it had 1 / n. A reduce-scatter of `size` bytes takes the same."""
+    """Return every rank ends with `size` bytes, of which it had 1 / n. A reduce-scatter of `size` bytes takes the
+    same."""
     n = group.size
     return 0.0 if n == 1 else (n - 1) / n * size / group.bandwidth + group.latency
 
 
 def all_reduce(group: Group, size: float) -> float:
-    """Every rank ends with the sum of `size` bytes: a reduce-scatter and an all-gather."""
+    """Return every rank ends with the sum of `size` bytes: a reduce-scatter and an all-gather."""
     return 2 * all_gather(group, size)
 
 
 def all_to_all(group: Group, size: float) -> float:
-    """Every rank sends `size` bytes in equal parts, one to each rank and one to itself; both kinds of link at once."""
+    """Return every rank sends `size` bytes in equal parts, one to each rank and one to itself; both kinds of link at
+    once."""
     n = group.size
     if n == 1:
         return 0.0

@@ -137,12 +137,12 @@ def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = Fal
 
 
 def memory_seconds(rates: Rates, data: float) -> float:
-    """An operator that reads and writes `data` bytes together and computes little."""
+    """Return an operator that reads and writes `data` bytes together and computes little."""
     return data / (rates.bandwidth * rates.efficiency.memory)
 
 
 def _product_seconds(rates: Rates, product: Product) -> float:
-    """The roofline of tiles and of bytes.
+    """Return the roofline of tiles and of bytes.
 
     ⌈rows / a⌉ · ⌈columns / b⌉ tiles of a · b run in rounds of `units`; the last round is half full in the mean. So is
     the last tile of each of the experts that share the rows.

@@ -196,7 +196,7 @@ class _Rank(NamedTuple):
         return cls(shapes_of(case), rates, groups_of(case), recompute, images_of(case), case.machine.calibration)
 
     def chunk(self, content: ChunkContent) -> _Parts:
-        """All layers of a chunk, with the word embedding and the output layer where it has them."""
+        """Return all layers of a chunk, with the word embedding and the output layer where it has them."""
         shapes, rates, tensor = self.shapes, self.rates, self.groups.tensor
         parts = _Parts()
         layers, num_sparse = len(content.layers), sum(content.layers)
@@ -214,7 +214,7 @@ class _Rank(NamedTuple):
         return parts
 
     def _once(self, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:
-        """What is not recomputed."""
+        """Return what is not recomputed."""
         compute, communication = self.calibration.compute, self.calibration.communication
         return _Parts(
             forward=compute * computed.forward,

@@ -34,7 +34,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(case: Case) -> Groups:
-    """The groups that a layer's ranks exchange in."""
+    """Return the groups that a layer's ranks exchange in."""
     parallel = case.settings.parallel
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
     return Groups(

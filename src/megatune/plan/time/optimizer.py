@@ -31,7 +31,7 @@ class Reduction(NamedTuple):
 
 
 def data_groups(case: Case) -> tuple[Group, Group]:
-    """The ranks that hold the same weights: outside of experts, and of experts."""
+    """Return the ranks that hold the same weights: outside of experts, and of experts."""
     parallel = case.settings.parallel
     experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size
     return (
@@ -61,7 +61,7 @@ def reduction(case: Case, elements: StageParameters) -> Reduction:
 
 
 def exposed_seconds(case: Case, exchange: Reduction, forward: float, backward: float) -> float:
-    """What of it is not hidden.
+    """Return what of it is not hidden.
 
     Args:
         forward, backward: seconds of a stage's last micro-batch backward and first one forward, beside which gradients

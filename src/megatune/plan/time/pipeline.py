@@ -27,18 +27,18 @@ class ChunkTime(NamedTuple):
 
 
 def _totals(chunks: Sequence[Sequence[ChunkTime]]) -> list[float]:
-    """Seconds of a micro-batch by stage."""
+    """Return seconds of a micro-batch by stage."""
     return [sum([forward + backward for forward, backward in stage]) for stage in chunks]
 
 
 def slowest_stage(chunks: Sequence[Sequence[ChunkTime]]) -> int:
-    """The stage that the others wait for."""
+    """Return the stage that the others wait for."""
     totals = _totals(chunks)
     return totals.index(max(totals))
 
 
 def bubble_seconds(chunks: Sequence[Sequence[ChunkTime]]) -> float:
-    """How long the slowest stage waits in a step."""
+    """Return how long the slowest stage waits in a step."""
     totals = _totals(chunks)
     return (sum(totals) - max(totals)) / len(chunks[0])
 
@@ -46,7 +46,7 @@ def bubble_seconds(chunks: Sequence[Sequence[ChunkTime]]) -> float:
 def exchange_seconds(
     stages: int, virtual: int, num_micro_batches: int, overlap: bool, hop: float, busy: float
 ) -> float:
-    """What of the exchanges between stages is not hidden.
+    """Return what of the exchanges between stages is not hidden.
 
     The way to the last stage and back is in nobody's shadow. Between, a stage waits for two exchanges a micro-batch and
     virtual stage, unless they run beside computing, as only the interleaved schedule can: then for what of them takes

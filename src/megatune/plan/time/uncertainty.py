@@ -19,7 +19,7 @@ FITTED_GENERATIONS = ("ampere", "hopper")
 
 
 def regime_of(case: Case) -> Regime:
-    """What predictions of this case's kind were compared with."""
+    """Return what predictions of this case's kind were compared with."""
     if case.model.architecture.moe is not None:
         return "experts"
     return "dense" if case.settings.parallel.model_parallel_size == 1 else "dense, model parallel"

@@ -127,7 +127,7 @@ def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 def _short(value: float) -> str:
-    """Three digits, whether the machine is a laptop or a data center."""
+    """Return three digits, whether the machine is a laptop or a data center."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -70,7 +70,7 @@ def writing(path: Path, bytes_needed: int | None = None) -> Iterator[None]:
 
 
 def _full_disk(error: BaseException) -> OSError | None:
-    """The OSError of a full disk that the text of another error tells of."""
+    """Return the OSError of a full disk that the text of another error tells of."""
     text = str(error)
     if _TORCH_SHORT_WRITE in text:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -96,7 +96,7 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder above `path`, or `path` itself, that exists."""
+    """Return the nearest folder above `path`, or `path` itself, that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 

@@ -20,7 +20,7 @@ _CONTEXT = {
 
 
 def describe(settings: Settings, architecture: Architecture) -> str:
-    """Which kernel attends and why, for the banner."""
+    """Return which kernel attends and why, for the banner."""
     parallel = settings.parallel
     across = "; " + _CONTEXT[parallel.cp_comm_type] if parallel.context_parallel_size > 1 else ""
     return _kernel(settings, architecture) + across
@@ -72,7 +72,7 @@ def _channels(architecture: Architecture) -> tuple[int, int]:
 
 
 def _obstacle(backend: str, dtype: torch.dtype, channels: int, value_channels: int) -> str:
-    """What keeps this device from using the kernel; empty where nothing does."""
+    """Return what keeps this device from using the kernel; empty where nothing does."""
     if not device.HAS_GPU:
         return "" if backend == "flash" else "fused attention is cuDNN's, and there is no GPU"
     name = str(dtype).removeprefix("torch.")

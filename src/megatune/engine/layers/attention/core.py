@@ -209,7 +209,7 @@ class CoreAttention(torch.nn.Module):
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...] | None = None, scale: float | None = None
 ) -> Tensor:
-    """The definition, with explicit scores, for tests.
+    """Return the definition, with explicit scores, for tests.
 
     Args:
         query: [s, b, n, d].

@@ -195,8 +195,8 @@ class FlashOnGPU:
 
 
 def equal_channels(*tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors with as many channels as flash kernels ask for: all the same, and on a GPU a multiple of 8, where
-    kernels read 8 at once. Channels of zeros add nothing to a score, and give an output of zeros."""
+    """Yield the tensors with as many channels as flash kernels ask for: all the same, and on a GPU a multiple of 8,
+    where kernels read 8 at once. Channels of zeros add nothing to a score, and give an output of zeros."""
     multiple = device.FLASH_CHANNEL_MULTIPLE
     size = max(tensor.shape[-1] for tensor in tensors)
     size += -size % multiple
@@ -212,7 +212,7 @@ _FLASH: Kernel = FlashOnGPU() if device.HAS_GPU else FlashOnCPU()
 
 
 def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
-    """The kernel for runs of these tensors: flash, unless the backend or the device needs plain products."""
+    """Return the kernel for runs of these tensors: flash, unless the backend or the device needs plain products."""
     channels, dtype = max(query.shape[-1], value.shape[-1]), str(query.dtype).removeprefix("torch.")
     capability = device.compute_capability()
     (kernel,) = attention_kernels(capability, backend.name, dtype, channels, in_runs=True)

@@ -168,7 +168,7 @@ def ring(boundaries: tuple[int, ...], cp_size: int) -> Ring:
 
 
 def _parts(boundaries: tuple[int, ...], which: int) -> slice | Tensor:
-    """The first or second half of each document."""
+    """Return the first or second half of each document."""
     halves = [
         (start + which * (stop - start) // 2, start + (which + 1) * (stop - start) // 2)
         for start, stop in pairwise(boundaries)

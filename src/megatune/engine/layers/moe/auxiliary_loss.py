@@ -54,20 +54,20 @@ def z_loss(logits: Tensor, is_real: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _summed(local: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks, without gradient; `local` is overwritten."""
+    """Return the sum over ranks, without gradient; `local` is overwritten."""
     if group.size() > 1:
         torch.distributed.all_reduce(local, group=group)
     return local
 
 
 def real_tokens(sequences: Sequences, sequence_parallel: bool) -> Tensor:
-    """Which of the tokens of an expert layer are not padding: bool [n], in the order of [s / cp (/ tp), b]."""
+    """Return which of the tokens of an expert layer are not padding: bool [n], in the order of [s / cp (/ tp), b]."""
     return _of_this_rank(~sequences.is_padding.t(), sequence_parallel)
 
 
 def documents_of_tokens(sequences: Sequences, sequence_parallel: bool) -> tuple[Tensor, int]:
-    """The document of each token of an expert layer, int64 [n] in the order of [s / cp (/ tp), b], and D: the rows, or
-    the documents of the packed row."""
+    """Return the document of each token of an expert layer, int64 [n] in the order of [s / cp (/ tp), b], and D: the
+    rows, or the documents of the packed row."""
     b, s = sequences.is_padding.shape
     device = sequences.is_padding.device
     if not sequences.is_packed:

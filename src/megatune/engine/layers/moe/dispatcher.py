@@ -168,13 +168,13 @@ class _Exchange:
         return gather(all_to_all(self.groups.ep, rows, self.received, self.sent), self.groups.expt_tp, self.shared)
 
     def send_back(self, output: Tensor) -> Tensor:
-        """The opposite of `send`, summing the parts of expert-tensor-parallel ranks."""
+        """Return the opposite of `send`, summing the parts of expert-tensor-parallel ranks."""
         mine = reduce_scatter(output, self.groups.expt_tp, self.shared)
         return all_to_all(self.groups.ep, mine, self.sent, self.received)
 
 
 def gather(mine: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
-    """The ranks' rows, one rank's after the other's; gradients are summed over the ranks.
+    """Return the ranks' rows, one rank's after the other's; gradients are summed over the ranks.
 
     Args:
         sizes: rows of each rank.
@@ -186,7 +186,7 @@ def gather(mine: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
 
 
 def reduce_scatter(whole: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
-    """The sum over the ranks of this rank's rows; the opposite of `gather`."""
+    """Return the sum over the ranks of this rank's rows; the opposite of `gather`."""
     if len(set(sizes)) == 1:
         return reduce_scatter_to_sequence_parallel_region(whole, group=group)
     mine = sizes[group.rank()]
@@ -195,7 +195,7 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup, sizes: list[int]) -> Tens
 
 
 def _gather_sizes(size: int, group: ProcessGroup) -> list[int]:
-    """Every rank's number of tokens; micro-batches of data-parallel ranks differ in length."""
+    """Return every rank's number of tokens; micro-batches of data-parallel ranks differ in length."""
     if group.size() == 1:
         return [size]
     sizes = torch.tensor([size], device=torch.cuda.current_device())

@@ -31,15 +31,15 @@ class Permutation:
     is_complete: bool
 
     def permute(self, tokens: Tensor) -> Tensor:
-        """The rows of these tokens: [n, h] to [R, h]."""
+        """Return the rows of these tokens: [n, h] to [R, h]."""
         return _Permute.apply(tokens, self.choices // self.rows.shape[1], self.rows, self.is_complete)
 
     def permute_choices(self, values: Tensor) -> Tensor:
-        """What each row has of a value for each choice: [n, k] to [R]."""
+        """Return what each row has of a value for each choice: [n, k] to [R]."""
         return _Permute.apply(values.reshape(-1, 1), self.choices, self.rows.view(-1, 1), self.is_complete).view(-1)
 
     def unpermute(self, output: Tensor) -> Tensor:
-        """The sum of each token's rows: [R, h] to [n, h]."""
+        """Return the sum of each token's rows: [R, h] to [n, h]."""
         return _Unpermute.apply(output, self.choices // self.rows.shape[1], self.rows, self.is_complete)
 
 
@@ -70,7 +70,7 @@ def group_by_expert(
 
 
 def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert is chosen: int64 [num_experts], without asking the host."""
+    """Return how often each expert is chosen: int64 [num_experts], without asking the host."""
     flat = experts.reshape(-1)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]

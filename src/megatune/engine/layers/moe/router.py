@@ -120,12 +120,12 @@ class Router(TopKRouter):
 
 
 def balance_coeff_of(config: TransformerConfig) -> float:
-    """The weight of the load-balancing loss, 0 without one."""
+    """Return the weight of the load-balancing loss, 0 without one."""
     return config.moe_aux_loss_coeff if config.moe_router_load_balancing_type in _BALANCE_LOSSES else 0.0
 
 
 def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
-    """The most choices of an expert that a rank with so many tokens keeps; None where nothing is dropped."""
+    """Return the most choices of an expert that a rank with so many tokens keeps; None where nothing is dropped."""
     if config.moe_expert_capacity_factor is None:
         return None
     return partial(

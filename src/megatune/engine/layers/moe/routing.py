@@ -21,7 +21,7 @@ def score(logits: Tensor, function: ScoreFunction) -> Tensor:
 
 
 def choose(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> Tensor:
-    """The experts with the best scores: int64 [n, k].
+    """Return the experts with the best scores: int64 [n, k].
 
     Args:
         num_groups, group_topk: choose among the experts of the best groups, judged by the sum of their two best
@@ -38,8 +38,8 @@ def choose(scores: Tensor, topk: int, num_groups: int | None = None, group_topk:
 
 
 def choose_balanced(logits: Tensor, is_real: Tensor, topk: int) -> Tensor:
-    """The best experts after Sinkhorn's normalization, which gives every expert the same share of the real tokens of
-    this rank (S-BASE, arXiv:2202.01169): int64 [n, k]. Asks the host how many iterations are needed."""
+    """Return the best experts after Sinkhorn's normalization, which gives every expert the same share of the real
+    tokens of this rank (S-BASE, arXiv:2202.01169): int64 [n, k]. Asks the host how many iterations are needed."""
     # A constant added to a token's logits changes nothing but the range of their exponentials.
     balanced = logits - logits.amax(-1, keepdim=True)
     real = is_real.nonzero()[:, 0]
@@ -49,7 +49,7 @@ def choose_balanced(logits: Tensor, is_real: Tensor, topk: int) -> Tensor:
 
 
 def weigh(scores: Tensor, experts: Tensor, *, normalize: bool, scaling_factor: float | None) -> Tensor:
-    """The share of each chosen expert in a token's output, [n, k].
+    """Return the share of each chosen expert in a token's output, [n, k].
 
     Args:
         normalize: the shares of a token's experts sum to 1, before scaling.
@@ -61,12 +61,13 @@ def weigh(scores: Tensor, experts: Tensor, *, normalize: bool, scaling_factor: f
 
 
 def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """The most tokens that an expert takes from a rank: `factor` times an equal share, and never more than all."""
+    """Return the most tokens that an expert takes from a rank: `factor` times an equal share, and never more than
+    all."""
     return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
 
 
 def drop(experts: Tensor, probs: Tensor, is_real: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """The choices that are left when each expert keeps those it has the greatest share in.
+    """Return the choices that are left when each expert keeps those it has the greatest share in.
 
     Padding is dropped, so that it takes no real token's place.
 
