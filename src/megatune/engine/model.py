@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings
-from megatune.engine.layers import gradient_accumulation, swiglu
+from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import OutputLayer
+from megatune.engine.layers.feed_forward import install_swiglu
 from megatune.engine.layers.rotary import attention_factor, cos_sin, inverse_frequencies
 from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.sequences import Sequences
@@ -137,7 +138,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     require(settings, architecture)
     parallel, performance = settings.parallel, settings.performance
     if performance.bias_activation_fusion:
-        swiglu.install()
+        install_swiglu()
     if performance.gradient_accumulation_fusion:
         gradient_accumulation.install()
     config = transformer_config(architecture, settings)

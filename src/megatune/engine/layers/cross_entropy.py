@@ -109,13 +109,6 @@ def token_losses(
     return losses.new_zeros(b * s).index_copy(0, trained, losses).view(b, s)
 
 
-def reference_token_losses(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return the same from all logits, on one rank and without padding of the vocabulary, for tests of
-    `token_losses`."""
-    logits = torch.nn.functional.linear(hidden_states, weight).float().permute(1, 2, 0)
-    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Losses of the trained tokens, fp32 [n]. One collective of 2 · n numbers in the forward pass, and those that a
     column-parallel linear layer has."""
@@ -151,7 +144,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # softmax - 1 at the target, exact also where the softmax is nearly 1.
         grad_targets = torch.expm1(-losses) * grad_losses
         grad_inputs = torch.zeros_like(inputs)
-        weight_gradient = _weight_gradient(weight) if ctx.needs_input_grad[1] else None
+        # DDP's buffer, whatever gradient_accumulation_fusion says: a sum over chunks needs an fp32 tensor as large as
+        # the weight, and that one is there.
+        grad_weight = main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for chunk in part.chunks(len(rows)):
             some = inputs.index_select(0, rows[chunk])
             grad_logits = _scaled_softmax(some @ real_weight.t(), log_sums[chunk], grad_losses[chunk])
@@ -159,11 +156,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             there = grad_targets[chunk, None].to(grad_logits.dtype)
             grad_logits.scatter_(1, here, torch.where(is_mine[chunk, None], there, grad_logits.gather(1, here)))
             grad_inputs.index_copy_(0, rows[chunk], grad_logits @ real_weight)
-            if weight_gradient is not None:
-                add_weight_gradient(weight_gradient[: part.num_rows], grad_logits, some)
+            if ctx.needs_input_grad[1]:
+                add_weight_gradient(grad_weight[: part.num_rows], grad_logits, some)
             del grad_logits
         grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
-        return grad_hidden_states, _handed_over(weight, weight_gradient), None, None, None
+        if not ctx.needs_input_grad[1]:
+            return grad_hidden_states, None, None, None, None
+        grad_weight = grad_weight.to(weight.dtype) if main_grad is None else announced_gradient(weight)
+        return grad_hidden_states, grad_weight, None, None, None
 
 
 def _log_sum_exp_eagerly(logits: Tensor) -> Tensor:
@@ -220,19 +220,3 @@ def _reduce(grad_inputs: Tensor, part: VocabularyPart) -> Tensor:
     if part.size > 1:
         torch.distributed.all_reduce(grad_inputs, group=part.group)
     return grad_inputs
-
-
-def _weight_gradient(weight: Tensor) -> Tensor:
-    """Where chunks add their part of the weight's gradient. DDP's buffer, whatever gradient_accumulation_fusion says:
-    a sum over chunks needs an fp32 tensor as large as the weight, and that one is there."""
-    main_grad = getattr(weight, "main_grad", None)
-    return torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
-
-
-def _handed_over(weight: Tensor, weight_gradient: Tensor | None) -> Tensor | None:
-    """Return what autograd is given for the weight."""
-    if weight_gradient is None:
-        return None
-    if weight_gradient is getattr(weight, "main_grad", None):
-        return announced_gradient(weight)
-    return weight_gradient.to(weight.dtype)

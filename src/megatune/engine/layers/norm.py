@@ -26,16 +26,18 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.is_fused = config.rms_norm_fusion
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension; shape and dtype are kept."""
         if not self.is_fused:
-            return plain_rms_norm(hidden_states, self.weight, self.eps)
+            # Operator by operator.
+            wide = _wide(hidden_states)
+            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            return (wide * scale * self.weight).to(hidden_states.dtype)
         if device.HAS_GPU:  # one kernel each way
             return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         return _Normalize.apply(hidden_states, self.weight, self.eps)
@@ -63,18 +65,5 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(values: Tensor) -> Tensor:
-    """In fp32 at least."""
+    """Return the values in fp32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def plain_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm operator by operator: what `rms_norm_fusion` replaces."""
-    wide = _wide(hidden_states)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(hidden_states.dtype)
-
-
-def reference_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm as its paper writes it, for tests of `RMSNorm`."""
-    wide = hidden_states.double()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(hidden_states.dtype)

@@ -19,6 +19,7 @@ from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 from megatune.engine.layers.attention.kernels import Kernel, pick
 from megatune.engine.layers.attention.spans import Ring, ring
 
+Boundaries: TypeAlias = tuple[int, ...]
 Group: TypeAlias = torch.distributed.ProcessGroup
 
 # gloo tells messages between the same two ranks apart by a tag.
@@ -26,25 +27,9 @@ _KEYS, _GRADIENTS = 1, 2
 
 
 def attend_ring(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: tuple[int, ...],
-    scale: float,
-    backend: AttnBackend,
-    group: Group,
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend, group: Group
 ) -> Tensor:
-    """Attend to what comes around the ring.
-
-    Args:
-        query: [s / cp, b, n, d].
-        key: [s / cp, b, g, d].
-        value: [s / cp, b, g, e].
-        boundaries: of the documents in the whole row.
-
-    Returns:
-        [s / cp, b, n, e].
-    """
+    """Attend to what comes around the ring; shapes as in `core`."""
     steps = ring(boundaries, group.size())
     arguments = (steps, scale, pick(query, value, backend), group)
     output = _RingAttention.apply(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), *arguments)
@@ -90,16 +75,8 @@ class _RingAttention(torch.autograd.Function):
             arriving = _Passing(here, group, _KEYS) if step + 1 < group.size() else None
             keys, values = here.split(channels, -1)
             of_query, of_key, spans = steps.at_step(step, group.rank())
-            grad_run, *grad_keys = kernel.backward(
-                grad_output[of_query],
-                query[of_query],
-                keys[of_key],
-                values[of_key],
-                output[of_query],
-                lse[:, of_query],
-                spans,
-                scale,
-            )
+            saved = query[of_query], keys[of_key], values[of_key], output[of_query], lse[:, of_query]
+            grad_run, *grad_keys = kernel.backward(grad_output[of_query], saved, spans, scale)
             grad_query[of_query] += grad_run
             # What the ranks before found of these keys' gradients; it was on its way while this rank computed.
             gradients = of_others.wait() if of_others else torch.zeros_like(here, dtype=lse.dtype)
@@ -113,12 +90,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _merge(output: Tensor, lse: Tensor, found: Tensor, of_found: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both results.
-
-    Args:
-        output, found: [t, n, e].
-        lse, of_found: [n, t].
-    """
+    """Return attention over the keys of both results, [t, n, e] and [n, t]."""
     share = torch.sigmoid(of_found - lse).T[..., None]
     return torch.lerp(output, found.to(output.dtype), share), torch.logaddexp(lse, of_found)
 

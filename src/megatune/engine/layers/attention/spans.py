@@ -50,18 +50,11 @@ class Spans:
         return tuple(zip(queries, keys, strict=True))
 
     @cached_property
-    def max_queries(self) -> int:
-        return max(stop - start for start, stop in pairwise(self.queries))
-
-    @cached_property
-    def max_keys(self) -> int:
-        return max(stop - start for start, stop in pairwise(self.keys))
-
-    @cached_property
-    def on_device(self) -> tuple[Tensor, Tensor]:
-        """`queries` and `keys`, int32 [runs + 1], on the device."""
+    def on_device(self) -> tuple[Tensor, Tensor, int, int]:
+        """`queries` and `keys`, int32 [runs + 1], on the device; and the longest run of each."""
         bounds = device.send(torch.tensor((self.queries, self.keys), dtype=torch.int32))
-        return bounds[0], bounds[1]
+        longest = [max(stop - start for start, stop in pairwise(ends)) for ends in (self.queries, self.keys)]
+        return bounds[0], bounds[1], longest[0], longest[1]
 
 
 @lru_cache(_REMEMBERED)
@@ -70,60 +63,34 @@ def documents(boundaries: tuple[int, ...]) -> Spans:
     return Spans(boundaries, boundaries, causal=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """How tokens that were gathered from all context-parallel ranks are brought into the row's order, and back.
+@lru_cache(_REMEMBERED)
+def gathered(boundaries: tuple[int, ...], cp_size: int) -> tuple[Tensor, Tensor]:
+    """Return how tokens that were gathered from all context-parallel ranks are brought into the row's order, and back.
 
-    Attributes:
-        to_row: int64 [s], on the device: where the row's tokens are among the gathered ones.
-        from_row: int64 [s], on the device: where the gathered tokens are in the row.
+    Returns:
+        Where the row's tokens are among the gathered ones, and where those are in the row: int64 [s], on the device.
     """
-
-    to_row: Tensor
-    from_row: Tensor
+    from_row = torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)])
+    return device.send(from_row.argsort()), device.send(from_row)
 
 
 @lru_cache(_REMEMBERED)
-def gathered(boundaries: tuple[int, ...], cp_size: int) -> Gathered:
-    """Return the orders of rows with these documents."""
-    from_row = _from_row(boundaries, cp_size)
-    return Gathered(device.send(from_row.argsort()), device.send(from_row))
+def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Spans]:
+    """Return what the queries of one rank see of the gathered keys: of each document the parts up to theirs.
 
-
-def _from_row(boundaries: tuple[int, ...], cp_size: int) -> Tensor:
-    return torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)])
-
-
-@dataclass(frozen=True, eq=False)
-class Prefixes:
-    """What the queries of one rank see of the gathered keys: of each document the parts up to theirs.
-
-    Attributes:
-        order: int64 [keys], on the device: the gathered tokens in the order of `spans`; early ones come twice, for
-            the queries of the earlier and of the later part.
-        spans: two runs for each document, of this rank's two parts.
+    Returns:
+        int64 [keys], on the device: the gathered tokens in the order of the spans; early ones come twice, for the
+        queries of the earlier and of the later part. And two spans for each document, of this rank's two parts.
     """
-
-    order: Tensor
-    spans: Spans
-
-
-@lru_cache(_REMEMBERED)
-def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> Prefixes:
-    """Return what the queries of one rank see."""
-    to_row = _from_row(boundaries, cp_size).argsort()
+    to_row = torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)]).argsort()
     sizes, runs = [], []
     for start, stop in pairwise(boundaries):
         size = (stop - start) // (2 * cp_size)
         for part in (cp_rank, 2 * cp_size - 1 - cp_rank):
             sizes.append(size)
             runs.append(to_row[start : start + (part + 1) * size])
-    spans = Spans(_bounds(sizes), _bounds([len(run) for run in runs]), causal=True)
-    return Prefixes(device.send(torch.cat(runs)), spans)
-
-
-def _bounds(sizes: list[int]) -> tuple[int, ...]:
-    return tuple(accumulate(sizes, initial=0))
+    queries, keys = (tuple(accumulate(each, initial=0)) for each in (sizes, map(len, runs)))
+    return device.send(torch.cat(runs)), Spans(queries, keys, causal=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,10 +136,8 @@ def ring(boundaries: tuple[int, ...], cp_size: int) -> Ring:
 
 def _parts(boundaries: tuple[int, ...], which: int) -> slice | Tensor:
     """Return the first or second half of each document."""
-    halves = [
-        (start + which * (stop - start) // 2, start + (which + 1) * (stop - start) // 2)
-        for start, stop in pairwise(boundaries)
-    ]
+    middles = [(start, (start + stop) // 2, stop) for start, stop in pairwise(boundaries)]
+    halves = [edges[which : which + 2] for edges in middles]
     if len(halves) == 1:
         return slice(*halves[0])
     return device.send(torch.cat([torch.arange(start, stop) for start, stop in halves]))
