@@ -21,11 +21,7 @@ class FusedAdam(torch.optim.Optimizer):
     time: the update itself is always computed in fp32.
 
     Args:
-        params: parameters or groups of them.
-        lr: learning rate.
         betas: decay of the running averages of the gradient and of its square.
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
         adam_w_mode: always true; here because Megatron-Core passes it to FusedAdam.
         exp_avg_dtype, exp_avg_sq_dtype: what the running averages are kept in.
         host_fraction: the share of the elements whose state is kept, and whose update is computed, on the host.

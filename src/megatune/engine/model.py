@@ -54,9 +54,8 @@ class DecoderModel(GPTModel):
         self.attention_factor = attention_factor(architecture)
         size = self.vocab_size // tp_size
         # Rows of this rank's part of the vocabulary that are real; the rest only pads it.
-        self.num_vocabulary_rows = min(
-            max(architecture.vocab_size - parallel_state.get_tensor_model_parallel_rank() * size, 0), size
-        )
+        before = parallel_state.get_tensor_model_parallel_rank() * size
+        self.num_vocabulary_rows = min(max(architecture.vocab_size - before, 0), size)
         if self.post_process:
             # GPTModel makes the layer itself. The subclass has no state of its own, only another way to call it.
             self.output_layer.__class__ = OutputLayer
@@ -87,15 +86,10 @@ class DecoderModel(GPTModel):
         return self.head(hidden_states, labels, sequences.trained) if self.post_process else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
-        """Compute logits or, given labels, the loss.
+        """Compute logits or, given labels, the loss from the last layer's [s (/ tp), b, h], as `forward` returns them.
 
         Args:
-            hidden_states: [s (/ tp), b, h], of the last layer.
-            labels: int64 [b, s].
             trained: int64 [n], places of the trained tokens in the flattened labels.
-
-        Returns:
-            As `forward` of the last chunk.
         """
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is not None and self.config.cross_entropy_loss_fusion:
@@ -112,12 +106,7 @@ class DecoderModel(GPTModel):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Compute cross-entropy over the real vocabulary from all logits: what `cross_entropy_loss_fusion` replaces.
 
-        Args:
-            labels: int64 [b, s]; below 0 where a token is not trained.
-            logits: [s, b, padded vocabulary / tp].
-
-        Returns:
-            fp32 [b, s].
+        From int64 [b, s], below 0 where a token is not trained, and [s, b, padded vocabulary / tp] to fp32 [b, s].
         """
         if self.num_vocabulary_rows < logits.shape[-1]:
             logits = logits.clone()

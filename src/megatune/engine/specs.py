@@ -90,7 +90,7 @@ def _self_attention(architecture: Architecture) -> ModuleSpec:
 def _mla(mla: MultiLatentAttention) -> ModuleSpec:
     return ModuleSpec(
         module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "rope_interleaved": mla.rope_interleaved},
+        params={"rope_interleaved": mla.rope_interleaved},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
             linear_q_down_proj=ReplicatedLinear,

@@ -47,7 +47,7 @@ class SharedExperts(SharedExpertMLP, FeedForward):
 
 
 def fused_swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up, keeping only the input for the backward pass.
+    """Compute silu(gate) · up, keeping only the input for the backward pass.
 
     Operator by operator, autograd keeps silu(gate), too. Megatron-Core's own fusion must be compiled to be precise:
     operator by operator it rounds seven times on the way to a 16-bit gradient of the gate, this one twice. From
@@ -86,12 +86,12 @@ class _SwiGLU(torch.autograd.Function):
         return _backward(gate_up, grad)
 
 
-def _backward_eagerly(gate_up: Tensor, grad: Tensor) -> Tensor:
+@device.compiled
+def _backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of `gate_up`, [..., 2 · f], from that of the output, [..., f]."""
     gate, up = gate_up.chunk(2, -1)
     grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     return torch.cat((grad_gate, grad * F.silu(gate)), -1)
 
 
-_forward = torch.compile(reference_swiglu, dynamic=True) if device.HAS_GPU else reference_swiglu
-_backward = torch.compile(_backward_eagerly, dynamic=True) if device.HAS_GPU else _backward_eagerly
+_forward = device.compiled(reference_swiglu)

@@ -16,11 +16,6 @@ class RMSNorm(torch.nn.Module):
     Megatron-Core's local norm refuses sequence parallelism. There each rank normalizes its own part of the sequence
     with a whole copy of the weight, so the copies' gradients must be summed over tensor-parallel ranks: Megatron-Core
     does that for weights that carry `sequence_parallel`.
-
-    Args:
-        config: what `engine.transformer_config` made.
-        hidden_size: size of the last dimension, which is normalized.
-        eps: added to the mean square.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:

@@ -35,12 +35,7 @@ class GroupedQueryAttention(SelfAttention):
     before attention begins."""
 
     def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        attention_mask: None,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: Sequences,
-        **unused: Any,
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
     ) -> tuple[Tensor, None]:
         """Project, rotate by `engine.layers.rotary.cos_sin`, attend, project: [s', b, h] to the same, and no bias."""
         query, key, value = self.get_query_key_value_tensors(hidden_states, None)
@@ -65,11 +60,7 @@ def attend(
 ) -> Tensor:
     """Apply core attention, computed again in the backward pass where asked.
 
-    Args:
-        qkv: query, key and value, [s, b, n, channels of a head].
-
-    Returns:
-        [s, b, n · channels of a value].
+    From query, key and value, [s, b, n, channels of a head], to [s, b, n · channels of a value].
     """
     compute = functools.partial(core_attention, packed_seq_params=sequences)
     context: Tensor = tensor_parallel.checkpoint(compute, False, *qkv) if recompute else compute(*qkv)
@@ -107,7 +98,7 @@ class MLASelfAttention(torch.nn.Module):
     Args:
         layer_number: of this layer in the whole model, from 1.
         rope_interleaved: rotary embedding turns neighbouring channels.
-        attn_mask_type, cp_comm_type: for the core attention.
+        cp_comm_type: for the core attention.
     """
 
     def __init__(
@@ -115,7 +106,6 @@ class MLASelfAttention(torch.nn.Module):
         config: MLATransformerConfig,
         submodules: MLASelfAttentionSubmodules,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
         rope_interleaved: bool,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
@@ -131,13 +121,10 @@ class MLASelfAttention(torch.nn.Module):
             submodules.core_attention,
             config=config,
             layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
+            attn_mask_type=AttnMaskType.causal,
             attention_type="self",
             softmax_scale=config.softmax_scale,
-            k_channels=config.qk_head_dim + config.qk_pos_emb_head_dim,
-            v_channels=config.v_head_dim,
             cp_comm_type=cp_comm_type,
-            pg_collection=pg_collection,
         )
 
     def _build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
@@ -171,12 +158,7 @@ class MLASelfAttention(torch.nn.Module):
         )
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: None,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: Sequences,
-        **unused: Any,
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
     ) -> tuple[Tensor, None]:
         """Project down and up, attend, project; as GroupedQueryAttention."""
         latents = self._project_down(hidden_states)

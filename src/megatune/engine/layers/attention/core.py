@@ -56,10 +56,9 @@ def _one_document(query: Tensor, key: Tensor, value: Tensor, scale: float, backe
     )
     if kernels[0] == "flash":
         query, key, value = equal_channels(query, key, value)
+    query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
     with sdpa_kernel([_SDPA[kernel] for kernel in kernels], set_priority=True):
-        output = scaled_dot_product_attention(
-            *(each.permute(1, 2, 0, 3) for each in (query, key, value)), is_causal=True, scale=scale, enable_gqa=grouped
-        )
+        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     return output.permute(2, 0, 1, 3)[..., :channels]
 
 
@@ -138,15 +137,9 @@ class CoreAttention(torch.nn.Module):
         packed_seq_params: Sequences,
         **unused: Any,
     ) -> Tensor:
-        """Attend. Padding is at the end of its document, so no real token sees it and no mask is needed.
+        """Attend, from the tokens that `engine.sequences.local_batch` gives this rank to [s / cp, b, n · e].
 
-        Args:
-            query: [s / cp, b, n, d], the tokens that `engine.sequences.local_batch` gives this rank.
-            key: [s / cp, b, g, d].
-            value: [s / cp, b, g, e].
-
-        Returns:
-            [s / cp, b, n · e], in the dtype of `query`.
+        Padding is at the end of its document, so no real token sees it and no mask is needed.
         """
         scale = self.softmax_scale or 1 / math.sqrt(query.shape[-1])
         boundaries = packed_seq_params.boundaries

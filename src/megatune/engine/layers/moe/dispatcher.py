@@ -105,7 +105,7 @@ class AllToAllDispatcher(Dispatcher):
         rows, probs = permutation.permute(tokens), permutation.permute_choices(probs)
         if self.groups.tp_ep.size() == 1:
             return Dispatched(rows, counts, probs, permutation.unpermute)
-        exchange = _Exchange.of(counts, self.groups)
+        exchange = _Exchange(counts, self.groups)
         rows, probs = exchange.send(rows), exchange.send(probs)
         # Rows arrive rank by rank; experts take them expert by expert.
         local = exchange.counts.shape[1]
@@ -120,10 +120,9 @@ class AllToAllDispatcher(Dispatcher):
         return Dispatched(by_expert.permute(rows), exchange.counts.sum(0), probs, combine)
 
 
-@dataclass(frozen=True, slots=True)
 class _Exchange:
     """Rows sent to the ranks of their experts, over expert parallelism; then, as these ranks hold slices of their
-    experts only, shared over expert tensor parallelism.
+    experts only, shared over expert tensor parallelism. Planning it is collective.
 
     Attributes:
         counts: int64 [etp · ep, L], rows of each local expert that come from each rank.
@@ -131,28 +130,17 @@ class _Exchange:
         shared: rows that each expert-tensor-parallel rank received.
     """
 
-    groups: ProcessGroupCollection
-    counts: Tensor
-    sent: list[int]
-    received: list[int]
-    shared: list[int]
-
-    @classmethod
-    def of(cls, counts: Tensor, groups: ProcessGroupCollection) -> _Exchange:
-        """Plan it from int64 [E], the rows that this rank has for each expert; collective."""
-        ep, etp = groups.ep, groups.expt_tp
-        # [sending ep, sending etp, receiving ep, L]
+    def __init__(self, counts: Tensor, groups: ProcessGroupCollection) -> None:
+        """Plan it from int64 [E], the rows that this rank has for each expert."""
+        self.groups, ep, etp = groups, groups.ep, groups.expt_tp
         gathered = gather_from_sequence_parallel_region(counts, group=groups.tp_ep)
+        # [sending ep, sending etp, receiving ep, L]
         table = gathered.view(ep.size(), etp.size(), ep.size(), -1)
         by_rank = table.sum(-1).tolist()  # the one wait for the device: collectives must know their sizes
         received = [[by_rank[sender][slot][ep.rank()] for sender in range(ep.size())] for slot in range(etp.size())]
-        return cls(
-            groups,
-            table[:, :, ep.rank()].transpose(0, 1).reshape(etp.size() * ep.size(), -1),
-            by_rank[ep.rank()][etp.rank()],
-            received[etp.rank()],
-            [sum(rows) for rows in received],
-        )
+        self.counts = table[:, :, ep.rank()].transpose(0, 1).reshape(etp.size() * ep.size(), -1)
+        self.sent, self.received = by_rank[ep.rank()][etp.rank()], received[etp.rank()]
+        self.shared = [sum(rows) for rows in received]
 
     def send(self, rows: Tensor) -> Tensor:
         """Send [rows of this rank's tokens, ...]; return [R, ...], in the order of `counts`."""

@@ -56,15 +56,9 @@ class GroupedExperts(torch.nn.Module):
     def forward(
         self, permuted_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Apply to each row its expert.
+        """Apply to each row its expert: [R, h], int64 [L] on the device, and fp32 [R] to [R, h], and no bias.
 
-        Args:
-            permuted_hidden_states: [R, h], rows of expert 0 first.
-            tokens_per_expert: int64 [L], on the device; sums to R.
-            permuted_probs: fp32 [R].
-
-        Returns:
-            [R, h], with expert tensor parallelism this rank's part of a sum; and no bias.
+        With expert tensor parallelism the output is this rank's part of a sum.
         """
         linear = grouped_linear if self.is_grouped else looped_linear
         gate_up = linear(permuted_hidden_states, self.weight1, tokens_per_expert)

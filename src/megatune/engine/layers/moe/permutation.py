@@ -88,8 +88,8 @@ class _Rearrange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        transposed = _sum if ctx.takes else _take
-        return transposed(grad, *ctx.saved_tensors, ctx.is_complete), None, None, None, None
+        (index,), transposed = ctx.saved_tensors, _sum if ctx.takes else _take
+        return transposed(grad, index, ctx.is_complete), None, None, None, None
 
 
 def _take(values: Tensor, index: Tensor, is_complete: bool) -> Tensor:
