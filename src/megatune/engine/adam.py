@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -56,9 +56,8 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[param][name] = _zeros_like(param.data, dtype, on_host)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        assert closure is None, "the gradients are ready when the optimizer steps"
         self.init_state()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None and param.numel()]

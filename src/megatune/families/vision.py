@@ -68,7 +68,8 @@ class VisionFamily:
         # JSON has lists; keys of caches have tuples.
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         vision = Vision(**{**self.defaults, **known, **self.constants})
-        encoder, mergers = (_count(tensors, vision) for tensors in (self.encoder, self.mergers))
+        shapes = [vision_shapes(tensors, vision).values() for tensors in (self.encoder, self.mergers)]
+        encoder, mergers = (sum(map(math.prod, each)) for each in shapes)
         vision = replace(vision, num_parameters=encoder, num_projector_parameters=mergers)
         return replace(self.decoder.architecture(self._text_config(config)), vision=vision)
 
@@ -96,10 +97,6 @@ def vision_shapes(tensors: Iterable[HFTensor], vision: Vision) -> dict[str, tupl
         for index in range(vision.num_mergers - 1 if merger else vision.depth if layer else 1):
             shapes[tensor.name.format(layer=index, merger=index)] = shape
     return shapes
-
-
-def _count(tensors: Iterable[HFTensor], vision: Vision) -> int:
-    return sum(map(math.prod, vision_shapes(tensors, vision).values()))
 
 
 def with_bias(name: str, *shape: str) -> tuple[HFTensor, HFTensor]:

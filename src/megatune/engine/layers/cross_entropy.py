@@ -40,16 +40,11 @@ class OutputLayer(ColumnParallelLinear):
     num_vocabulary_rows: int  # of this rank's rows those that are real; the rest only pads the vocabulary
 
     def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        labels: Tensor | None = None,
-        trained: Tensor | None = None,
+        self, input_: Tensor, weight: Tensor | None = None, labels: Tensor | None = None, trained: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """Compute logits, or with `labels` and `trained` token losses; see `token_losses`."""
         if labels is None or trained is None:
-            return super().forward(input_, weight, runtime_gather_output)
+            return super().forward(input_, weight)
         weight = self.weight if weight is None else weight
         first = self.tp_group.rank() * weight.shape[0]
         part = VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel)

@@ -116,20 +116,7 @@ class MLASelfAttention(torch.nn.Module):
         self.rotate = functools.partial(turn, interleaved=rope_interleaved)
         recomputed = config.recompute_modules if config.recompute_granularity == "selective" else []
         self.recompute_up_proj, self.recompute_core_attention = "mla_up_proj" in recomputed, "core_attn" in recomputed
-        self._build_projections(submodules)
-        self.core_attention = build_module(
-            submodules.core_attention,
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=AttnMaskType.causal,
-            attention_type="self",
-            softmax_scale=config.softmax_scale,
-            cp_comm_type=cp_comm_type,
-        )
-
-    def _build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
-        config, heads = self.config, self.config.num_attention_heads
-
+        heads = config.num_attention_heads
         linear = {"config": config, "bias": False, "tp_group": self.tp_group}
         to_heads = {**linear, "init_method": config.init_method, "gather_output": False}
 
@@ -156,6 +143,15 @@ class MLASelfAttention(torch.nn.Module):
         self.linear_proj = build_module(
             submodules.linear_proj, heads * config.v_head_dim, config.hidden_size, **out, skip_bias_add=True
         )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            softmax_scale=config.softmax_scale,
+            cp_comm_type=cp_comm_type,
+        )
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
@@ -163,10 +159,9 @@ class MLASelfAttention(torch.nn.Module):
         """Project down and up, attend, project; as GroupedQueryAttention."""
         latents = self._project_down(hidden_states)
         up = functools.partial(self._project_up, cos_sin=rotary_pos_emb)
+        recompute_up = self.recompute_up_proj and self.training
         # None: anything else, False too, asks for Transformer Engine.
-        checkpoint = (
-            tensor_parallel.CheckpointWithoutOutput(fp8=None) if self.recompute_up_proj and self.training else None
-        )
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None) if recompute_up else None
         qkv = checkpoint.checkpoint(up, *latents) if checkpoint else up(*latents)
         recompute = self.recompute_core_attention and self.training
         context = attend(self.core_attention, qkv, packed_seq_params, recompute=recompute)

@@ -126,18 +126,8 @@ class CoreAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         self.cp_comm_type = cp_comm_type if config.context_parallel_size > 1 else None
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        *,
-        packed_seq_params: Sequences,
-        **unused: Any,
-    ) -> Tensor:
-        """Attend, from the tokens that `engine.sequences.local_batch` gives this rank to [s / cp, b, n · e].
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, packed_seq_params: Sequences) -> Tensor:
+        """Attend, from the tokens of `engine.sequences.local_batch` to [s / cp, b, n · e] in the dtype of `query`.
 
         Padding is at the end of its document, so no real token sees it and no mask is needed.
         """

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ class Spans:
         return bounds[0], bounds[1], longest[0], longest[1]
 
 
+# The queries and the keys of a rank that take part in a step of the ring, and how: a slice where the row is one
+# document, otherwise int64 [s / (2 · cp)] on the device.
+RingStep: TypeAlias = tuple[slice | Tensor, slice | Tensor, Spans]
+
+
 @lru_cache(_REMEMBERED)
 def documents(boundaries: tuple[int, ...]) -> Spans:
     """Whole rows: every document attends to itself."""
@@ -93,49 +99,25 @@ def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[T
     return device.send(torch.cat(runs)), Spans(queries, keys, causal=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Ring:
-    """Who sees what of the keys and values that come around a ring of context-parallel ranks.
-
-    Attributes:
-        own: this rank's queries and its own keys: both parts in order, causally.
-        of_earlier: all of this rank's queries, and the first parts of an earlier rank's keys.
-        of_later: the queries of this rank's second parts, and all of a later rank's keys.
-        first, second: where the two parts of each document are among a rank's tokens: a slice of a row that is one
-            document, otherwise int64 [s / (2 · cp)] on the device.
-    """
-
-    own: Spans
-    of_earlier: Spans
-    of_later: Spans
-    first: slice | Tensor
-    second: slice | Tensor
-
-    def at_step(self, step: int, cp_rank: int) -> tuple[slice | Tensor, slice | Tensor, Spans]:
-        """Return the queries of a rank and the keys that it holds at a step of the ring that take part, and how."""
-        if step == 0:
-            return slice(None), slice(None), self.own
-        if step <= cp_rank:
-            return slice(None), self.first, self.of_earlier
-        return self.second, slice(None), self.of_later
-
-
 @lru_cache(_REMEMBERED)
-def ring(boundaries: tuple[int, ...], cp_size: int) -> Ring:
-    """Return the ring of rows with these documents, the same for every rank."""
+def ring(boundaries: tuple[int, ...], cp_size: int) -> tuple[RingStep, RingStep, RingStep]:
+    """Return who sees what of the keys and values that come around a ring of context-parallel ranks.
+
+    Returns:
+        For a rank's own keys, both parts in order, causally; for an earlier rank's, of which all queries see the first
+        parts; and for a later one's, which the queries of the second parts see.
+    """
     whole = tuple(boundary // cp_size for boundary in boundaries)
     half = tuple(boundary // (2 * cp_size) for boundary in boundaries)
-    return Ring(
-        own=Spans(whole, whole, causal=True),
-        of_earlier=Spans(whole, half, causal=False),
-        of_later=Spans(half, whole, causal=False),
-        first=_parts(whole, 0),
-        second=_parts(whole, 1),
+    return (
+        (slice(None), slice(None), Spans(whole, whole, causal=True)),
+        (slice(None), _parts(whole, 0), Spans(whole, half, causal=False)),
+        (_parts(whole, 1), slice(None), Spans(half, whole, causal=False)),
     )
 
 
 def _parts(boundaries: tuple[int, ...], which: int) -> slice | Tensor:
-    """Return the first or second half of each document."""
+    """Return where the first or second half of each document is among a rank's tokens."""
     middles = [(start, (start + stop) // 2, stop) for start, stop in pairwise(boundaries)]
     halves = [edges[which : which + 2] for edges in middles]
     if len(halves) == 1:
