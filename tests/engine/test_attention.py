@@ -14,8 +14,8 @@ from torch import Tensor
 from megatune.config.groups.performance import PerformanceSettings
 from megatune.config.settings import DataSettings, ParallelSettings, PrecisionSettings, Settings
 from megatune.engine import device
-from megatune.engine.layers.attention import CoreAttention
 from megatune.engine.layers.attention.choice import describe, require
+from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.layers.attention.kernels import FlashOnGPU, Kernel, Plain, pick
 from megatune.engine.layers.attention.spans import Spans
 from megatune.errors import ExitCode, MegatuneError

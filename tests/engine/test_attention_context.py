@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatune.config.settings import ParallelSettings
 from megatune.engine import groups
-from megatune.engine.layers.attention import CoreAttention
+from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.sequences import local_tokens
 
 VARIANTS = ("all_gather", "a2a", "p2p")

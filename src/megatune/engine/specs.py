@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatune.architecture import Architecture, MultiLatentAttention
-from megatune.engine.layers.attention import CoreAttention
+from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.layers.feed_forward import FeedForward
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm

@@ -56,7 +56,7 @@ class VocabularyPart:
     """What a tensor-parallel rank holds of the vocabulary.
 
     Attributes:
-        first: the token that its first row stands for.
+        first: the token of its first row.
         num_rows: how many of its rows are real, v; may be 0.
         group: the ranks that hold the other parts; None if there are none.
         sequence_parallel: whether each rank holds 1 / tp of the tokens' hidden states.

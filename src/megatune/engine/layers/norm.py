@@ -30,7 +30,7 @@ class RMSNorm(torch.nn.Module):
         """Normalize the last dimension; shape and dtype are kept."""
         if not self.is_fused:
             # Operator by operator.
-            wide = _wide(hidden_states)
+            wide = wide_of(hidden_states)
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
             return (wide * scale * self.weight).to(hidden_states.dtype)
         if device.HAS_GPU:  # one kernel each way
@@ -44,7 +44,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        wide = _wide(hidden_states)
+        wide = wide_of(hidden_states)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(hidden_states, weight, scale)
         return (wide * scale).mul_(weight).to(hidden_states.dtype)
@@ -52,13 +52,13 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         hidden_states, weight, scale = ctx.saved_tensors
-        normalized, wide_grad = _wide(hidden_states) * scale, _wide(grad)
+        normalized, wide_grad = wide_of(hidden_states) * scale, wide_of(grad)
         grad_weight = (wide_grad * normalized).flatten(0, -2).sum(0)
         inner = wide_grad * weight
         grad_hidden = (inner - normalized * (inner * normalized).mean(-1, keepdim=True)).mul_(scale)
         return grad_hidden.to(grad.dtype), grad_weight.to(weight.dtype), None
 
 
-def _wide(values: Tensor) -> Tensor:
+def wide_of(values: Tensor) -> Tensor:
     """Return the values in fp32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

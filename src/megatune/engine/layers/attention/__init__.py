@@ -1,5 +1,1 @@
 """Core attention: packed rows, context parallelism, and the choice of kernels."""
-
-from megatune.engine.layers.attention.core import CoreAttention
-
-__all__ = ["CoreAttention"]

@@ -63,7 +63,7 @@ def require(settings: Settings, architecture: Architecture) -> None:
 
 
 def _channels(architecture: Architecture) -> tuple[int, int]:
-    """Channels of a head's query and key, and of its value."""
+    """Return the channels of a head's query and key, and of its value."""
     mla = architecture.mla
     if mla is None:
         return architecture.kv_channels, architecture.kv_channels

@@ -24,7 +24,7 @@ Boundaries: TypeAlias = tuple[int, ...]
 Group: TypeAlias = torch.distributed.ProcessGroup
 Steps: TypeAlias = Sequence[RingStep]
 
-# gloo tells messages between the same two ranks apart by a tag.
+# gloo distinguishes messages between the same two ranks by a tag.
 _KEYS, _GRADIENTS = 1, 2
 
 

@@ -49,7 +49,7 @@ def attend_rows(
 
 
 def _one_document(query: Tensor, key: Tensor, value: Tensor, scale: float, backend: AttnBackend) -> Tensor:
-    """torch's own choice of kernels is best where a row is one document: it has cuDNN's, too."""
+    """Let torch choose the kernel, the best where a row is one document: it has cuDNN's, too."""
     channels, grouped, dtype = value.shape[-1], key.shape[2] != query.shape[2], str(query.dtype).removeprefix("torch.")
     kernels = attention_kernels(
         device.compute_capability(), backend.name, dtype, max(query.shape[-1], channels), in_runs=False, grouped=grouped

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from megatune.config.attention_kernel import attention_kernels
 from megatune.engine import device
 from megatune.engine.layers.attention.spans import Spans
+from megatune.engine.layers.norm import wide_of
 
 aten = torch.ops.aten
 
@@ -53,36 +54,32 @@ class Plain:
             scores = _scores(query[queries], key[keys], spans.causal, scale)
             lse = scores.logsumexp(-1)
             shares = (scores - lse[..., None]).exp()
-            outputs.append(torch.einsum("grqk,kgd->qgrd", shares, _wide(value[keys])).flatten(1, 2))
+            outputs.append(torch.einsum("grqk,kgd->qgrd", shares, wide_of(value[keys])).flatten(1, 2))
             lses.append(lse.flatten(0, 1))
         return torch.cat(outputs).to(query.dtype), torch.cat(lses, 1)
 
     def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
         query, key, value, output, lse = saved
         groups = (key.shape[1], -1)
-        delta = (_wide(grad_output) * _wide(output)).sum(-1).T.unflatten(0, groups)
+        delta = (wide_of(grad_output) * wide_of(output)).sum(-1).T.unflatten(0, groups)
         lse = lse.unflatten(0, groups)
         gradients: tuple[list[Tensor], ...] = ([], [], [])
         for queries, keys in spans.runs:
             scores = _scores(query[queries], key[keys], spans.causal, scale)
             shares = (scores - lse[..., queries, None]).exp()
-            grad_run = _wide(grad_output[queries]).unflatten(1, groups)
-            grad_shares = torch.einsum("qgrd,kgd->grqk", grad_run, _wide(value[keys]))
+            grad_run = wide_of(grad_output[queries]).unflatten(1, groups)
+            grad_shares = torch.einsum("qgrd,kgd->grqk", grad_run, wide_of(value[keys]))
             grad_scores = shares * (grad_shares - delta[..., queries, None]) * scale
-            query_run = _wide(query[queries]).unflatten(1, groups)
-            gradients[0].append(torch.einsum("grqk,kgd->qgrd", grad_scores, _wide(key[keys])).flatten(1, 2))
+            query_run = wide_of(query[queries]).unflatten(1, groups)
+            gradients[0].append(torch.einsum("grqk,kgd->qgrd", grad_scores, wide_of(key[keys])).flatten(1, 2))
             gradients[1].append(torch.einsum("grqk,qgrd->kgd", grad_scores, query_run))
             gradients[2].append(torch.einsum("grqk,qgrd->kgd", shares, grad_run))
         return tuple(torch.cat(parts).to(query.dtype) for parts in gradients)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
     """Return [g, n / g, t, u], -inf where a query does not see a key."""
-    scores = torch.einsum("qgrd,kgd->grqk", _wide(query).unflatten(1, (key.shape[1], -1)), _wide(key)) * scale
+    scores = torch.einsum("qgrd,kgd->grqk", wide_of(query).unflatten(1, (key.shape[1], -1)), wide_of(key)) * scale
     return scores + _lower_right(scores, len(query), len(key)) if causal else scores
 
 

@@ -65,7 +65,7 @@ RingStep: TypeAlias = tuple[slice | Tensor, slice | Tensor, Spans]
 
 @lru_cache(_REMEMBERED)
 def documents(boundaries: tuple[int, ...]) -> Spans:
-    """Whole rows: every document attends to itself."""
+    """Return the spans of whole rows: every document attends to itself."""
     return Spans(boundaries, boundaries, causal=True)
 
 

@@ -10,6 +10,7 @@ ep and etp the expert-parallel and expert-tensor-parallel sizes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,8 +46,8 @@ class Dispatched:
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatcher:
-    """Takes tokens to their experts.
+class Dispatcher(ABC):
+    """A way of tokens to the ranks of their experts.
 
     Attributes:
         capacity: the most rows that an expert gets from a rank with this number of tokens; None where nothing is
@@ -59,10 +60,9 @@ class Dispatcher:
     pads: bool
     groups: ProcessGroupCollection
 
+    @abstractmethod
     def __call__(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Dispatched:
-        """Dispatch tokens [n, h] by probabilities of choices, fp32 [n, k], and chosen experts, int64 [n, k] with E for
-        dropped ones."""
-        raise NotImplementedError
+        """Dispatch [n, h] by probs, fp32 [n, k], and chosen experts, int64 [n, k] with E for dropped choices."""
 
 
 class AllGatherDispatcher(Dispatcher):

@@ -127,7 +127,7 @@ def balance_coeff_of(config: TransformerConfig) -> float:
 
 
 def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
-    """Return the most choices of an expert that a rank with so many tokens keeps; None where nothing is dropped."""
+    """Return the most choices of an expert that a rank with this many tokens keeps; None where nothing is dropped."""
     if config.moe_expert_capacity_factor is None:
         return None
     topk, num_experts, factor = config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor
@@ -160,10 +160,10 @@ def auxiliary_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 def balance_loss(
     probs: Tensor, experts: Tensor, is_real: Tensor, documents: Tensor, num_documents: int, group: ProcessGroup
 ) -> Tensor:
-    """Compute this rank's share of E / k · Σ_e f_e · P_e (Switch Transformer, arXiv:2101.03961), 1 where experts are
-    equally busy: f_e is how many of a document's choices fall on expert e, for each of its tokens, and P_e the expert's
-    mean probability. The mean over documents is weighted by their real tokens; of one document it is that of all
-    tokens.
+    """Compute this rank's share, fp32 [], of E / k · Σ_e f_e · P_e (Switch Transformer, arXiv:2101.03961), 1 where
+    experts are equally busy: f_e is how many of a document's choices fall on expert e, for each of its tokens, and P_e
+    the expert's mean probability. The mean over documents is weighted by their real tokens; of one document it is that
+    of all tokens.
 
     Args:
         probs: fp32 [n, E], of all experts; sums to 1 for each token.
