@@ -62,7 +62,7 @@ def compare(arguments: argparse.Namespace, num_experts: int, num_tokens: int) ->
     import torch
 
     from megatune.engine import device
-    from megatune.engine.layers.moe.grouped_experts import GroupedExperts
+    from megatune.engine.layers.moe.layer import GroupedExperts
     from megatune.engine.layers.moe.permutation import count_by_expert
 
     torch.manual_seed(0)

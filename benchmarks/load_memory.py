@@ -54,7 +54,7 @@ class Peak(threading.Thread):
 
 def measure_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank: builds its part of the model, loads it, and writes what that took."""
-    from megatune.bridge.load import load_weights
+    from megatune.bridge.assemble import load_weights
     from megatune.bridge.parameters import local_parameters
     from megatune.config.groups.parallel import ParallelSettings
     from megatune.config.settings import Settings

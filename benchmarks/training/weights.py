@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatune.bridge.reader import SafetensorsFolder
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.families.weights import Segment
 
 _STANDARD_DEVIATION = 0.02

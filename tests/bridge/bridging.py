@@ -10,8 +10,7 @@ from layouts import Layout
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatune.bridge.assemble import Assembly, assemble
-from megatune.bridge.load import load_optimizer
+from megatune.bridge.assemble import Assembly, assemble, load_optimizer
 from megatune.bridge.save import save_optimizer, save_weights
 from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters

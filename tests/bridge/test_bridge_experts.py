@@ -12,8 +12,8 @@ from bridging import assert_same_bits, move, resave_weights, tensors
 from layouts import EXPERT_LAYOUTS, MORE_EXPERT_LAYOUTS
 from safetensors.torch import load_file, save_file
 
-from megatune.bridge.load import check_keys
-from megatune.bridge.reader import SafetensorsFolder
+from megatune.bridge.assemble import check_keys
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 

@@ -14,9 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatune.bridge.assemble import assemble
-from megatune.bridge.load import check_keys
-from megatune.bridge.reader import SafetensorsFolder
+from megatune.bridge.assemble import assemble, check_keys
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES, load_architecture

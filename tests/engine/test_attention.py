@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from references import reference_attention
 from torch import Tensor
 
 from megatune.config.groups.performance import PerformanceSettings
 from megatune.config.settings import DataSettings, ParallelSettings, PrecisionSettings, Settings
 from megatune.engine import device
-from megatune.engine.layers.attention import CoreAttention, reference_attention
 from megatune.engine.layers.attention.choice import describe, require
-from megatune.engine.layers.attention.kernels import FlashOnGPU, Kernel, pick
-from megatune.engine.layers.attention.plain import Plain
+from megatune.engine.layers.attention.core import CoreAttention
+from megatune.engine.layers.attention.kernels import FlashOnGPU, Kernel, Plain, pick
 from megatune.engine.layers.attention.spans import Spans
 from megatune.errors import ExitCode, MegatuneError
 
@@ -134,7 +134,7 @@ def test_flash_kernel_equals_plain_products(spans, channels):
 def both(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, spans: Spans) -> list[Tensor]:
     """Output, log-sum-exp and gradients."""
     output, lse = kernel.forward(query, key, value, spans, 0.3)
-    return [output, lse, *kernel.backward(grad_output, query, key, value, output, lse, spans, 0.3)]
+    return [output, lse, *kernel.backward(grad_output, (query, key, value, output, lse), spans, 0.3)]
 
 
 @pytest.mark.parametrize("spans", SPANS)

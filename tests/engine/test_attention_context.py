@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pool import RankPool
+from references import reference_attention
 from torch import Tensor
 
 from megatune.config.settings import ParallelSettings
 from megatune.engine import groups
-from megatune.engine.layers.attention import CoreAttention, reference_attention
+from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.sequences import local_tokens
 
 VARIANTS = ("all_gather", "a2a", "p2p")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, MORE_LAYOUTS
+from references import reference_token_losses
 from settings_gradients import LENGTHS, run_with, worst_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,7 @@ from megatune.bridge.assemble import assemble
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import groups
 from megatune.engine.layers import cross_entropy
-from megatune.engine.layers.cross_entropy import VocabularyPart, reference_token_losses, token_losses
+from megatune.engine.layers.cross_entropy import VocabularyPart, token_losses
 from megatune.verify.measure import deal, measure_loss
 from megatune.verify.samples import random_samples
 

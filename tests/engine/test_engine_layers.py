@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from references import reference_rms_norm
 
-from megatune.engine.layers.norm import RMSNorm, reference_rms_norm
+from megatune.engine.layers.norm import RMSNorm
 
 
 @pytest.mark.parametrize("fused", [True, False])

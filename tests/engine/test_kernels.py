@@ -7,8 +7,8 @@ import torch
 from layouts import LAYOUTS, MORE_LAYOUTS
 from settings_gradients import run_with, worst_error
 
+from megatune.engine.layers.feed_forward import fused_swiglu, reference_swiglu
 from megatune.engine.layers.gradient_accumulation import add_weight_gradient
-from megatune.engine.layers.swiglu import fused_swiglu, reference_swiglu
 
 LAYOUTS_OF_SWITCH = {**LAYOUTS, "dp2, grad overlap": MORE_LAYOUTS["dp2, grad overlap"]}
 

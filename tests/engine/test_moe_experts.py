@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatune.engine.layers.moe.grouped_experts import GroupedExperts, grouped_linear, looped_linear
+from megatune.engine.layers.moe.layer import GroupedExperts, grouped_linear, looped_linear
 from megatune.engine.layers.moe.permutation import count_by_expert, group_by_expert
 
 HIDDEN, FFN, NUM_EXPERTS = 16, 8, 4

@@ -100,7 +100,7 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
     """
     from megatune.engine import groups
     from megatune.engine.layers.moe import routing
-    from megatune.engine.layers.moe.auxiliary_loss import real_tokens
+    from megatune.engine.layers.moe.router import real_tokens
     from megatune.engine.sequences import local_batch
 
     block = transformers_block("qwen3_moe")

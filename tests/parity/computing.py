@@ -8,7 +8,7 @@ from layouts import Layout
 from pool import RankPool
 
 from megatune.bridge.assemble import assemble
-from megatune.bridge.reader import SafetensorsFolder
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.verify.compare import Difference, compare, judge
 from megatune.verify.measure import measure

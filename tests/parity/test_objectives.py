@@ -16,14 +16,14 @@ from computing import LENGTHS
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_SEQUENCE_LAYOUTS, SEQUENCE_LAYOUTS
 
 from megatune.bridge.assemble import assemble
-from megatune.bridge.reader import SafetensorsFolder
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.save import save_gradients
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch
 from megatune.engine import groups, step
-from megatune.engine.objective import ObjectiveOutput
 from megatune.engine.optimizer import main_shards
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
+from megatune.engine.step import ObjectiveOutput
 from megatune.families.weights import Segment
 from megatune.verify.measure import deal
 from megatune.verify.reference import checkpoint_tensors

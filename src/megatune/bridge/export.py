@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from megatune.architecture import Architecture
 from megatune.bridge.assemble import LoadedModel
 from megatune.bridge.parameters import gather_piece, holders_of
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.families import FAMILIES
-from megatune.families.weights import WHOLE, Stack, Weight, by_expert, hf_shapes, layers_of
+from megatune.families.weights import WHOLE, Stack, by_expert, hf_shapes, layers_of
 
 
 @torch.no_grad()
@@ -48,7 +47,12 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
     }
     owners = {key: (rank, dtype) for rank, keys in enumerate(groups.gather(owned)) for key, dtype in keys.items()}
     wanted = set(range(place.world_size) if ranks is None else ranks)
-    for weight, layer in _in_order(architecture):
+    weights, stacks = FAMILIES[architecture.model_type].weight_map(architecture), list(Stack)
+    in_order = sorted(
+        ((weight, layer) for weight in weights for layer in layers_of(weight, architecture)),
+        key=lambda one: (one[0].per_layer, stacks.index(one[0].stack), one[1]),
+    )
+    for weight, layer in in_order:
         for part in by_expert(weight, architecture, WHOLE):
             key = (weight.engine, layer, part.ep_rank)
             owner, dtype = owners[key]
@@ -63,13 +67,6 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
                 if place.rank in wanted:
                     yield name, tensor
                 del tensor
-
-
-def _in_order(architecture: Architecture) -> list[tuple[Weight, int]]:
-    weights = FAMILIES[architecture.model_type].weight_map(architecture)
-    found = [(weight, layer) for weight in weights for layer in layers_of(weight, architecture)]
-    stacks = list(Stack)
-    return sorted(found, key=lambda one: (one[0].per_layer, stacks.index(one[0].stack), one[1]))
 
 
 def _send(tensor: Tensor, owner: int, wanted: set[int]) -> None:

@@ -64,10 +64,6 @@ class Piece:
     start: int
     stop: int
 
-    def hf_shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-        """Find the shapes of the Hugging Face tensors that it is a part of, by name."""
-        return hf_shapes(self.local.weight, architecture, self.local.layer, self.slice)
-
 
 def local_parameters(
     model: Sequence[torch.nn.Module], architecture: Architecture, place: RankCoordinates
@@ -131,7 +127,7 @@ def gather_piece(
         torch.distributed.gather(mine.contiguous(), slices or None, group=holders.slices, group_dst=slice_rank)
     if holders.slices.rank() != slice_rank:
         return None
-    shapes = piece.hf_shapes(architecture)
+    shapes = hf_shapes(local.weight, architecture, local.layer, piece.slice)
     whole = {name: torch.empty(shape, dtype=mine.dtype, device=device) for name, shape in shapes.items()}
     for rank, values in enumerate(slices):
         position = 0

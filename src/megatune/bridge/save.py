@@ -20,10 +20,11 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of
-from megatune.bridge.safetensors_writer import SafetensorsWriter, TensorEntry
+from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
+from megatune.families.weights import hf_shapes
 
 # Hugging Face's own limit of a weight file.
 MAX_FILE_BYTES = 5 * 10**9
@@ -180,9 +181,10 @@ class _FileSet:
                 continue
             if (file.replica_rank, file.slice_rank) == (file.holders.replicas.rank(), file.holders.slices.rank()):
                 path = self.folder / file.name
-                with SafetensorsWriter(path, [entry for piece in file.pieces for entry in self._entries(piece)]) as out:
+                entries = [entry for piece in file.pieces for entry in self._entries(piece)]
+                with safetensors_writer(path, entries) as write:
                     for name, tensor in self._tensors(file):
-                        out.write(name, tensor)
+                        write(name, tensor)
                 written.append(path)
             else:
                 for _ in self._tensors(file):
@@ -218,7 +220,7 @@ class _FileSet:
 
     def _entries(self, piece: Piece) -> list[TensorEntry]:
         dtype = self.dtype or piece.local.parameter.dtype
-        shapes = piece.hf_shapes(self.architecture)
+        shapes = hf_shapes(piece.local.weight, self.architecture, piece.local.layer, piece.slice)
         return [TensorEntry(kind + name, shape, dtype) for kind in self.kinds for name, shape in shapes.items()]
 
     def _tensors(self, file: _File) -> Iterator[tuple[str, Tensor]]:

@@ -8,21 +8,11 @@ from megatune.engine.device import install
 
 # Each is about a package that this engine replaces, or about an interface between two libraries below us.
 _NOISE = (
-    "Apex is not installed",
-    "Transformer Engine and Apex are not installed",
-    ".*Transformer Engine.*",
-    ".*torch.cuda.amp.*",
-    ".*_all_gather_base.*",
-    ".*_reduce_scatter_base.*",
-    ".*is deprecated.*",
-    ".*nv-grouped-gemm.*",
-    ".*barrier\\(\\).*",
-    ".*No device id is provided.*",
-    ".*CUDA initialization.*",
-    ".*NVIDIA.*driver.*",
-    ".*can't be imported.*",
-    ".*cross_entropy_loss_fusion.*",
-)
+    "Apex is not installed", "Transformer Engine and Apex are not installed", ".*Transformer Engine.*",
+    ".*torch.cuda.amp.*", ".*_all_gather_base.*", ".*_reduce_scatter_base.*", ".*is deprecated.*",
+    ".*nv-grouped-gemm.*", ".*barrier\\(\\).*", ".*No device id is provided.*", ".*CUDA initialization.*",
+    ".*NVIDIA.*driver.*", ".*can't be imported.*", ".*cross_entropy_loss_fusion.*",
+)  # fmt: skip
 
 
 def quiet() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -21,11 +21,7 @@ class FusedAdam(torch.optim.Optimizer):
     time: the update itself is always computed in fp32.
 
     Args:
-        params: parameters or groups of them.
-        lr: learning rate.
         betas: decay of the running averages of the gradient and of its square.
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
         adam_w_mode: always true; here because Megatron-Core passes it to FusedAdam.
         exp_avg_dtype, exp_avg_sq_dtype: what the running averages are kept in.
         host_fraction: the share of the elements whose state is kept, and whose update is computed, on the host.
@@ -60,9 +56,8 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[param][name] = _zeros_like(param.data, dtype, on_host)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        assert closure is None, "the gradients are ready when the optimizer steps"
         self.init_state()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None and param.numel()]

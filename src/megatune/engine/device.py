@@ -57,8 +57,10 @@ def send(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory().to(current(), non_blocking=True) if HAS_GPU else tensor
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels of attention
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function for any shape, on a GPU; on a CPU that would ask for a C++ compiler."""
+    return torch.compile(function, dynamic=True) if HAS_GPU else function
+
 
 # The flash kernels of a GPU take channels in multiples of this.
 FLASH_CHANNEL_MULTIPLE = 8 if HAS_GPU else 1
@@ -66,7 +68,7 @@ FLASH_CHANNEL_MULTIPLE = 8 if HAS_GPU else 1
 
 @functools.cache
 def compute_capability() -> tuple[int, int]:
-    """Of the GPU: (9, 0) is Hopper. (0, 0) where there is none."""
+    """Return the GPU's: (9, 0) is Hopper. (0, 0) where there is none."""
     return torch.cuda.get_device_capability() if HAS_GPU else (0, 0)
 
 
@@ -128,10 +130,6 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     torch.random.set_rng_state(state["cpu"])
     if HAS_GPU and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stand-ins for the CUDA calls of Megatron-Core on a machine without a GPU
 
 
 class _Stream:

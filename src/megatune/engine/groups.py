@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import socket
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ from megatune.engine import device
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 T = TypeVar("T")
+
+# The ranks that hold slices of the same weights, and copies of the same slices; experts aside, and of experts.
+tensor_parallel_group = parallel_state.get_tensor_model_parallel_group
+replica_group = functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)
+expert_tensor_parallel_group = parallel_state.get_expert_tensor_parallel_group
+expert_replica_group = parallel_state.get_expert_data_parallel_group
 
 _store: torch.distributed.Store | None = None
 
@@ -127,26 +134,6 @@ def place() -> RankCoordinates:
     for name, group in by_name.items():
         numbers |= {f"{name}_rank": group.rank(), f"{name}_size": group.size()}
     return RankCoordinates(**numbers)
-
-
-def tensor_parallel_group() -> torch.distributed.ProcessGroup:
-    """Return the group of ranks that hold slices of the same weights."""
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def replica_group() -> torch.distributed.ProcessGroup:
-    """Return the group of ranks that hold copies of the same slices, experts aside."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def expert_tensor_parallel_group() -> torch.distributed.ProcessGroup:
-    """Return the group of ranks that hold slices of the same experts."""
-    return parallel_state.get_expert_tensor_parallel_group()
-
-
-def expert_replica_group() -> torch.distributed.ProcessGroup:
-    """Return the group of ranks that hold copies of the same slices of experts."""
-    return parallel_state.get_expert_data_parallel_group()
 
 
 def rank() -> int:

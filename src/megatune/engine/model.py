@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings
-from megatune.engine.layers import gradient_accumulation, swiglu
+from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import OutputLayer
+from megatune.engine.layers.feed_forward import install_swiglu
 from megatune.engine.layers.rotary import attention_factor, cos_sin, inverse_frequencies
 from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.sequences import Sequences
@@ -53,9 +54,8 @@ class DecoderModel(GPTModel):
         self.attention_factor = attention_factor(architecture)
         size = self.vocab_size // tp_size
         # Rows of this rank's part of the vocabulary that are real; the rest only pads it.
-        self.num_vocabulary_rows = min(
-            max(architecture.vocab_size - parallel_state.get_tensor_model_parallel_rank() * size, 0), size
-        )
+        before = parallel_state.get_tensor_model_parallel_rank() * size
+        self.num_vocabulary_rows = min(max(architecture.vocab_size - before, 0), size)
         if self.post_process:
             # GPTModel makes the layer itself. The subclass has no state of its own, only another way to call it.
             self.output_layer.__class__ = OutputLayer
@@ -86,15 +86,10 @@ class DecoderModel(GPTModel):
         return self.head(hidden_states, labels, sequences.trained) if self.post_process else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
-        """Compute logits or, given labels, the loss.
+        """Compute logits or, given labels, the loss from the last layer's [s (/ tp), b, h], as `forward` returns them.
 
         Args:
-            hidden_states: [s (/ tp), b, h], of the last layer.
-            labels: int64 [b, s].
             trained: int64 [n], places of the trained tokens in the flattened labels.
-
-        Returns:
-            As `forward` of the last chunk.
         """
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is not None and self.config.cross_entropy_loss_fusion:
@@ -111,12 +106,7 @@ class DecoderModel(GPTModel):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Compute cross-entropy over the real vocabulary from all logits: what `cross_entropy_loss_fusion` replaces.
 
-        Args:
-            labels: int64 [b, s]; below 0 where a token is not trained.
-            logits: [s, b, padded vocabulary / tp].
-
-        Returns:
-            fp32 [b, s].
+        From int64 [b, s], below 0 where a token is not trained, and [s, b, padded vocabulary / tp] to fp32 [b, s].
         """
         if self.num_vocabulary_rows < logits.shape[-1]:
             logits = logits.clone()
@@ -137,7 +127,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     require(settings, architecture)
     parallel, performance = settings.parallel, settings.performance
     if performance.bias_activation_fusion:
-        swiglu.install()
+        install_swiglu()
     if performance.gradient_accumulation_fusion:
         gradient_accumulation.install()
     config = transformer_config(architecture, settings)

@@ -24,11 +24,6 @@ from megatune.config.settings import OptimizerSettings, ParallelSettings, Precis
 from megatune.engine import groups
 from megatune.engine.adam import FusedAdam
 
-# Loss scaling of fp16, as Megatron-LM's defaults.
-_INITIAL_LOSS_SCALE = 2.0**32
-_LOSS_SCALE_WINDOW = 1000
-
-
 # The optimizer as the rest of the project sees it.
 Optimizer: TypeAlias = ChainedOptimizer
 
@@ -96,8 +91,8 @@ def build_optimizer(
         fp16=precision.fp16,
         bf16=precision.bf16,
         params_dtype=getattr(torch, precision.params_dtype),
-        initial_loss_scale=_INITIAL_LOSS_SCALE,
-        loss_scale_window=_LOSS_SCALE_WINDOW,
+        initial_loss_scale=2.0**32,  # as Megatron-LM's defaults
+        loss_scale_window=1000,
         use_distributed_optimizer=shards_optimizer(parallel),
         overlap_param_gather=parallel.overlap_param_gather,
     )

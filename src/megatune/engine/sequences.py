@@ -105,17 +105,15 @@ class LocalBatch:
 
 
 def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tensor:
-    """Places in the whole row of the tokens that a context-parallel rank holds, in its order: int64 [s / cp]."""
+    """Return which tokens of the whole row a context-parallel rank holds, in its order: int64 [s / cp]."""
     if cp_size == 1:
         return torch.arange(boundaries[-1])
     parts = []
     for start, stop in pairwise(boundaries):
         size, rest = divmod(stop - start, 2 * cp_size)
         assert not rest, f"a document of {stop - start} tokens is not cut into {2 * cp_size} equal parts"
-        parts += [
-            torch.arange(start + part * size, start + (part + 1) * size)
-            for part in (cp_rank, 2 * cp_size - 1 - cp_rank)
-        ]
+        firsts = (start + part * size for part in (cp_rank, 2 * cp_size - 1 - cp_rank))
+        parts += [torch.arange(first, first + size) for first in firsts]
     return torch.cat(parts)
 
 
@@ -129,16 +127,13 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
     s = batch.input_ids.shape[1]
     boundaries = (0, s) if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    mine = local_tokens(boundaries, rank, size)
+    tokens = None if size == 1 else local_tokens(boundaries, rank, size)
     lengths = torch.tensor(batch.lengths)
-    if batch.cu_seqlens is None:
-        is_padding = batch.position_ids >= lengths[:, None]
-    else:
-        spans = torch.diff(batch.cu_seqlens.long())
-        is_padding = batch.position_ids >= lengths.repeat_interleave(spans)
+    spans = None if batch.cu_seqlens is None else torch.diff(batch.cu_seqlens.long())
+    lengths = lengths[:, None] if spans is None else lengths.repeat_interleave(spans)
 
     def of_this_rank(rows: Tensor) -> Tensor:
-        return rows if size == 1 else rows[..., mine]
+        return rows if tokens is None else rows[..., tokens]
 
     def to_device(rows: Tensor) -> Tensor:
         return of_this_rank(rows).to(device, non_blocking=True)
@@ -148,11 +143,10 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
     sequences = Sequences(
         boundaries=boundaries,
         position_ids=to_device(batch.position_ids[0]),
-        is_padding=to_device(is_padding),
+        is_padding=to_device(batch.position_ids >= lengths),
         normalizer=normalizer.to(device, non_blocking=True),
         trained=(of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0].to(device, non_blocking=True),
     )
-    tokens = None if size == 1 else mine
     extras = {name: extra.on_rank(tokens, device) for name, extra in batch.extras.items()}
     return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras)
 
@@ -184,11 +178,7 @@ def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
 def whole_rows(mine: Tensor, boundaries: Sequence[int]) -> Tensor:
     """Put the context-parallel ranks' tokens back into the order of the row; collective over them, no gradient.
 
-    Args:
-        mine: [b, s / cp, ...].
-
-    Returns:
-        [b, s, ...], on every rank.
+    From [b, s / cp, ...] to [b, s, ...], on every rank.
     """
     group, size = parallel_state.get_context_parallel_group(), parallel_state.get_context_parallel_world_size()
     if size == 1:

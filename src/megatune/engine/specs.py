@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -11,16 +13,31 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor
 
 from megatune.architecture import Architecture, MultiLatentAttention
-from megatune.engine.layers.attention import CoreAttention
-from megatune.engine.layers.decoder_layer import DecoderLayer
+from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.layers.feed_forward import FeedForward
-from megatune.engine.layers.mla import MLASelfAttention, ReplicatedLinear
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
-from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNorm
+from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNorm, MLASelfAttention, ReplicatedLinear
+
+
+class DecoderLayer(TransformerLayer):
+    """Megatron-Core's layer, which passes the micro-batch's sequences to the feed-forward, too: experts need to know
+    which tokens are padding. They are an argument, so that a recomputed layer sees those of its own forward pass,
+    whatever micro-batches came in between."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Take hidden_states [s / cp (/ tp), b, h] to the same; see TransformerLayer."""
+        kwargs.pop("dynamic_inference_decode_only", None)
+        hidden_states, context = self._forward_attention(*args, **kwargs)
+        return self._forward_mlp(hidden_states, padding_mask=kwargs["packed_seq_params"]), context
 
 
 def block_spec(
@@ -29,8 +46,19 @@ def block_spec(
     """Return the layers of this pipeline chunk."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [_layer(_self_attention(architecture), _mlp(architecture, config, first, i)) for i in range(count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    layers = [
+        TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_self_attention(architecture),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_mlp(architecture, config, first, index),
+            mlp_bda=get_bias_dropout_add,
+        )
+        for index in range(count)
+    ]
+    specs = [ModuleSpec(module=DecoderLayer, submodules=layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 def _mlp(architecture: Architecture, config: TransformerConfig, first: int, index: int) -> type:
@@ -40,20 +68,6 @@ def _mlp(architecture: Architecture, config: TransformerConfig, first: int, inde
     # Full recomputation in blocks keeps the layers beyond the first of each chunk.
     keeps = config.recompute_method == "block" and index >= config.recompute_num_layers
     return RecomputedMoELayer if keeps and config.moe_layer_recompute else MoELayer
-
-
-def _layer(self_attention: ModuleSpec, mlp: type) -> ModuleSpec:
-    return ModuleSpec(
-        module=DecoderLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=self_attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
 
 
 def _self_attention(architecture: Architecture) -> ModuleSpec:
@@ -76,7 +90,7 @@ def _self_attention(architecture: Architecture) -> ModuleSpec:
 def _mla(mla: MultiLatentAttention) -> ModuleSpec:
     return ModuleSpec(
         module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "rope_interleaved": mla.rope_interleaved},
+        params={"rope_interleaved": mla.rope_interleaved},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
             linear_q_down_proj=ReplicatedLinear,

@@ -1,10 +1,14 @@
-"""Passes over micro-batches through Megatron-Core's pipeline schedules: training, evaluation, logits, log-probs."""
+"""Passes over micro-batches through Megatron-Core's pipeline schedules: training, evaluation, logits, log-probs.
+
+An objective makes a sum, its normalizer and metrics of token losses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -13,8 +17,48 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatune.engine.layers.moe.router import auxiliary_metrics
-from megatune.engine.objective import Objective
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveOutput:
+    """What an objective computes of one micro-batch on one rank of the last pipeline stage.
+
+    Attributes:
+        loss: fp32 [], with gradient: a sum, which the step divides once by the global normalizer.
+        metrics: name -> (sum, count), scalars without gradient; what is reported is Σ sums / Σ counts over all
+            micro-batches and ranks.
+        replicated: whether every context-parallel rank computes the same numbers, of whole documents (True), or each
+            the part of its own tokens (False). Replicated numbers count once; gradients are right either way, as each
+            rank passes them to its own tokens only.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    replicated: bool = False
+
+
+class Objective(Protocol):
+    """A loss, from the losses of tokens."""
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """What `metrics` of every output may hold; ranks without the output layer need to know."""
+        ...
+
+    def normalizer(self, batch: MicroBatch) -> Tensor:
+        """Return what a whole micro-batch adds to the number that the step's sum is divided by (trained tokens,
+        documents, pairs): int64 [], on the host."""
+        ...
+
+    def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        """Compute the loss.
+
+        Args:
+            token_losses: fp32 [b, s / cp], -log p(label), 0 where a token is not trained.
+            batch: what this rank holds of the micro-batch; `engine.sequences.document_sums` adds up documents.
+        """
+        ...
 
 
 class StepTotals:
@@ -99,7 +143,7 @@ def forward_backward(
 
 @torch.no_grad()
 def logits(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Logits of each micro-batch, [b, s, padded vocabulary / tp] of this rank; empty before the last pipeline stage.
+    """Return logits of each micro-batch, [b, s, padded vocabulary / tp] of this rank; none before the last stage.
 
     Args:
         batches: of one shape; with virtual stages a multiple of the pipeline's size of them.
@@ -109,13 +153,10 @@ def logits(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatc
 
 @torch.no_grad()
 def token_log_probs(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Log-probabilities of the labels of each micro-batch, fp32 [b, s], 0 where a token has none (label below 0).
+    """Return log-probabilities of the labels of each micro-batch, fp32 [b, s], 0 where a token has no label.
 
     The logits of all tokens are never in memory (with `cross_entropy_loss_fusion`). Empty before the last pipeline
-    stage; every tensor- and context-parallel rank of it gets whole rows.
-
-    Args:
-        batches: as for `logits`.
+    stage; every tensor- and context-parallel rank of it gets whole rows. `batches` are as for `logits`.
     """
     return [-losses for losses in _collect(model, batches, with_labels=True)]
 

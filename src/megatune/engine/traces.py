@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from megatune.engine.groups import tensor_parallel_group
+from megatune.engine.groups import replica_group, tensor_parallel_group
 from megatune.engine.model import Chunk
 from megatune.engine.sequences import Sequences, whole_rows
 
@@ -33,45 +34,34 @@ def tracing(model: Sequence[Chunk], points: Callable[[Any], Iterable[TracePoint]
     found: dict[str, list[Tensor]] = {}
     with ExitStack() as hooks:
         for chunk in model:
-            watch = _Watch(chunk.module, found)
-            hooks.callback(chunk.module.register_forward_pre_hook(watch.begin, with_kwargs=True).remove)
-            for name, module, take in points(chunk.module):
-                hooks.callback(module.register_forward_hook(watch.collect(name, take)).remove)
+            for handle in _watch(chunk.module, points, found):
+                hooks.callback(handle.remove)
         yield found
 
 
-class _Watch:
-    """Hooks of one chunk. It computes one micro-batch after the other, and so remembers which one it is at."""
+def _watch(
+    decoder: Any, points: Callable[[Any], Iterable[TracePoint]], found: dict[str, list[Tensor]]
+) -> Iterator[RemovableHandle]:
+    """Hook a chunk. It computes one micro-batch after the other, and so the hooks remember which one it is at."""
+    sequences: list[Sequences] = []
+    tp_group, replicas = tensor_parallel_group(), replica_group()
 
-    def __init__(self, decoder: Any, found: dict[str, list[Tensor]]) -> None:
-        self._sequence_parallel = decoder.config.sequence_parallel
-        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        self._keeps = (parallel_state.get_tensor_model_parallel_rank(), replica) == (0, 0)
-        self._found = found
-        self._sequences: Sequences | None = None
-
-    def begin(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the micro-batch that the decoder is called with."""
-        self._sequences = kwargs["sequences"]
-
-    def collect(self, name: str, take: Callable[[Any], Tensor]) -> Callable[[torch.nn.Module, Any, Any], None]:
-        """Return a hook that keeps the whole rows of the module's output."""
-
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            rows = self._whole_rows(take(output))
-            if self._keeps:
-                self._found.setdefault(name, []).append(rows.cpu())
-
-        return hook
+    def begin(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sequences[:] = [kwargs["sequences"]]
 
     @torch.no_grad()
-    def _whole_rows(self, output: Tensor) -> Tensor:
-        assert self._sequences is not None
-        sb = output.detach().contiguous()
+    def collect(name: str, take: Callable[[Any], Tensor], module: torch.nn.Module, args: Any, output: Any) -> None:
+        sb = take(output).detach().contiguous()
         if sb.dim() == 2:
-            sb = sb.view(-1, len(self._sequences.is_padding), sb.shape[-1])
-        if self._sequence_parallel:
-            parts = [torch.empty_like(sb) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-            torch.distributed.all_gather(parts, sb, group=tensor_parallel_group())
+            sb = sb.view(-1, len(sequences[0].is_padding), sb.shape[-1])
+        if decoder.config.sequence_parallel:
+            parts = [torch.empty_like(sb) for _ in range(tp_group.size())]
+            torch.distributed.all_gather(parts, sb, group=tp_group)
             sb = torch.cat(parts)
-        return whole_rows(sb.transpose(0, 1), self._sequences.boundaries)
+        rows = whole_rows(sb.transpose(0, 1), sequences[0].boundaries)
+        if (tp_group.rank(), replicas.rank()) == (0, 0):
+            found.setdefault(name, []).append(rows.cpu())
+
+    yield decoder.register_forward_pre_hook(begin, with_kwargs=True)
+    for name, module, take in points(decoder):
+        yield module.register_forward_hook(partial(collect, name, take))

@@ -12,11 +12,13 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
+
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "softmax_scale")
 
 
 def transformer_config(architecture: Architecture, settings: Settings) -> TransformerConfig:
@@ -24,7 +26,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
     config: Any = kind(
         **_model(architecture),
-        **_mla(architecture.mla),
+        **({} if architecture.mla is None else _same(architecture.mla, _MLA)),
         **_experts(architecture.moe, settings),
         **_layout(settings.parallel, architecture.num_layers),
         **_computation(settings),
@@ -63,11 +65,6 @@ def _same(source: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def _mla(mla: MultiLatentAttention | None) -> dict[str, Any]:
-    shared = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "softmax_scale")
-    return {} if mla is None else _same(mla, shared)
-
-
 def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]:
     if moe is None:
         return {}
@@ -104,10 +101,17 @@ def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "context_parallel_size",
         "cp_comm_type", "expert_model_parallel_size",
     )  # fmt: skip
+    layout = None
+    if parallel.pipeline_model_parallel_size > 1:
+        # What each chunk holds, written out: one way for every setting that shapes a pipeline.
+        layout = [
+            ["embedding"] * chunk.embedding + ["decoder"] * chunk.num_layers + ["loss"] * chunk.loss
+            for chunk in pipeline_chunks(parallel, num_layers)
+        ]
     return {
         **_same(parallel, shared),
         "virtual_pipeline_model_parallel_size": virtual,
-        "pipeline_model_parallel_layout": _pipeline_layout(parallel, num_layers),
+        "pipeline_model_parallel_layout": layout,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
         # With virtual stages on two pipeline ranks a batch holds several messages between the same two ranks, which
         # gloo confuses; one by one they are exact.
@@ -132,16 +136,6 @@ def _computation(settings: Settings) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "finalize_model_grads_func": finalize_model_grads,
     }
-
-
-def _pipeline_layout(parallel: ParallelSettings, num_layers: int) -> list[list[str]] | None:
-    """Write out what each chunk holds: one way for every setting that shapes a pipeline."""
-    if parallel.pipeline_model_parallel_size == 1:
-        return None
-    return [
-        ["embedding"] * chunk.embedding + ["decoder"] * chunk.num_layers + ["loss"] * chunk.loss
-        for chunk in pipeline_chunks(parallel, num_layers)
-    ]
 
 
 def _recompute(recompute: RecomputeSettings) -> dict[str, Any]:

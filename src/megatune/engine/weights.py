@@ -51,14 +51,11 @@ def mark_weights(chunk: torch.nn.Module, architecture: Architecture) -> None:
     counts as a copy: the norm of the gradient then misses all but one rank's part of it.
     """
     for weight, _, tensor, _ in named_weights(chunk, architecture):
-        marks = {
-            # Experts also where they are whole: ranks of tensor parallelism then hold different experts, or replicas
-            # as data parallelism has them. Unmarked they would count in the norm on the first of these ranks only.
-            "tensor_model_parallel": weight.partition_dim is not None or weight.per_expert,
-            "partition_dim": -1 if weight.partition_dim is None else weight.partition_dim,
-            "partition_stride": len(weight.hf) if weight.layout is TensorLayout.GATE_UP else 1,
-            # Gradients of experts are summed over the ranks that hold the same ones, not over all replicas.
-            "allreduce": not weight.per_expert,
-        }
-        for name, value in marks.items():
-            setattr(tensor, name, value)
+        marked: Any = tensor
+        # Experts also where they are whole: ranks of tensor parallelism then hold different experts, or replicas as
+        # data parallelism has them. Unmarked they would count in the norm on the first of these ranks only.
+        marked.tensor_model_parallel = weight.partition_dim is not None or weight.per_expert
+        marked.partition_dim = -1 if weight.partition_dim is None else weight.partition_dim
+        marked.partition_stride = len(weight.hf) if weight.layout is TensorLayout.GATE_UP else 1
+        # Gradients of experts are summed over the ranks that hold the same ones, not over all replicas.
+        marked.allreduce = not weight.per_expert

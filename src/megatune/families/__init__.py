@@ -36,7 +36,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 
 
 def read_config(model_dir: str | Path) -> dict[str, object]:
-    """Return the checkpoint's config.json.
+    """Read the checkpoint's config.json.
 
     Raises:
         MegatuneError: INPUT, when there is no such folder or file, or it is not JSON.
@@ -48,12 +48,8 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MegatuneError(
-            Finding(
-                "there is no config.json", str(folder), "it says what the model is", "give the checkpoint's own folder"
-            ),
-            ExitCode.INPUT,
-        ) from None
+        why, fix = "it says what the model is", "give the checkpoint's own folder"
+        raise MegatuneError(Finding("there is no config.json", str(folder), why, fix), ExitCode.INPUT) from None
     except (OSError, ValueError) as error:
         raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
     if not isinstance(config, dict):
@@ -84,16 +80,11 @@ def read_architecture(config: Config, where: str, *, vision: bool = False) -> Ar
     if family is None:
         near = difflib.get_close_matches(model_type, FAMILIES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
-        built = f"families built so far: {', '.join(sorted(FAMILIES))}{hint}"
-        raise MegatuneError(
-            Finding(
-                f"model_type {model_type!r} is not supported",
-                where,
-                f"vision-language models are not built yet; {built}" if model_type in VISION_FAMILIES else built,
-                "train a checkpoint of one of these families",
-            ),
-            ExitCode.INPUT,
-        )
+        why = f"families built so far: {', '.join(sorted(FAMILIES))}{hint}"
+        if model_type in VISION_FAMILIES:
+            why = f"vision-language models are not built yet; {why}"
+        what, fix = f"model_type {model_type!r} is not supported", "train a checkpoint of one of these families"
+        raise MegatuneError(Finding(what, where, why, fix), ExitCode.INPUT)
     findings = family.check(config, where)
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)

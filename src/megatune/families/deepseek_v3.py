@@ -51,10 +51,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str]]:
         yield f"num_key_value_heads = {groups!r} is not supported", f"every one of the {heads} heads has its own key"
     head_dim, rotary = config.get("head_dim"), config["qk_rope_head_dim"]
     if head_dim not in (None, rotary):
-        yield (
-            f"head_dim = {head_dim!r} is not supported",
-            f"rotary embedding turns {rotary} channels, qk_rope_head_dim",
-        )
+        yield f"head_dim = {head_dim!r} is not supported", f"rotary embedding turns {rotary} channels, qk_rope_head_dim"
 
 
 FAMILY = Family(

@@ -94,10 +94,6 @@ def _has_query_latent(architecture: Architecture) -> bool:
     return architecture.mla is not None and architecture.mla.q_lora_rank is not None
 
 
-def _without_query_latent(architecture: Architecture) -> bool:
-    return not _has_query_latent(architecture)
-
-
 def _latent(engine: str, layout: TensorLayout, name: str, *shape: str, **declared: Any) -> Weight:
     return layer_weight(f"self_attention.{engine}.weight", layout, (f"self_attn.{name}.weight", *shape), **declared)
 
@@ -105,7 +101,9 @@ def _latent(engine: str, layout: TensorLayout, name: str, *shape: str, **declare
 _ROWS, _WHOLE = TensorLayout.ROWS, TensorLayout.REPLICATED
 # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 LATENT_ATTENTION = (
-    _latent("linear_q_proj", _ROWS, "q_proj", "query_size", "hidden_size", exists=_without_query_latent),
+    _latent(
+        "linear_q_proj", _ROWS, "q_proj", "query_size", "hidden_size", exists=lambda each: not _has_query_latent(each)
+    ),
     _latent("linear_q_down_proj", _WHOLE, "q_a_proj", "mla.q_lora_rank", "hidden_size", exists=_has_query_latent),
     _latent("q_layernorm", _WHOLE, "q_a_layernorm", "mla.q_lora_rank", exists=_has_query_latent),
     _latent("linear_q_up_proj", _ROWS, "q_b_proj", "query_size", "mla.q_lora_rank", exists=_has_query_latent),

@@ -16,11 +16,8 @@ Config = Mapping[str, Any]
 
 # Transformers' defaults for keys that a config.json may leave out.
 _DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "max_position_embeddings": 2048,
-}
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "max_position_embeddings": 2048,
+}  # fmt: skip
 _DIMENSIONS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -90,11 +87,8 @@ class Family:
                 why = f"{self.model_type} is computed with {key} = {value!r}; another value would change the numbers"
                 findings.append(Finding(what, where, why, "train a checkpoint without it"))
         findings += _findings(_computation_problems(config), where, "train a checkpoint without it")
-        findings += _findings(
-            rope_problems(rope_parameters(config), self.rope_types),
-            where,
-            "remove rope_scaling to train at the published context length",
-        )
+        fix = "remove rope_scaling to train at the published context length"
+        findings += _findings(rope_problems(rope_parameters(config), self.rope_types), where, fix)
         fix = "use the config.json that was published with the weights"
         if not findings and self.problems is not None:
             findings += _findings(self.problems(config), where, fix)

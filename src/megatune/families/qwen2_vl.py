@@ -1,7 +1,7 @@
 """Qwen2-VL: Qwen2's decoder, and an encoder with LayerNorm and without gates."""
 
 from megatune.families import qwen2
-from megatune.families.vision import ATTENTION, LAYER, LAYER_NORMS, PATCHES, VISUAL, VisionFamily, layer_norm, linear
+from megatune.families.vision import ATTENTION, LAYER, LAYER_NORMS, PATCHES, VISUAL, VisionFamily, with_bias
 
 FAMILY = VisionFamily(
     model_type="qwen2_vl",
@@ -10,13 +10,13 @@ FAMILY = VisionFamily(
         PATCHES,
         *ATTENTION,
         *LAYER_NORMS,
-        *linear(f"{LAYER}.mlp.fc1", "intermediate_size", "hidden_size"),
-        *linear(f"{LAYER}.mlp.fc2", "hidden_size", "intermediate_size"),
+        *with_bias(f"{LAYER}.mlp.fc1", "intermediate_size", "hidden_size"),
+        *with_bias(f"{LAYER}.mlp.fc2", "hidden_size", "intermediate_size"),
     ),
     mergers=(
-        *layer_norm(f"{VISUAL}.merger.ln_q", "hidden_size"),
-        *linear(f"{VISUAL}.merger.mlp.0", "merged_size", "merged_size"),
-        *linear(f"{VISUAL}.merger.mlp.2", "out_hidden_size", "merged_size"),
+        *with_bias(f"{VISUAL}.merger.ln_q", "hidden_size"),
+        *with_bias(f"{VISUAL}.merger.mlp.0", "merged_size", "merged_size"),
+        *with_bias(f"{VISUAL}.merger.mlp.2", "out_hidden_size", "merged_size"),
     ),
     # What later families call out_hidden_size is hidden_size here.
     keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},

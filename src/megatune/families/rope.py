@@ -12,8 +12,8 @@ _NUMBERS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_fa
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings of a config.json, whether written by Transformers 5 (rope_parameters) or 4 (rope_theta and
-    rope_scaling, its kind under "rope_type" or "type"), with Transformers' defaults."""
+    """Read the rotary settings of a config.json, whether written by Transformers 5 (rope_parameters) or 4 (rope_theta
+    and rope_scaling, its kind under "rope_type" or "type"), with Transformers' defaults."""
     parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
@@ -35,21 +35,17 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...]) -> Itera
         if not isinstance(rope.get(key), int | float):
             yield f"rotary scaling {rope_type!r} has no number {key!r}", f"it is {rope.get(key)!r}"
     if rope["partial_rotary_factor"] not in (None, 1):
-        yield (
-            f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported",
-            "rotary embedding turns every channel here",
-        )
+        what = f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported"
+        yield what, "rotary embedding turns every channel here"
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | None:
     """Return the scaling that `rope_parameters` ask for."""
     match rope["rope_type"]:
         case "llama3":
+            numbers = {key: float(rope[key]) for key in _NUMBERS["llama3"]}
             return Llama3RopeScaling(
-                factor=float(rope["factor"]),
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+                **numbers, original_max_position_embeddings=int(rope["original_max_position_embeddings"])
             )
         case "yarn":
             return YarnRopeScaling(

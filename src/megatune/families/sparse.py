@@ -11,12 +11,7 @@ from megatune.families.weights import Layers, Role, TensorLayout, Weight
 
 
 def routed_experts(module: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
-    """Declare the router and its experts.
-
-    Args:
-        module: the sparse feed-forward's name in a layer.
-        gate, up, down: names of an expert's projections.
-    """
+    """Declare the router and its experts, by the sparse feed-forward's name in a layer and the projections'."""
     expert, ffn = f"{module}.experts.{{expert}}", "moe.moe_ffn_hidden_size"
     return (
         _sparse("router.weight", TensorLayout.REPLICATED, (f"{module}.gate.weight", "moe.num_experts", "hidden_size")),
@@ -63,11 +58,7 @@ EXPERT_BIAS = _sparse(
 
 
 def qwen_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts | None:
-    """Read Qwen's experts: in each `decoder_sparse_step`-th layer, except `mlp_only_layers`; None where in no layer.
-
-    Args:
-        declared: further attributes.
-    """
+    """Read Qwen's experts: in each `decoder_sparse_step`-th layer, except `mlp_only_layers`; None where in no layer."""
     dense, step = set(config["mlp_only_layers"]), config["decoder_sparse_step"]
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"]))
     if not any(layers):
@@ -89,19 +80,12 @@ def expert_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
         return
     if moe.router_topk > moe.num_experts:
         yield f"num_experts_per_tok = {moe.router_topk} is impossible", f"there are {moe.num_experts} experts"
-    if moe.num_groups:
-        yield from _group_problems(moe)
-
-
-def _group_problems(moe: MixtureOfExperts) -> Iterator[tuple[str, str]]:
+    if not moe.num_groups:
+        return
     size = moe.num_experts // moe.num_groups
     if moe.num_experts % moe.num_groups or size < 2:
-        yield (
-            f"n_group = {moe.num_groups} is impossible",
-            f"groups are equal, of at least two experts, and there are {moe.num_experts} experts",
-        )
+        why = f"groups are equal, of at least two experts, and there are {moe.num_experts} experts"
+        yield f"n_group = {moe.num_groups} is impossible", why
     elif moe.router_topk > moe.group_topk * size:
-        yield (
-            f"topk_group = {moe.group_topk} is impossible",
-            f"{moe.group_topk} groups have {moe.group_topk * size} experts, a token goes to {moe.router_topk}",
-        )
+        why = f"{moe.group_topk} groups have {moe.group_topk * size} experts, a token goes to {moe.router_topk}"
+        yield f"topk_group = {moe.group_topk} is impossible", why

@@ -65,14 +65,12 @@ class VisionFamily:
         said = {each.name: written.get(self.keys.get(each.name, each.name)) for each in fields(Vision)}
         said |= self.read(written) if self.read else {}
         known: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-        for name, value in known.items():  # JSON has lists; keys of caches have tuples
-            known[name] = tuple(value) if isinstance(value, list) else value
+        # JSON has lists; keys of caches have tuples.
+        known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         vision = Vision(**{**self.defaults, **known, **self.constants})
-        vision = replace(
-            vision,
-            num_parameters=_count(self.encoder, vision),
-            num_projector_parameters=_count(self.mergers, vision),
-        )
+        shapes = [vision_shapes(tensors, vision).values() for tensors in (self.encoder, self.mergers)]
+        encoder, mergers = (sum(map(math.prod, each)) for each in shapes)
+        vision = replace(vision, num_parameters=encoder, num_projector_parameters=mergers)
         return replace(self.decoder.architecture(self._text_config(config)), vision=vision)
 
     def _text_config(self, config: Config) -> dict[str, Any]:
@@ -101,18 +99,9 @@ def vision_shapes(tensors: Iterable[HFTensor], vision: Vision) -> dict[str, tupl
     return shapes
 
 
-def _count(tensors: Iterable[HFTensor], vision: Vision) -> int:
-    return sum(map(math.prod, vision_shapes(tensors, vision).values()))
-
-
-def linear(name: str, outputs: str, inputs: str) -> tuple[HFTensor, HFTensor]:
-    """Declare a linear layer with a bias."""
-    return HFTensor(f"{name}.weight", (outputs, inputs)), HFTensor(f"{name}.bias", (outputs,))
-
-
-def layer_norm(name: str, size: str) -> tuple[HFTensor, HFTensor]:
-    """Declare a LayerNorm."""
-    return HFTensor(f"{name}.weight", (size,)), HFTensor(f"{name}.bias", (size,))
+def with_bias(name: str, *shape: str) -> tuple[HFTensor, HFTensor]:
+    """Declare a linear layer, or a LayerNorm, by the shape of its weight."""
+    return HFTensor(f"{name}.weight", shape), HFTensor(f"{name}.bias", shape[:1])
 
 
 PATCHES = HFTensor(
@@ -121,7 +110,7 @@ PATCHES = HFTensor(
 )
 # The first one has rows of all queries, then of all keys, then of all values.
 ATTENTION = (
-    *linear(f"{LAYER}.attn.qkv", "qkv_size", "hidden_size"),
-    *linear(f"{LAYER}.attn.proj", "hidden_size", "hidden_size"),
+    *with_bias(f"{LAYER}.attn.qkv", "qkv_size", "hidden_size"),
+    *with_bias(f"{LAYER}.attn.proj", "hidden_size", "hidden_size"),
 )
-LAYER_NORMS = (*layer_norm(f"{LAYER}.norm1", "hidden_size"), *layer_norm(f"{LAYER}.norm2", "hidden_size"))
+LAYER_NORMS = (*with_bias(f"{LAYER}.norm1", "hidden_size"), *with_bias(f"{LAYER}.norm2", "hidden_size"))

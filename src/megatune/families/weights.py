@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import product
 from operator import attrgetter
 
 from megatune.architecture import Architecture
@@ -66,10 +67,6 @@ class HFTensor:
     shape: tuple[str | int, ...]
 
 
-def _always(architecture: Architecture) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One engine parameter and the Hugging Face tensors it is made of.
@@ -84,7 +81,7 @@ class Weight:
     layout: TensorLayout
     hf: tuple[HFTensor, ...]
     layers: Layers = Layers.ALL
-    exists: Callable[[Architecture], bool] = _always
+    exists: Callable[[Architecture], bool] = lambda architecture: True
     stack: Stack = Stack.DECODER
     role: Role = Role.BASE
     num_layers: str = "num_layers"
@@ -168,14 +165,14 @@ def by_expert(weight: Weight, architecture: Architecture, part: Slice) -> list[S
 
 
 def hf_shape(tensor: HFTensor, architecture: Architecture) -> tuple[int, ...]:
-    """Shape of the tensor in the checkpoint."""
+    """Return the shape of the tensor in the checkpoint."""
     return tuple(size if isinstance(size, int) else int(attrgetter(size)(architecture)) for size in tensor.shape)
 
 
 def hf_shapes(
     weight: Weight, architecture: Architecture, layer: int, part: Slice = WHOLE
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the Hugging Face tensors that hold the weight in a layer, by name: whole, of the slice's experts."""
+    """Return the whole shapes of the Hugging Face tensors of the slice's experts in a layer, by name."""
     shapes = [(tensor.name, hf_shape(tensor, architecture)) for tensor in weight.hf]
     return {
         name.format(layer=layer, expert=expert): shape
@@ -185,14 +182,13 @@ def hf_shapes(
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Return rows of the engine's word embedding: every rank gets the same number. Padding never reaches a
-    checkpoint."""
+    """Return rows of the engine's word embedding, the same number on every rank; padding reaches no checkpoint."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple
 
 
 def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tuple[int, ...]:
-    """Shape of a slice of the engine's parameter; experts are its first dimension."""
+    """Return the shape of a slice of the engine's parameter; experts are its first dimension."""
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
     experts = (len(experts_of(weight, architecture, part)),) if weight.per_expert else ()
     rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
@@ -241,26 +237,20 @@ def _segments(
                 yield Segment(name, 0, rank * rows, (rank + 1) * rows)
         case TensorLayout.QKV:
             rows = sum(shape[0] for shape in shapes) // size
-            yield from _cut(_qkv_blocks(names, shapes, num_query_groups), rank * rows, rows)
+            yield from _qkv_segments(names, shapes, num_query_groups, rank * rows, rows)
 
 
-def _qkv_blocks(names: Sequence[str], shapes: Sequence[tuple[int, ...]], groups: int) -> Iterator[Segment]:
-    """Blocks of the engine's whole qkv matrix, top to bottom: per group its queries, its key, its value."""
-    for group in range(groups):
-        for name, shape in zip(names, shapes, strict=True):
-            size = shape[0] // groups
-            yield Segment(name, 0, group * size, (group + 1) * size)
-
-
-def _cut(blocks: Iterator[Segment], start: int, length: int) -> Iterator[Segment]:
-    """Yield the parts of stacked blocks that lie in rows start..start+length of the stack.
+def _qkv_segments(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], groups: int, start: int, length: int
+) -> Iterator[Segment]:
+    """Yield what is in rows start..start+length of the engine's whole qkv matrix: per group its queries, key, value.
 
     With more tensor-parallel ranks than key/value heads a rank's rows begin or end inside a group.
     """
     position = 0
-    for block in blocks:
-        size = block.stop - block.start
+    for group, (name, shape) in product(range(groups), zip(names, shapes, strict=True)):
+        size = shape[0] // groups
         first, last = max(start - position, 0), min(start + length - position, size)
         if first < last:
-            yield Segment(block.name, 0, block.start + first, block.start + last)
+            yield Segment(name, 0, group * size + first, group * size + last)
         position += size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatune.engine.objective import ObjectiveOutput
 from megatune.engine.sequences import LocalBatch, MicroBatch
+from megatune.engine.step import ObjectiveOutput
 
 IGNORED = -100
 

@@ -16,8 +16,7 @@ from typing import Any
 import safetensors.torch
 
 from megatune import __version__
-from megatune.bridge.assemble import Assembly
-from megatune.bridge.load import load_optimizer
+from megatune.bridge.assemble import Assembly, load_optimizer
 from megatune.bridge.save import save_optimizer, save_weights
 from megatune.config.settings import Settings
 from megatune.engine import device, groups

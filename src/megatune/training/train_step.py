@@ -12,8 +12,7 @@ from megatune.bridge.assemble import Assembly
 from megatune.data.batches import Batch
 from megatune.engine import groups, optimizer
 from megatune.engine.model import Chunk, gather_parameters
-from megatune.engine.objective import Objective
-from megatune.engine.step import StepTotals, forward_backward
+from megatune.engine.step import Objective, StepTotals, forward_backward
 from megatune.objectives.language_model import CrossEntropy
 from megatune.training.copies import check_gradients, check_weights
 

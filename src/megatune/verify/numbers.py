@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatune.bridge.reader import SafetensorsFolder
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.families.weights import Segment
 
 

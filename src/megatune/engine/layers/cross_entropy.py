@@ -40,16 +40,11 @@ class OutputLayer(ColumnParallelLinear):
     num_vocabulary_rows: int  # of this rank's rows those that are real; the rest only pads the vocabulary
 
     def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        labels: Tensor | None = None,
-        trained: Tensor | None = None,
+        self, input_: Tensor, weight: Tensor | None = None, labels: Tensor | None = None, trained: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """Compute logits, or with `labels` and `trained` token losses; see `token_losses`."""
         if labels is None or trained is None:
-            return super().forward(input_, weight, runtime_gather_output)
+            return super().forward(input_, weight)
         weight = self.weight if weight is None else weight
         first = self.tp_group.rank() * weight.shape[0]
         part = VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel)
@@ -61,7 +56,7 @@ class VocabularyPart:
     """What a tensor-parallel rank holds of the vocabulary.
 
     Attributes:
-        first: the token that its first row stands for.
+        first: the token of its first row.
         num_rows: how many of its rows are real, v; may be 0.
         group: the ranks that hold the other parts; None if there are none.
         sequence_parallel: whether each rank holds 1 / tp of the tokens' hidden states.
@@ -78,7 +73,7 @@ class VocabularyPart:
         return 1 if self.group is None else self.group.size()
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Parts of the tokens, of nearly one size, whose logits are computed at once."""
+        """Yield parts of the tokens, of nearly one size, whose logits are computed at once."""
         if not num_tokens or not self.num_rows:
             return
         count = -(-num_tokens * self.num_rows * 4 // CHUNK_BYTES)
@@ -90,7 +85,7 @@ class VocabularyPart:
 def token_losses(
     hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyPart
 ) -> Tensor:
-    """Cross-entropy of each token: log Σ exp(logits) - logits[label], in fp32, over the whole vocabulary.
+    """Compute cross-entropy of each token: log Σ exp(logits) - logits[label], in fp32, over the whole vocabulary.
 
     Args:
         hidden_states: [s, b, h], or [s / tp, b, h] with sequence parallelism.
@@ -107,13 +102,6 @@ def token_losses(
     rows = trained % s * b + trained // s  # places in the flattened hidden states
     losses = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part)
     return losses.new_zeros(b * s).index_copy(0, trained, losses).view(b, s)
-
-
-def reference_token_losses(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return the same from all logits, on one rank and without padding of the vocabulary, for tests of
-    `token_losses`."""
-    logits = torch.nn.functional.linear(hidden_states, weight).float().permute(1, 2, 0)
-    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -151,47 +139,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # softmax - 1 at the target, exact also where the softmax is nearly 1.
         grad_targets = torch.expm1(-losses) * grad_losses
         grad_inputs = torch.zeros_like(inputs)
-        weight_gradient = _weight_gradient(weight) if ctx.needs_input_grad[1] else None
+        # DDP's buffer, whatever gradient_accumulation_fusion says: a sum over chunks needs an fp32 tensor as large as
+        # the weight, and that one is there.
+        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        total: Any = main_grad
+        if ctx.needs_input_grad[1] and main_grad is None:
+            total = torch.zeros_like(weight, dtype=torch.float32)
         for chunk in part.chunks(len(rows)):
-            some = inputs.index_select(0, rows[chunk])
+            some, here = inputs.index_select(0, rows[chunk]), columns[chunk, None]
             grad_logits = _scaled_softmax(some @ real_weight.t(), log_sums[chunk], grad_losses[chunk])
-            here = columns[chunk, None]
             there = grad_targets[chunk, None].to(grad_logits.dtype)
             grad_logits.scatter_(1, here, torch.where(is_mine[chunk, None], there, grad_logits.gather(1, here)))
             grad_inputs.index_copy_(0, rows[chunk], grad_logits @ real_weight)
-            if weight_gradient is not None:
-                add_weight_gradient(weight_gradient[: part.num_rows], grad_logits, some)
+            if ctx.needs_input_grad[1]:
+                add_weight_gradient(total[: part.num_rows], grad_logits, some)
             del grad_logits
         grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
-        return grad_hidden_states, _handed_over(weight, weight_gradient), None, None, None
+        if not ctx.needs_input_grad[1]:
+            return grad_hidden_states, None, None, None, None
+        grad_weight = total.to(weight.dtype) if main_grad is None else announced_gradient(weight)
+        return grad_hidden_states, grad_weight, None, None, None
 
 
-def _log_sum_exp_eagerly(logits: Tensor) -> Tensor:
-    """[n, v] to fp32 [n]; fp32 logits are overwritten, which spares a copy."""
+@device.compiled
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """Reduce [n, v] to fp32 [n]; fp32 logits are overwritten, which spares a copy."""
     wide = logits.float()
     largest = wide.amax(-1)
     return wide.sub_(largest[:, None]).exp_().sum(-1).log_().add_(largest)
 
 
-def _scaled_softmax_eagerly(logits: Tensor, log_sums: Tensor, scale: Tensor) -> Tensor:
-    """exp(logits - log_sums) · scale in the dtype of the logits, computed in fp32: [n, v], [n], [n] to [n, v]; fp32
-    logits are overwritten. The scale comes before rounding: in fp16 it is what keeps small gradients from being 0."""
+@device.compiled
+def _scaled_softmax(logits: Tensor, log_sums: Tensor, scale: Tensor) -> Tensor:
+    """Compute exp(logits - log_sums) · scale, [n, v], [n], [n] to [n, v], in fp32 and round to the dtype of the logits;
+    fp32 logits are overwritten. Scaled before rounding: in fp16 that is what keeps small gradients from being 0."""
     return logits.float().sub_(log_sums[:, None]).exp_().mul_(scale[:, None]).to(logits.dtype)
 
 
-_log_sum_exp = torch.compile(_log_sum_exp_eagerly, dynamic=True) if device.HAS_GPU else _log_sum_exp_eagerly
-_scaled_softmax = torch.compile(_scaled_softmax_eagerly, dynamic=True) if device.HAS_GPU else _scaled_softmax_eagerly
-
-
 def _local(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Where the targets are among this rank's rows, int64 [n], and whether they are there at all, bool [n]."""
+    """Find where the targets are among this rank's rows, int64 [n], and whether they are there at all, bool [n]."""
     columns = targets - part.first
     is_mine = (columns >= 0) & (columns < part.num_rows)
     return columns.where(is_mine, 0), is_mine
 
 
 def _combine(log_sums: Tensor, target_logits: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Those of the whole vocabulary from those of its parts, fp32 [n] each."""
+    """Combine those of the parts to those of the whole vocabulary, fp32 [n] each."""
     if part.size == 1 or not len(log_sums):
         return log_sums, target_logits
     mine = torch.stack((log_sums, target_logits))
@@ -201,8 +194,8 @@ def _combine(log_sums: Tensor, target_logits: Tensor, part: VocabularyPart) -> t
 
 
 def _gather(hidden_states: Tensor, part: VocabularyPart) -> Tensor:
-    """Hidden states of all tokens, [s · b, h]. With sequence parallelism they lie in the buffer that Megatron-Core's
-    linear layers gather into, until the next one of them does."""
+    """Gather hidden states of all tokens, [s · b, h]. With sequence parallelism they lie in the buffer that
+    Megatron-Core's linear layers gather into, until the next one of them does."""
     if part.sequence_parallel:
         shape = [hidden_states.shape[0] * part.size, *hidden_states.shape[1:]]
         whole = get_global_memory_buffer().get_tensor(shape, hidden_states.dtype, "mpu")
@@ -212,7 +205,7 @@ def _gather(hidden_states: Tensor, part: VocabularyPart) -> Tensor:
 
 
 def _reduce(grad_inputs: Tensor, part: VocabularyPart) -> Tensor:
-    """Sum of the ranks' gradients of all tokens [s, b, h]: [s, b, h], or this rank's [s / tp, b, h]."""
+    """Return the sum of the ranks' gradients of all tokens [s, b, h]: [s, b, h], or this rank's [s / tp, b, h]."""
     if part.sequence_parallel:
         mine = grad_inputs.new_empty(len(grad_inputs) // part.size, *grad_inputs.shape[1:])
         torch.distributed.reduce_scatter_tensor(mine, grad_inputs, group=part.group)
@@ -220,19 +213,3 @@ def _reduce(grad_inputs: Tensor, part: VocabularyPart) -> Tensor:
     if part.size > 1:
         torch.distributed.all_reduce(grad_inputs, group=part.group)
     return grad_inputs
-
-
-def _weight_gradient(weight: Tensor) -> Tensor:
-    """Where chunks add their part of the weight's gradient. DDP's buffer, whatever gradient_accumulation_fusion says:
-    a sum over chunks needs an fp32 tensor as large as the weight, and that one is there."""
-    main_grad = getattr(weight, "main_grad", None)
-    return torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
-
-
-def _handed_over(weight: Tensor, weight_gradient: Tensor | None) -> Tensor | None:
-    """Return what autograd is given for the weight."""
-    if weight_gradient is None:
-        return None
-    if weight_gradient is getattr(weight, "main_grad", None):
-        return announced_gradient(weight)
-    return weight_gradient.to(weight.dtype)

@@ -1,21 +1,26 @@
-"""The dense feed-forward and the shared experts.
+"""The dense feed-forward, the shared experts, and their activation SwiGLU (arXiv:2002.05202) in one pass over memory.
 
-Legend: s tokens of a context-parallel rank, s / tp with sequence parallelism; b rows; h hidden size.
+Legend: s tokens of a context-parallel rank, s / tp with sequence parallelism; b rows; h hidden size; f feed-forward
+size of this tensor-parallel rank.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatune.engine.layers.swiglu import fused_swiglu, reference_swiglu
+from megatune.engine import device
 
 LINEAR = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -30,14 +35,7 @@ class FeedForward(MLP):
         super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """Project, activate, project.
-
-        Args:
-            hidden_states: [s, b, h].
-
-        Returns:
-            [s, b, h], and no bias.
-        """
+        """Project, activate, project: [s, b, h] to the same, and no bias."""
         gate_up, _ = self.linear_fc1(hidden_states)
         swiglu = fused_swiglu if self.config.bias_activation_fusion else reference_swiglu
         output, _ = self.linear_fc2(swiglu(gate_up))
@@ -46,3 +44,54 @@ class FeedForward(MLP):
 
 class SharedExperts(SharedExpertMLP, FeedForward):
     """Megatron-Core's shared experts around our feed-forward."""
+
+
+def fused_swiglu(gate_up: Tensor) -> Tensor:
+    """Compute silu(gate) · up, keeping only the input for the backward pass.
+
+    Operator by operator, autograd keeps silu(gate), too. Megatron-Core's own fusion must be compiled to be precise:
+    operator by operator it rounds seven times on the way to a 16-bit gradient of the gate, this one twice. From
+    [..., 2 · f], gate first, to [..., f] in the same dtype.
+    """
+    return _SwiGLU.apply(gate_up)
+
+
+def reference_swiglu(gate_up: Tensor) -> Tensor:
+    """Return the same, operator by operator: what `bias_activation_fusion: false` computes."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def install_swiglu() -> None:
+    """Patch the fusion that Megatron-Core's shared experts call when they overlap with the dispatch of tokens."""
+    module: Any = shared_experts
+    module.bias_swiglu_impl = _bias_swiglu
+
+
+def _bias_swiglu(gate_up: Tensor, bias: Tensor | None, *unused: bool) -> Tensor:
+    """Take the arguments of Megatron-Core's bias_swiglu_impl; the rest of them is about fp8 and offloading."""
+    return fused_swiglu(gate_up if bias is None else gate_up + bias)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate_up)
+        return _forward(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        return _backward(gate_up, grad)
+
+
+@device.compiled
+def _backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of `gate_up`, [..., 2 · f], from that of the output, [..., f]."""
+    gate, up = gate_up.chunk(2, -1)
+    grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat((grad_gate, grad * F.silu(gate)), -1)
+
+
+_forward = device.compiled(reference_swiglu)

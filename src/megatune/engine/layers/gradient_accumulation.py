@@ -18,13 +18,8 @@ from megatune.engine import device
 
 
 def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
-    """main_grad += grad_outputᵀ · input, unrounded where `main_grad` is wider than the inputs.
-
-    Args:
-        main_grad: [o, i], contiguous.
-        grad_output: [n, o].
-        input: [n, i], of the same dtype as `grad_output`.
-    """
+    """Add grad_outputᵀ · input, of [n, o] and [n, i] of one dtype, to `main_grad`, [o, i], contiguous; unrounded where
+    that is wider than the inputs."""
     if main_grad.dtype == input.dtype:
         main_grad.addmm_(grad_output.t(), input)
     elif device.HAS_GPU and main_grad.dtype == torch.float32:
@@ -70,7 +65,7 @@ def install() -> None:
 
 
 def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Apex's name and order of arguments, for an fp32 `main_grad`; see `add_weight_gradient`."""
+    """Take Apex's name and order of arguments, for an fp32 `main_grad`; see `add_weight_gradient`."""
     add_weight_gradient(main_grad, grad_output, input)
 
 

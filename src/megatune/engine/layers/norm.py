@@ -16,26 +16,23 @@ class RMSNorm(torch.nn.Module):
     Megatron-Core's local norm refuses sequence parallelism. There each rank normalizes its own part of the sequence
     with a whole copy of the weight, so the copies' gradients must be summed over tensor-parallel ranks: Megatron-Core
     does that for weights that carry `sequence_parallel`.
-
-    Args:
-        config: what `engine.transformer_config` made.
-        hidden_size: size of the last dimension, which is normalized.
-        eps: added to the mean square.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.is_fused = config.rms_norm_fusion
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension; shape and dtype are kept."""
         if not self.is_fused:
-            return plain_rms_norm(hidden_states, self.weight, self.eps)
+            # Operator by operator.
+            wide = wide_of(hidden_states)
+            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            return (wide * scale * self.weight).to(hidden_states.dtype)
         if device.HAS_GPU:  # one kernel each way
             return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         return _Normalize.apply(hidden_states, self.weight, self.eps)
@@ -47,7 +44,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        wide = _wide(hidden_states)
+        wide = wide_of(hidden_states)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(hidden_states, weight, scale)
         return (wide * scale).mul_(weight).to(hidden_states.dtype)
@@ -55,26 +52,13 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         hidden_states, weight, scale = ctx.saved_tensors
-        normalized, wide_grad = _wide(hidden_states) * scale, _wide(grad)
+        normalized, wide_grad = wide_of(hidden_states) * scale, wide_of(grad)
         grad_weight = (wide_grad * normalized).flatten(0, -2).sum(0)
         inner = wide_grad * weight
         grad_hidden = (inner - normalized * (inner * normalized).mean(-1, keepdim=True)).mul_(scale)
         return grad_hidden.to(grad.dtype), grad_weight.to(weight.dtype), None
 
 
-def _wide(values: Tensor) -> Tensor:
-    """In fp32 at least."""
+def wide_of(values: Tensor) -> Tensor:
+    """Return the values in fp32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def plain_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm operator by operator: what `rms_norm_fusion` replaces."""
-    wide = _wide(hidden_states)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(hidden_states.dtype)
-
-
-def reference_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm as its paper writes it, for tests of `RMSNorm`."""
-    wide = hidden_states.double()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(hidden_states.dtype)

@@ -16,7 +16,7 @@ from megatune.engine import device
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Rotation per position of each pair of channels (arXiv:2104.09864), scaled as the checkpoint asks.
+    """Compute the rotation per position of each pair of channels (arXiv:2104.09864), scaled as the checkpoint asks.
 
     Megatron-Core builds in one set of Llama 3 constants; checkpoints state their own.
 
@@ -40,21 +40,21 @@ def attention_factor(architecture: Architecture) -> float:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Stretch long wavelengths by `factor`, keep short ones, interpolate those between: Llama 3.1's rule."""
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
-    share_kept = (scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    width = scaling.high_freq_factor - scaling.low_freq_factor
+    share_kept = (scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor) / width
     between = (1 - share_kept) * frequencies / scaling.factor + share_kept * frequencies
     stretched = torch.where(wavelengths > longest, frequencies / scaling.factor, between)
     return torch.where(wavelengths < shortest, frequencies, stretched)
 
 
 def _yarn(wavelengths: Tensor, rotary_base: float, scaling: YarnRopeScaling) -> Tensor:
-    """YaRN's rule (arXiv:2309.00071, section 3.2): pairs that turn more than `beta_fast` times within the original
-    context are kept, those that turn less than `beta_slow` times stretched by `factor`, with a linear ramp between."""
+    """Apply YaRN's rule (arXiv:2309.00071, section 3.2): pairs that turn more than `beta_fast` times within the
+    original context are kept, those that turn less than `beta_slow` times stretched by `factor`, with a linear ramp
+    between."""
     half = len(wavelengths)
 
     def pair_that_turns(times: float) -> float:
@@ -73,13 +73,9 @@ def _yarn(wavelengths: Tensor, rotary_base: float, scaling: YarnRopeScaling) -> 
 
 
 def cos_sin(position_ids: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Return what a micro-batch's queries and keys are turned with, made once for all layers.
+    """Compute what a micro-batch's queries and keys are turned with, made once for all layers.
 
-    Args:
-        position_ids: int64 [s].
-        frequencies: fp32 [d / 2].
-        factor: multiplies both.
-        dtype: of the queries and keys.
+    From int64 [s] and fp32 [d / 2]; `factor` multiplies both.
 
     Returns:
         [2, s, 1, 1, d]: cosines, each at both channels of its pair, d / 2 apart; and sines, the first half negative.
@@ -92,15 +88,13 @@ def cos_sin(position_ids: Tensor, frequencies: Tensor, factor: float, dtype: tor
 
 
 def rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn each pair of the last d channels by its angle.
+    """Turn each pair of the last d channels of queries or keys [s, b, n, c] by its angle.
+
+    Either way a turned pair is d / 2 channels apart, as with Transformers.
 
     Args:
-        hidden_states: [s, b, n, c], queries or keys.
         cos_sin: [2, s, 1, 1, d], see `cos_sin`.
         interleaved: channels 2i and 2i + 1 are a pair, otherwise i and i + d / 2.
-
-    Returns:
-        [s, b, n, c]; either way a turned pair is d / 2 channels apart, as with Transformers.
     """
     cos, sin = cos_sin
     rest, turned = _split(hidden_states, cos.shape[-1])
@@ -131,18 +125,14 @@ class _Rotate(torch.autograd.Function):
         return _turn(grad, cos, -sin, False, ctx.interleaved), None, None
 
 
-def _turn_eagerly(
-    hidden_states: Tensor, cos: Tensor, sin: Tensor, from_neighbours: bool, to_neighbours: bool
-) -> Tensor:
+@device.compiled
+def _turn(hidden_states: Tensor, cos: Tensor, sin: Tensor, from_neighbours: bool, to_neighbours: bool) -> Tensor:
     rest, turned = _split(hidden_states, cos.shape[-1])
     halves, swapped = _halves(turned, from_neighbours)
     turned = swapped.mul_(sin).addcmul_(halves, cos)
     if to_neighbours:
         turned = torch.stack(turned.chunk(2, -1), -1).flatten(-2)
     return _join(rest, turned)
-
-
-_turn = torch.compile(_turn_eagerly, dynamic=True) if device.HAS_GPU else _turn_eagerly
 
 
 def _split(hidden_states: Tensor, num_turned: int) -> tuple[Tensor, Tensor]:
@@ -154,8 +144,7 @@ def _join(rest: Tensor, turned: Tensor) -> Tensor:
 
 
 def _halves(turned: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return the first channels of all pairs and then the second ones; and the other way around, in memory of its
-    own."""
+    """Return the first channels of all pairs, then the second ones; and the other way around, in its own memory."""
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
         return torch.cat((first, second), -1), torch.cat((second, first), -1)

@@ -1,12 +1,24 @@
-"""Grouped-query attention, and what it shares with latent attention."""
+"""Self-attention: grouped-query, and multi-latent (DeepSeek-V2, arXiv:2405.04434), where keys and values of all heads
+come from one narrow latent.
+
+Legend: s tokens of a context-parallel rank, s' its part s / tp under sequence parallelism and s without; b rows; h
+hidden size; n heads of this rank. A query and a key of multi-latent attention have d_nope channels without rotary
+embedding and then d_rope with it, a value has d_v.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megatune.engine.layers.norm import RMSNorm
@@ -23,27 +35,14 @@ class GroupedQueryAttention(SelfAttention):
     before attention begins."""
 
     def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        attention_mask: None,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: Sequences,
-        **unused: Any,
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
     ) -> tuple[Tensor, None]:
-        """Project, rotate, attend, project.
-
-        Args:
-            hidden_states: [s / cp (/ tp), b, h].
-            rotary_pos_emb: [2, s / cp, 1, 1, d], see `engine.layers.rotary.cos_sin`.
-
-        Returns:
-            [s / cp (/ tp), b, h], and no bias.
-        """
+        """Project, rotate by `engine.layers.rotary.cos_sin`, attend, project: [s', b, h] to the same, and no bias."""
         query, key, value = self.get_query_key_value_tensors(hidden_states, None)
         turn = fused_rotate if self.config.apply_rope_fusion else rotate
         query, key, value = turn(query, rotary_pos_emb), turn(key, rotary_pos_emb), value.contiguous()
         recompute = self.checkpoint_core_attention and self.training
-        context = attend(self.core_attention, query, key, value, packed_seq_params, recompute=recompute)
+        context = attend(self.core_attention, (query, key, value), packed_seq_params, recompute=recompute)
         output, _ = self.linear_proj(context)
         return output, None
 
@@ -52,33 +51,150 @@ class HeadNorm(RMSNorm):
     """Norm of each head's query or key. It keeps its input, which must not keep the projection that it is a part of."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize [s / cp, b, heads of this rank, channels of a head]."""
+        """Normalize [s, b, n, channels of a head]."""
         return super().forward(hidden_states.contiguous())
 
 
 def attend(
-    core_attention: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: Sequences,
-    *,
-    recompute: bool,
+    core_attention: torch.nn.Module, qkv: tuple[Tensor, Tensor, Tensor], sequences: Sequences, *, recompute: bool
 ) -> Tensor:
-    """Core attention, computed again in the backward pass where asked.
+    """Apply core attention, computed again in the backward pass where asked.
 
-    Args:
-        query, key, value: [s / cp, b, heads of this rank, channels of a head].
+    From query, key and value, [s, b, n, channels of a head], to [s, b, n · channels of a value].
+    """
+    compute = functools.partial(core_attention, packed_seq_params=sequences)
+    context: Tensor = tensor_parallel.checkpoint(compute, False, *qkv) if recompute else compute(*qkv)
+    return context
 
-    Returns:
-        [s / cp, b, heads of this rank · channels of a value].
+
+# Transformers' DeepseekV3Attention takes it for the latents, whatever the checkpoint says of the other norms.
+LATENT_NORM_EPSILON = 1e-6
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear map whose weight every tensor-parallel rank holds whole.
+
+    Without sequence parallelism all ranks see the same tokens and find the same gradient. With it each sees its part of
+    them, and Megatron-Core sums the gradients of weights that carry `sequence_parallel`.
     """
 
-    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        context: Tensor = core_attention(query, key, value, None, packed_seq_params=sequences)
-        return context
+    def __init__(self, input_size: int, output_size: int, *, config: MLATransformerConfig) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    if not recompute:
-        return compute(query, key, value)
-    context: Tensor = tensor_parallel.checkpoint(compute, False, query, key, value)
-    return context
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Project [..., input_size] to [..., output_size]."""
+        return torch.nn.functional.linear(hidden_states, self.weight)
+
+
+class MLASelfAttention(torch.nn.Module):
+    """Multi-latent self-attention, with the parameter names of Megatron-Core's.
+
+    Megatron-Core's own makes rotary embeddings that know nothing of the micro-batch's positions, and cuts the narrow
+    down projections over ranks only to gather what they give.
+
+    Args:
+        layer_number: of this layer in the whole model, from 1.
+        rope_interleaved: rotary embedding turns neighbouring channels.
+        cp_comm_type: for the core attention.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        rope_interleaved: bool,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.tp_group = config, pg_collection.tp
+        turn = fused_rotate if config.apply_rope_fusion else rotate
+        self.rotate = functools.partial(turn, interleaved=rope_interleaved)
+        recomputed = config.recompute_modules if config.recompute_granularity == "selective" else []
+        self.recompute_up_proj, self.recompute_core_attention = "mla_up_proj" in recomputed, "core_attn" in recomputed
+        heads = config.num_attention_heads
+        linear = {"config": config, "bias": False, "tp_group": self.tp_group}
+        to_heads = {**linear, "init_method": config.init_method, "gather_output": False}
+
+        def down(spec: Any, size: int) -> torch.nn.Module:
+            return build_module(spec, config.hidden_size, size, config=config)
+
+        def norm(spec: Any, size: int) -> torch.nn.Module:
+            return build_module(spec, config=config, hidden_size=size, eps=LATENT_NORM_EPSILON)
+
+        def up(spec: Any, size: int, channels: int) -> torch.nn.Module:
+            return build_module(spec, size, heads * channels, **to_heads)
+
+        q_rank, kv_rank, d_rope = config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim
+        if q_rank is None:
+            self.linear_q_proj = up(submodules.linear_q_proj, config.hidden_size, config.qk_head_dim + d_rope)
+        else:
+            self.linear_q_down_proj = down(submodules.linear_q_down_proj, q_rank)
+            self.q_layernorm = norm(submodules.q_layernorm, q_rank)
+            self.linear_q_up_proj = up(submodules.linear_q_up_proj, q_rank, config.qk_head_dim + d_rope)
+        self.linear_kv_down_proj = down(submodules.linear_kv_down_proj, kv_rank + d_rope)
+        self.kv_layernorm = norm(submodules.kv_layernorm, kv_rank)
+        self.linear_kv_up_proj = up(submodules.linear_kv_up_proj, kv_rank, config.qk_head_dim + config.v_head_dim)
+        out = {**linear, "init_method": config.output_layer_init_method, "input_is_parallel": True}
+        self.linear_proj = build_module(
+            submodules.linear_proj, heads * config.v_head_dim, config.hidden_size, **out, skip_bias_add=True
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            softmax_scale=config.softmax_scale,
+            cp_comm_type=cp_comm_type,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """Project down and up, attend, project; as GroupedQueryAttention."""
+        latents = self._project_down(hidden_states)
+        up = functools.partial(self._project_up, cos_sin=rotary_pos_emb)
+        recompute_up = self.recompute_up_proj and self.training
+        # None: anything else, False too, asks for Transformer Engine.
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None) if recompute_up else None
+        qkv = checkpoint.checkpoint(up, *latents) if checkpoint else up(*latents)
+        recompute = self.recompute_core_attention and self.training
+        context = attend(self.core_attention, qkv, packed_seq_params, recompute=recompute)
+        if checkpoint:
+            checkpoint.discard_output_and_register_recompute(context)
+        output, _ = self.linear_proj(context)
+        return output, None
+
+    def _project_down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what queries are made from, [s', b, q_lora_rank] or `hidden_states`; what keys and values are made
+        from, [s', b, kv_lora_rank]; and the part of the key that all heads share, [s, b, 1, d_rope]."""
+        config = self.config
+        query_latent = hidden_states
+        if config.q_lora_rank is not None:
+            query_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        sizes = config.kv_lora_rank, config.qk_pos_emb_head_dim
+        latent, shared_key = self.linear_kv_down_proj(hidden_states).split(sizes, -1)
+        # Its gradient comes from the heads of all tensor-parallel ranks; both sum it in the backward pass.
+        whole = (
+            tensor_parallel.gather_from_sequence_parallel_region
+            if config.sequence_parallel
+            else tensor_parallel.copy_to_tensor_model_parallel_region
+        )
+        return query_latent, self.kv_layernorm(latent), whole(shared_key, group=self.tp_group).unsqueeze(2)
+
+    def _project_up(
+        self, query_latent: Tensor, latent: Tensor, shared_key: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query and key [s, b, n, d_nope + d_rope] and value [s, b, n, d_v], each in memory of its own."""
+        config = self.config
+        d_nope, d_rope, d_v = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        linear_q = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query = self.rotate(linear_q(query_latent)[0].unflatten(-1, (-1, d_nope + d_rope)), cos_sin)
+        key, value = self.linear_kv_up_proj(latent)[0].unflatten(-1, (-1, d_nope + d_v)).split([d_nope, d_v], -1)
+        shared_key = self.rotate(shared_key, cos_sin).expand(*key.shape[:-1], d_rope)
+        return query, torch.cat((key, shared_key), -1), value.contiguous()

@@ -37,9 +37,8 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
     kernels = attention_kernels(capability, backend, dtype, channels, in_runs=attends_in_runs(settings))
     match kernels[0]:
         case "plain":
-            return (
-                f"plain matrix products: the flash kernel takes no {dtype} with {channels} channels on {device.name()}"
-            )
+            obstacle = f"the flash kernel takes no {dtype} with {channels} channels on {device.name()}"
+            return f"plain matrix products: {obstacle}"
         case "varlen":
             return f"flash with variable lengths, for {'packed rows' if settings.packing else 'context parallelism'}"
     names = {"cudnn": "cuDNN", "flash": "flash"}
@@ -64,7 +63,7 @@ def require(settings: Settings, architecture: Architecture) -> None:
 
 
 def _channels(architecture: Architecture) -> tuple[int, int]:
-    """Channels of a head's query and key, and of its value."""
+    """Return the channels of a head's query and key, and of its value."""
     mla = architecture.mla
     if mla is None:
         return architecture.kv_channels, architecture.kv_channels
@@ -80,12 +79,10 @@ def _obstacle(backend: str, dtype: torch.dtype, channels: int, value_channels: i
         return f"its GPU kernel computes in bf16 or fp16, and the run in {name}"
     if backend == "flash":
         # Fewer channels of values are filled up with zeros.
-        channels = value_channels = max(channels, value_channels)
-        channels += -channels % device.FLASH_CHANNEL_MULTIPLE
-        value_channels = channels
-    query, value = (
-        torch.empty(1, 1, 64, size, dtype=dtype, device=device.current()) for size in (channels, value_channels)
-    )
+        widest = max(channels, value_channels)
+        channels = value_channels = widest + -widest % device.FLASH_CHANNEL_MULTIPLE
+    sizes = channels, value_channels
+    query, value = (torch.empty(1, 1, 64, size, dtype=dtype, device=device.current()) for size in sizes)
     usable = can_use_flash_attention if backend == "flash" else can_use_cudnn_attention
     if usable(SDPAParams(query, query, value, None, 0.0, True, False)):
         return ""

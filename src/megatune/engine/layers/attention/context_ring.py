@@ -9,6 +9,7 @@ keys, e channels of values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,34 +18,20 @@ from torch import Tensor
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
 from megatune.engine.layers.attention.kernels import Kernel, pick
-from megatune.engine.layers.attention.spans import Ring, ring
+from megatune.engine.layers.attention.spans import RingStep, ring
 
+Boundaries: TypeAlias = tuple[int, ...]
 Group: TypeAlias = torch.distributed.ProcessGroup
+Steps: TypeAlias = Sequence[RingStep]
 
-# gloo tells messages between the same two ranks apart by a tag.
+# gloo distinguishes messages between the same two ranks by a tag.
 _KEYS, _GRADIENTS = 1, 2
 
 
 def attend_ring(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: tuple[int, ...],
-    scale: float,
-    backend: AttnBackend,
-    group: Group,
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend, group: Group
 ) -> Tensor:
-    """Attend to what comes around the ring.
-
-    Args:
-        query: [s / cp, b, n, d].
-        key: [s / cp, b, g, d].
-        value: [s / cp, b, g, e].
-        boundaries: of the documents in the whole row.
-
-    Returns:
-        [s / cp, b, n, e].
-    """
+    """Attend to what comes around the ring; shapes as in `core`."""
     steps = ring(boundaries, group.size())
     arguments = (steps, scale, pick(query, value, backend), group)
     output = _RingAttention.apply(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), *arguments)
@@ -56,23 +43,18 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, steps: Ring, scale: float, kernel: Kernel, group: Group
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, steps: Steps, scale: float, kernel: Kernel, group: Group
     ) -> Tensor:
         channels = key.shape[-1], value.shape[-1]
         output, lse = query.new_empty(0), query.new_empty(0)
-        here = torch.cat((key, value), -1)
-        for step in range(group.size()):
-            arriving = _Passing(here, group, _KEYS) if step + 1 < group.size() else None
+        for here, (of_query, of_key, spans) in _around(torch.cat((key, value), -1), steps, group):
             keys, values = here.split(channels, -1)
-            of_query, of_key, spans = steps.at_step(step, group.rank())
             found, of_found = kernel.forward(query[of_query], keys[of_key], values[of_key], spans, scale)
-            if step == 0:
+            if not len(output):  # the first step
                 output, lse = found.to(of_found.dtype), of_found
             else:
                 merged = _merge(output[of_query], lse[:, of_query], found, of_found)
                 output[of_query], lse[:, of_query] = merged
-            if arriving is not None:
-                here = arriving.wait()
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.arguments = steps, scale, kernel, group
@@ -84,41 +66,32 @@ class _RingAttention(torch.autograd.Function):
         steps, scale, kernel, group = ctx.arguments
         channels = key.shape[-1], value.shape[-1]
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
-        here = torch.cat((key, value), -1)
         of_others: _Passing | None = None
-        for step in range(group.size()):
-            arriving = _Passing(here, group, _KEYS) if step + 1 < group.size() else None
+        for here, (of_query, of_key, spans) in _around(torch.cat((key, value), -1), steps, group):
             keys, values = here.split(channels, -1)
-            of_query, of_key, spans = steps.at_step(step, group.rank())
-            grad_run, *grad_keys = kernel.backward(
-                grad_output[of_query],
-                query[of_query],
-                keys[of_key],
-                values[of_key],
-                output[of_query],
-                lse[:, of_query],
-                spans,
-                scale,
-            )
+            saved = query[of_query], keys[of_key], values[of_key], output[of_query], lse[:, of_query]
+            grad_run, *grad_keys = kernel.backward(grad_output[of_query], saved, spans, scale)
             grad_query[of_query] += grad_run
             # What the ranks before found of these keys' gradients; it was on its way while this rank computed.
             gradients = of_others.wait() if of_others else torch.zeros_like(here, dtype=lse.dtype)
             gradients[of_key] += torch.cat(grad_keys, -1)
             of_others = _Passing(gradients, group, _GRADIENTS)
-            if arriving is not None:
-                here = arriving.wait()
         assert of_others is not None  # a ring has at least one rank
         grad_key, grad_value = of_others.wait().to(key.dtype).split(channels, -1)
         return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None
 
 
-def _merge(output: Tensor, lse: Tensor, found: Tensor, of_found: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both results.
+def _around(here: Tensor, steps: Steps, group: Group) -> Iterator[tuple[Tensor, RingStep]]:
+    """Yield the keys and values that this rank has at each step, and who sees what of them, while the next arrive."""
+    for step in range(group.size()):
+        arriving = _Passing(here, group, _KEYS) if step + 1 < group.size() else None
+        yield here, steps[0 if step == 0 else 1 if step <= group.rank() else 2]
+        if arriving is not None:
+            here = arriving.wait()
 
-    Args:
-        output, found: [t, n, e].
-        lse, of_found: [n, t].
-    """
+
+def _merge(output: Tensor, lse: Tensor, found: Tensor, of_found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention over the keys of both results, [t, n, e] and [n, t]."""
     share = torch.sigmoid(of_found - lse).T[..., None]
     return torch.lerp(output, found.to(output.dtype), share), torch.logaddexp(lse, of_found)
 

@@ -3,6 +3,9 @@ context-parallel ranks; `context_ring` has the third way across them.
 
 Legend: s tokens of a whole row, cp context-parallel ranks, b rows, n query heads and g key/value heads of this rank, d
 channels of queries and keys, e channels of values.
+
+Every way takes query [s, b, n, d], key [s, b, g, d] and value [s, b, g, e] to [s, b, n, e], with s / cp of the tokens
+on each rank where there is a group of context-parallel ranks; `boundaries` are those of the documents in the whole row.
 """
 
 from __future__ import annotations
@@ -16,13 +19,12 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatune.config.attention_kernel import PLAIN_BACKENDS, attention_kernels
 from megatune.engine import device
-from megatune.engine.layers.attention.context_ring import attend_ring
+from megatune.engine.layers.attention.context_ring import Boundaries, Group, attend_ring
 from megatune.engine.layers.attention.kernels import attend, equal_channels
 from megatune.engine.layers.attention.spans import documents, gathered, prefixes
 from megatune.engine.sequences import Sequences
@@ -36,18 +38,9 @@ _SDPA = {
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...], scale: float, backend: AttnBackend
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend
 ) -> Tensor:
-    """Attend causally inside each document, by the fastest kernel that the backend allows.
-
-    Args:
-        query: [s, b, n, d].
-        key: [s, b, g, d].
-        value: [s, b, g, e].
-
-    Returns:
-        [s, b, n, e].
-    """
+    """Attend causally inside each document, by the fastest kernel that the backend allows."""
     spans = documents(boundaries)
     if spans.is_one_square and backend.name not in PLAIN_BACKENDS:
         return _one_document(query, key, value, scale, backend)
@@ -56,82 +49,38 @@ def attend_rows(
 
 
 def _one_document(query: Tensor, key: Tensor, value: Tensor, scale: float, backend: AttnBackend) -> Tensor:
-    """torch's own choice of kernels is best where a row is one document: it has cuDNN's, too."""
-    channels, grouped = value.shape[-1], key.shape[2] != query.shape[2]
+    """Let torch choose the kernel, the best where a row is one document: it has cuDNN's, too."""
+    channels, grouped, dtype = value.shape[-1], key.shape[2] != query.shape[2], str(query.dtype).removeprefix("torch.")
     kernels = attention_kernels(
-        device.compute_capability(),
-        backend.name,
-        str(query.dtype).removeprefix("torch."),
-        max(query.shape[-1], channels),
-        in_runs=False,
-        grouped=grouped,
+        device.compute_capability(), backend.name, dtype, max(query.shape[-1], channels), in_runs=False, grouped=grouped
     )
     if kernels[0] == "flash":
         query, key, value = equal_channels(query, key, value)
+    query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
     with sdpa_kernel([_SDPA[kernel] for kernel in kernels], set_priority=True):
-        output = scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=grouped,
-        )
+        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     return output.permute(2, 0, 1, 3)[..., :channels]
 
 
 def attend_all_gather(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: tuple[int, ...],
-    scale: float,
-    backend: AttnBackend,
-    group: ProcessGroup,
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend, group: Group
 ) -> Tensor:
-    """Gather all keys and values first; the backward pass adds their gradients up and scatters them.
-
-    Args:
-        query: [s / cp, b, n, d].
-        key: [s / cp, b, g, d].
-        value: [s / cp, b, g, e].
-        boundaries: of the documents in the whole row.
-
-    Returns:
-        [s / cp, b, n, e].
-    """
-    b = query.shape[1]
-    seen = prefixes(boundaries, group.rank(), group.size())
+    """Gather all keys and values first; the backward pass adds their gradients up and scatters them."""
+    order, spans = prefixes(boundaries, group.rank(), group.size())
     both = torch.cat((key.flatten(1, 2), value.flatten(1, 2)), -1)
-    whole = gather_from_sequence_parallel_region(both, group=group).index_select(0, seen.order)
+    whole = gather_from_sequence_parallel_region(both, group=group).index_select(0, order)
     keys, values = whole.split((key.shape[-1], value.shape[-1]), -1)
-    output = attend(query.flatten(1, 2), keys, values, seen.spans, scale, backend)
-    return output.unflatten(1, (b, -1))
+    output = attend(query.flatten(1, 2), keys, values, spans, scale, backend)
+    return output.unflatten(1, query.shape[1:3])
 
 
 def attend_all_to_all(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: tuple[int, ...],
-    scale: float,
-    backend: AttnBackend,
-    group: ProcessGroup,
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend, group: Group
 ) -> Tensor:
     """Trade sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): whole rows of n / cp heads attend, between two
-    exchanges.
-
-    Args:
-        query: [s / cp, b, n, d], n a multiple of cp.
-        key: [s / cp, b, g, d].
-        value: [s / cp, b, g, e].
-        boundaries: of the documents in the whole row.
-
-    Returns:
-        [s / cp, b, n, e].
-    """
+    exchanges; n is a multiple of cp."""
     cp_size = group.size()
-    order = gathered(boundaries, cp_size)
+    to_row, from_row = gathered(boundaries, cp_size)
     # Where ranks cannot share the key/value heads equally they get copies, of which autograd adds up the gradients.
     copies = math.lcm(key.shape[2], cp_size) // key.shape[2]
     if copies > 1:
@@ -139,11 +88,11 @@ def attend_all_to_all(
     # One message: for each rank its heads of all three, [cp, s / cp, b, channels].
     shares = [tensor.unflatten(2, (cp_size, -1)).movedim(2, 0) for tensor in (query, key, value)]
     sent = torch.cat([share.flatten(3) for share in shares], -1)
-    rows = all_to_all(group, sent).flatten(0, 1).index_select(0, order.to_row)
+    rows = all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
     parts = rows.split([share[0, 0, 0].numel() for share in shares], -1)
     heads = [part.unflatten(2, share.shape[3:]) for part, share in zip(parts, shares, strict=True)]
     output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend)
-    back = output.index_select(0, order.from_row).unflatten(0, (cp_size, -1))
+    back = output.index_select(0, from_row).unflatten(0, (cp_size, -1))
     return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
 
 
@@ -177,26 +126,10 @@ class CoreAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         self.cp_comm_type = cp_comm_type if config.context_parallel_size > 1 else None
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        *,
-        packed_seq_params: Sequences,
-        **unused: Any,
-    ) -> Tensor:
-        """Attend. Padding is at the end of its document, so no real token sees it and no mask is needed.
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, packed_seq_params: Sequences) -> Tensor:
+        """Attend, from the tokens of `engine.sequences.local_batch` to [s / cp, b, n · e] in the dtype of `query`.
 
-        Args:
-            query: [s / cp, b, n, d], the tokens that `engine.sequences.local_batch` gives this rank.
-            key: [s / cp, b, g, d].
-            value: [s / cp, b, g, e].
-
-        Returns:
-            [s / cp, b, n · e], in the dtype of `query`.
+        Padding is at the end of its document, so no real token sees it and no mask is needed.
         """
         scale = self.softmax_scale or 1 / math.sqrt(query.shape[-1])
         boundaries = packed_seq_params.boundaries
@@ -204,27 +137,3 @@ class CoreAttention(torch.nn.Module):
             return attend_rows(query, key, value, boundaries, scale, self.backend).flatten(2)
         across, group = _ACROSS_RANKS[self.cp_comm_type], parallel_state.get_context_parallel_group()
         return across(query, key, value, boundaries, scale, self.backend, group).flatten(2)
-
-
-def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...] | None = None, scale: float | None = None
-) -> Tensor:
-    """Return the definition, with explicit scores, for tests.
-
-    Args:
-        query: [s, b, n, d].
-        key: [s, b, g, d].
-        value: [s, b, g, e].
-        boundaries: of the documents; None for one a row.
-
-    Returns:
-        [s, b, n · e].
-    """
-    s, _, n, d = query.shape
-    repeats = n // key.shape[2]
-    key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
-    scores = torch.einsum("sbnd,tbnd->bnst", query, key) * (d**-0.5 if scale is None else scale)
-    document = torch.bucketize(torch.arange(s), torch.tensor(boundaries or (0, s)), right=True)
-    visible = (document[:, None] == document) & torch.ones(s, s, dtype=torch.bool).tril()
-    scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
-    return torch.einsum("bnst,tbne->sbne", scores.softmax(-1), value).flatten(2)

@@ -10,8 +10,8 @@ and keys, e channels of values. Rows of a micro-batch are folded into the heads:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
@@ -20,46 +20,72 @@ from torch.nn.functional import pad
 
 from megatune.config.attention_kernel import attention_kernels
 from megatune.engine import device
-from megatune.engine.layers.attention.plain import Plain, lower_right
 from megatune.engine.layers.attention.spans import Spans
+from megatune.engine.layers.norm import wide_of
 
 aten = torch.ops.aten
+
+# query [t, n, d], key [u, g, d] and value [u, g, e] of a call; output [t, n, e] and log-sum-exp [n, t], over all keys
+# that the queries see, in this call or another.
+Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Kernel(Protocol):
     """A way to compute attention."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-        """Attend.
-
-        Args:
-            query: [t, n, d].
-            key: [u, g, d].
-            value: [u, g, e].
-            scale: multiplies the scores.
+        """Attend, with scores multiplied by `scale`.
 
         Returns:
             [t, n, e] in the dtype of `query`, and the logarithm of the sum of the scores' exponentials, [n, t] in
             fp32 (fp64 for fp64).
         """
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        spans: Spans,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value.
+    def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key and value."""
 
-        Args:
-            grad_output, output: [t, n, e].
-            lse: [n, t]; with `output` over all keys that the queries see, in this call or another.
-        """
+
+class Plain:
+    """Matrix products with all scores of a run in memory, in fp32 at least: any device, dtype and shape."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+        outputs, lses = [], []
+        for queries, keys in spans.runs:
+            scores = _scores(query[queries], key[keys], spans.causal, scale)
+            lse = scores.logsumexp(-1)
+            shares = (scores - lse[..., None]).exp()
+            outputs.append(torch.einsum("grqk,kgd->qgrd", shares, wide_of(value[keys])).flatten(1, 2))
+            lses.append(lse.flatten(0, 1))
+        return torch.cat(outputs).to(query.dtype), torch.cat(lses, 1)
+
+    def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
+        query, key, value, output, lse = saved
+        groups = (key.shape[1], -1)
+        delta = (wide_of(grad_output) * wide_of(output)).sum(-1).T.unflatten(0, groups)
+        lse = lse.unflatten(0, groups)
+        gradients: tuple[list[Tensor], ...] = ([], [], [])
+        for queries, keys in spans.runs:
+            scores = _scores(query[queries], key[keys], spans.causal, scale)
+            shares = (scores - lse[..., queries, None]).exp()
+            grad_run = wide_of(grad_output[queries]).unflatten(1, groups)
+            grad_shares = torch.einsum("qgrd,kgd->grqk", grad_run, wide_of(value[keys]))
+            grad_scores = shares * (grad_shares - delta[..., queries, None]) * scale
+            query_run = wide_of(query[queries]).unflatten(1, groups)
+            gradients[0].append(torch.einsum("grqk,kgd->qgrd", grad_scores, wide_of(key[keys])).flatten(1, 2))
+            gradients[1].append(torch.einsum("grqk,qgrd->kgd", grad_scores, query_run))
+            gradients[2].append(torch.einsum("grqk,qgrd->kgd", shares, grad_run))
+        return tuple(torch.cat(parts).to(query.dtype) for parts in gradients)
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+    """Return [g, n / g, t, u], -inf where a query does not see a key."""
+    scores = torch.einsum("qgrd,kgd->grqk", wide_of(query).unflatten(1, (key.shape[1], -1)), wide_of(key)) * scale
+    return scores + _lower_right(scores, len(query), len(key)) if causal else scores
+
+
+def _lower_right(like: Tensor, t: int, u: int) -> Tensor:
+    """Return [t, u], in the dtype of `like`: -inf for the keys that a query does not see when the last one sees all."""
+    return like.new_full((t, u), -torch.inf).triu(1 + u - t)
 
 
 class FlashOnCPU:
@@ -70,59 +96,31 @@ class FlashOnCPU:
         query, key, value = equal_channels(query, key, value)
         outputs, lses = [], []
         for queries, keys in spans.runs:
-            of_query, of_key, of_value = (
-                _heads_first(query[queries]),
-                _heads_first(key[keys]),
-                _heads_first(value[keys]),
-            )
-            output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                of_query, of_key, of_value, 0.0, **_cpu_mask(of_query, of_key, spans.causal), scale=scale
-            )
+            run = _heads_first(query[queries], key[keys], value[keys])
+            mask = _cpu_mask(run[0], run[1], spans.causal)
+            output, lse = aten._scaled_dot_product_flash_attention_for_cpu(*run, 0.0, **mask, scale=scale)
             outputs.append(_tokens_first(output))
             lses.append(lse[0])
         return torch.cat(outputs)[..., :channels], torch.cat(lses, 1)
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        spans: Spans,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        channels = query.shape[-1], key.shape[-1], value.shape[-1]
-        grad_output, output, query, key, value = equal_channels(grad_output, output, query, key, value)
-        gradients: list[tuple[Tensor, ...]] = []
+    def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
+        *tensors, lse = saved
+        query, key, value, output, grad_output = equal_channels(*tensors, grad_output)
+        gradients = []
         for queries, keys in spans.runs:
-            of_query, of_key, of_value = (
-                _heads_first(query[queries]),
-                _heads_first(key[keys]),
-                _heads_first(value[keys]),
-            )
+            run = _heads_first(query[queries], key[keys], value[keys])
+            results = _heads_first(grad_output[queries], output[queries])
             of_run = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(grad_output[queries]),
-                of_query,
-                of_key,
-                of_value,
-                _heads_first(output[queries]),
-                lse[None, :, queries],
-                0.0,
-                **_cpu_mask(of_query, of_key, spans.causal),
+                results[0], *run, results[1], lse[None, :, queries], 0.0, **_cpu_mask(run[0], run[1], spans.causal),
                 scale=scale,
-            )
-            gradients.append(tuple(map(_tokens_first, of_run)))
-        grad_query, grad_key, grad_value = (
-            torch.cat(runs)[..., :size] for runs, size in zip(zip(*gradients, strict=True), channels, strict=True)
-        )
-        return grad_query, grad_key, grad_value
+            )  # fmt: skip
+            gradients.append(map(_tokens_first, of_run))
+        return _cut_channels(map(torch.cat, zip(*gradients, strict=True)), saved)
 
 
-def _heads_first(tensor: Tensor) -> Tensor:
-    """[t, n, d] to [1, n, t, d]."""
-    return tensor.transpose(0, 1)[None]
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[t, n, d] to [1, n, t, d], each."""
+    return [tensor.transpose(0, 1)[None] for tensor in tensors]
 
 
 def _tokens_first(tensor: Tensor) -> Tensor:
@@ -130,68 +128,36 @@ def _tokens_first(tensor: Tensor) -> Tensor:
     return tensor[0].transpose(0, 1)
 
 
+def _cut_channels(gradients: Iterable[Tensor], saved: Saved) -> tuple[Tensor, ...]:
+    """Take away the channels that `equal_channels` added."""
+    return tuple(gradient[..., : tensor.shape[-1]] for gradient, tensor in zip(gradients, saved[:3], strict=True))
+
+
 def _cpu_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
-    """Arguments that mask the CPU kernel: its own causal mask counts from the first key."""
+    """Return arguments that mask the CPU kernel: its own causal mask counts from the first key."""
     t, u = query.shape[2], key.shape[2]
     if not causal or t == u:
         return {"is_causal": causal}
-    return {"is_causal": False, "attn_mask": lower_right(query, t, u)}
+    return {"is_causal": False, "attn_mask": _lower_right(query, t, u)}
 
 
 class FlashOnGPU:
     """FlashAttention-2 as torch has it, all runs in one call. Its causal mask counts from the last key, as ours."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-        channels = value.shape[-1]
-        query, key, value = equal_channels(query, key, value)
-        output, lse, *_ = aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            *spans.on_device,
-            spans.max_queries,
-            spans.max_keys,
-            0.0,
-            spans.causal,
-            False,
-            scale=scale,
-        )
-        return output[..., :channels], lse
+        tensors = equal_channels(query, key, value)
+        arguments = (*spans.on_device, 0.0, spans.causal, False)
+        output, lse, *_ = aten._flash_attention_forward(*tensors, *arguments, scale=scale)
+        return output[..., : value.shape[-1]], lse
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        spans: Spans,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        channels = query.shape[-1], key.shape[-1], value.shape[-1]
-        grad_output, output, query, key, value = equal_channels(grad_output, output, query, key, value)
+    def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
+        query, key, value, output, lse = saved
+        tensors = equal_channels(grad_output, query, key, value, output)
         # State of a dropout that there is not.
         random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
-        gradients = aten._flash_attention_backward(
-            grad_output,
-            query,
-            key,
-            value,
-            output,
-            lse.contiguous(),
-            *spans.on_device,
-            spans.max_queries,
-            spans.max_keys,
-            0.0,
-            spans.causal,
-            *random,
-            scale=scale,
-        )
-        grad_query, grad_key, grad_value = (
-            gradient[..., :size] for gradient, size in zip(gradients, channels, strict=True)
-        )
-        return grad_query, grad_key, grad_value
+        arguments = (lse.contiguous(), *spans.on_device, 0.0, spans.causal, *random)
+        gradients = aten._flash_attention_backward(*tensors, *arguments, scale=scale)
+        return _cut_channels(gradients, saved)
 
 
 def equal_channels(*tensors: Tensor) -> Iterator[Tensor]:
@@ -233,19 +199,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.kernel.backward(grad_output, *ctx.saved_tensors, *ctx.arguments)
+        gradients = ctx.kernel.backward(grad_output, ctx.saved_tensors, *ctx.arguments)
         return *gradients, None, None, None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, backend: AttnBackend) -> Tensor:
-    """Attend within `spans`, with a gradient.
-
-    Args:
-        query: [t, n, d].
-        key: [u, g, d].
-        value: [u, g, e].
-
-    Returns:
-        [t, n, e].
-    """
+    """Attend within `spans`, with a gradient: [t, n, d], [u, g, d] and [u, g, e] to [t, n, e]."""
     return _Attention.apply(query, key, value, spans, scale, pick(query, value, backend))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,129 +51,75 @@ class Spans:
         return tuple(zip(queries, keys, strict=True))
 
     @cached_property
-    def max_queries(self) -> int:
-        return max(stop - start for start, stop in pairwise(self.queries))
-
-    @cached_property
-    def max_keys(self) -> int:
-        return max(stop - start for start, stop in pairwise(self.keys))
-
-    @cached_property
-    def on_device(self) -> tuple[Tensor, Tensor]:
-        """`queries` and `keys`, int32 [runs + 1], on the device."""
+    def on_device(self) -> tuple[Tensor, Tensor, int, int]:
+        """`queries` and `keys`, int32 [runs + 1], on the device; and the longest run of each."""
         bounds = device.send(torch.tensor((self.queries, self.keys), dtype=torch.int32))
-        return bounds[0], bounds[1]
+        longest = [max(stop - start for start, stop in pairwise(ends)) for ends in (self.queries, self.keys)]
+        return bounds[0], bounds[1], longest[0], longest[1]
+
+
+# The queries and the keys of a rank that take part in a step of the ring, and how: a slice where the row is one
+# document, otherwise int64 [s / (2 · cp)] on the device.
+RingStep: TypeAlias = tuple[slice | Tensor, slice | Tensor, Spans]
 
 
 @lru_cache(_REMEMBERED)
 def documents(boundaries: tuple[int, ...]) -> Spans:
-    """Whole rows: every document attends to itself."""
+    """Return the spans of whole rows: every document attends to itself."""
     return Spans(boundaries, boundaries, causal=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """How tokens that were gathered from all context-parallel ranks are brought into the row's order, and back.
+@lru_cache(_REMEMBERED)
+def gathered(boundaries: tuple[int, ...], cp_size: int) -> tuple[Tensor, Tensor]:
+    """Return how tokens that were gathered from all context-parallel ranks are brought into the row's order, and back.
 
-    Attributes:
-        to_row: int64 [s], on the device: where the row's tokens are among the gathered ones.
-        from_row: int64 [s], on the device: where the gathered tokens are in the row.
+    Returns:
+        Where the row's tokens are among the gathered ones, and where those are in the row: int64 [s], on the device.
     """
-
-    to_row: Tensor
-    from_row: Tensor
+    from_row = torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)])
+    return device.send(from_row.argsort()), device.send(from_row)
 
 
 @lru_cache(_REMEMBERED)
-def gathered(boundaries: tuple[int, ...], cp_size: int) -> Gathered:
-    """Return the orders of rows with these documents."""
-    from_row = _from_row(boundaries, cp_size)
-    return Gathered(device.send(from_row.argsort()), device.send(from_row))
+def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Spans]:
+    """Return what the queries of one rank see of the gathered keys: of each document the parts up to theirs.
 
-
-def _from_row(boundaries: tuple[int, ...], cp_size: int) -> Tensor:
-    return torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)])
-
-
-@dataclass(frozen=True, eq=False)
-class Prefixes:
-    """What the queries of one rank see of the gathered keys: of each document the parts up to theirs.
-
-    Attributes:
-        order: int64 [keys], on the device: the gathered tokens in the order of `spans`; early ones come twice, for
-            the queries of the earlier and of the later part.
-        spans: two runs for each document, of this rank's two parts.
+    Returns:
+        int64 [keys], on the device: the gathered tokens in the order of the spans; early ones come twice, for the
+        queries of the earlier and of the later part. And two spans for each document, of this rank's two parts.
     """
-
-    order: Tensor
-    spans: Spans
-
-
-@lru_cache(_REMEMBERED)
-def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> Prefixes:
-    """Return what the queries of one rank see."""
-    to_row = _from_row(boundaries, cp_size).argsort()
+    to_row = torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)]).argsort()
     sizes, runs = [], []
     for start, stop in pairwise(boundaries):
         size = (stop - start) // (2 * cp_size)
         for part in (cp_rank, 2 * cp_size - 1 - cp_rank):
             sizes.append(size)
             runs.append(to_row[start : start + (part + 1) * size])
-    spans = Spans(_bounds(sizes), _bounds([len(run) for run in runs]), causal=True)
-    return Prefixes(device.send(torch.cat(runs)), spans)
-
-
-def _bounds(sizes: list[int]) -> tuple[int, ...]:
-    return tuple(accumulate(sizes, initial=0))
-
-
-@dataclass(frozen=True, eq=False)
-class Ring:
-    """Who sees what of the keys and values that come around a ring of context-parallel ranks.
-
-    Attributes:
-        own: this rank's queries and its own keys: both parts in order, causally.
-        of_earlier: all of this rank's queries, and the first parts of an earlier rank's keys.
-        of_later: the queries of this rank's second parts, and all of a later rank's keys.
-        first, second: where the two parts of each document are among a rank's tokens: a slice of a row that is one
-            document, otherwise int64 [s / (2 · cp)] on the device.
-    """
-
-    own: Spans
-    of_earlier: Spans
-    of_later: Spans
-    first: slice | Tensor
-    second: slice | Tensor
-
-    def at_step(self, step: int, cp_rank: int) -> tuple[slice | Tensor, slice | Tensor, Spans]:
-        """Return the queries of a rank and the keys that it holds at a step of the ring that take part, and how."""
-        if step == 0:
-            return slice(None), slice(None), self.own
-        if step <= cp_rank:
-            return slice(None), self.first, self.of_earlier
-        return self.second, slice(None), self.of_later
+    queries, keys = (tuple(accumulate(each, initial=0)) for each in (sizes, map(len, runs)))
+    return device.send(torch.cat(runs)), Spans(queries, keys, causal=True)
 
 
 @lru_cache(_REMEMBERED)
-def ring(boundaries: tuple[int, ...], cp_size: int) -> Ring:
-    """Return the ring of rows with these documents, the same for every rank."""
+def ring(boundaries: tuple[int, ...], cp_size: int) -> tuple[RingStep, RingStep, RingStep]:
+    """Return who sees what of the keys and values that come around a ring of context-parallel ranks.
+
+    Returns:
+        For a rank's own keys, both parts in order, causally; for an earlier rank's, of which all queries see the first
+        parts; and for a later one's, which the queries of the second parts see.
+    """
     whole = tuple(boundary // cp_size for boundary in boundaries)
     half = tuple(boundary // (2 * cp_size) for boundary in boundaries)
-    return Ring(
-        own=Spans(whole, whole, causal=True),
-        of_earlier=Spans(whole, half, causal=False),
-        of_later=Spans(half, whole, causal=False),
-        first=_parts(whole, 0),
-        second=_parts(whole, 1),
+    return (
+        (slice(None), slice(None), Spans(whole, whole, causal=True)),
+        (slice(None), _parts(whole, 0), Spans(whole, half, causal=False)),
+        (_parts(whole, 1), slice(None), Spans(half, whole, causal=False)),
     )
 
 
 def _parts(boundaries: tuple[int, ...], which: int) -> slice | Tensor:
-    """Return the first or second half of each document."""
-    halves = [
-        (start + which * (stop - start) // 2, start + (which + 1) * (stop - start) // 2)
-        for start, stop in pairwise(boundaries)
-    ]
+    """Return where the first or second half of each document is among a rank's tokens."""
+    middles = [(start, (start + stop) // 2, stop) for start, stop in pairwise(boundaries)]
+    halves = [edges[which : which + 2] for edges in middles]
     if len(halves) == 1:
         return slice(*halves[0])
     return device.send(torch.cat([torch.arange(start, stop) for start, stop in halves]))

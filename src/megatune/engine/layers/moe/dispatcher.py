@@ -10,9 +10,9 @@ ep and etp the expert-parallel and expert-tensor-parallel sizes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -45,16 +45,13 @@ class Dispatched:
     combine: Callable[[Tensor], Tensor]
 
 
-# tokens [n, h], probabilities of choices fp32 [n, k], and chosen experts int64 [n, k] with E for dropped ones.
-Dispatcher: TypeAlias = Callable[[Tensor, Tensor, Tensor], Dispatched]
-
-
 @dataclass(frozen=True, slots=True)
-class AllGatherDispatcher:
-    """All ranks of expert parallelism get all tokens, and compute those that chose their experts.
+class Dispatcher(ABC):
+    """A way of tokens to the ranks of their experts.
 
     Attributes:
-        capacity: the most rows that an expert gets from a rank with so many tokens; None where nothing is dropped.
+        capacity: the most rows that an expert gets from a rank with this number of tokens; None where nothing is
+            dropped.
         pads: every expert gets as many from every rank, some of them zeros.
     """
 
@@ -63,11 +60,18 @@ class AllGatherDispatcher:
     pads: bool
     groups: ProcessGroupCollection
 
+    @abstractmethod
+    def __call__(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Dispatched:
+        """Dispatch [n, h] by probs, fp32 [n, k], and chosen experts, int64 [n, k] with E for dropped choices."""
+
+
+class AllGatherDispatcher(Dispatcher):
+    """All ranks of expert parallelism get all tokens, and compute those that chose their experts."""
+
     def __call__(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Dispatched:
         group, ep_size = self.groups.tp_ep, self.groups.ep.size()
         sizes = _gather_sizes(tokens.shape[0], group)
-        gathered, probs = gather(tokens, group, sizes), gather(probs, group, sizes)
-        experts = gather(experts, group, sizes)
+        gathered, probs, experts = (gather(each, group, sizes) for each in (tokens, probs, experts))
         num_local = self.num_experts // ep_size
         mine = experts - self.groups.ep.rank() * num_local
         mine = torch.where((mine >= 0) & (mine < num_local), mine, num_local)
@@ -86,19 +90,8 @@ class AllGatherDispatcher:
         return Dispatched(permutation.permute(gathered), counts, permutation.permute_choices(probs), combine)
 
 
-@dataclass(frozen=True, slots=True)
-class AllToAllDispatcher:
-    """Each token is sent to the ranks of the experts it chose, once for each of them.
-
-    Attributes:
-        capacity: the most rows that an expert gets from a rank with so many tokens; None where nothing is dropped.
-        pads: every expert gets as many from every rank, some of them zeros.
-    """
-
-    num_experts: int
-    capacity: Callable[[int], int] | None
-    pads: bool
-    groups: ProcessGroupCollection
+class AllToAllDispatcher(Dispatcher):
+    """Each token is sent to the ranks of the experts it chose, once for each of them."""
 
     def __call__(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Dispatched:
         counts = count_by_expert(experts, self.num_experts)
@@ -112,7 +105,7 @@ class AllToAllDispatcher:
         rows, probs = permutation.permute(tokens), permutation.permute_choices(probs)
         if self.groups.tp_ep.size() == 1:
             return Dispatched(rows, counts, probs, permutation.unpermute)
-        exchange = _Exchange.of(counts, self.groups)
+        exchange = _Exchange(counts, self.groups)
         rows, probs = exchange.send(rows), exchange.send(probs)
         # Rows arrive rank by rank; experts take them expert by expert.
         local = exchange.counts.shape[1]
@@ -123,15 +116,13 @@ class AllToAllDispatcher:
         def combine(output: Tensor) -> Tensor:
             return permutation.unpermute(exchange.send_back(by_expert.unpermute(output)))
 
-        return Dispatched(
-            by_expert.permute(rows), exchange.counts.sum(0), by_expert.permute_choices(probs[:, None]), combine
-        )
+        probs = by_expert.permute_choices(probs[:, None])
+        return Dispatched(by_expert.permute(rows), exchange.counts.sum(0), probs, combine)
 
 
-@dataclass(frozen=True, slots=True)
 class _Exchange:
     """Rows sent to the ranks of their experts, over expert parallelism; then, as these ranks hold slices of their
-    experts only, shared over expert tensor parallelism.
+    experts only, shared over expert tensor parallelism. Planning it is collective.
 
     Attributes:
         counts: int64 [etp · ep, L], rows of each local expert that come from each rank.
@@ -139,32 +130,20 @@ class _Exchange:
         shared: rows that each expert-tensor-parallel rank received.
     """
 
-    groups: ProcessGroupCollection
-    counts: Tensor
-    sent: list[int]
-    received: list[int]
-    shared: list[int]
-
-    @classmethod
-    def of(cls, counts: Tensor, groups: ProcessGroupCollection) -> _Exchange:
-        """From int64 [E], the rows that this rank has for each expert; collective."""
-        ep, etp = groups.ep, groups.expt_tp
+    def __init__(self, counts: Tensor, groups: ProcessGroupCollection) -> None:
+        """Plan it from int64 [E], the rows that this rank has for each expert."""
+        self.groups, ep, etp = groups, groups.ep, groups.expt_tp
+        gathered = gather_from_sequence_parallel_region(counts, group=groups.tp_ep)
         # [sending ep, sending etp, receiving ep, L]
-        table = gather_from_sequence_parallel_region(counts, group=groups.tp_ep).view(
-            ep.size(), etp.size(), ep.size(), -1
-        )
+        table = gathered.view(ep.size(), etp.size(), ep.size(), -1)
         by_rank = table.sum(-1).tolist()  # the one wait for the device: collectives must know their sizes
         received = [[by_rank[sender][slot][ep.rank()] for sender in range(ep.size())] for slot in range(etp.size())]
-        return cls(
-            groups,
-            table[:, :, ep.rank()].transpose(0, 1).reshape(etp.size() * ep.size(), -1),
-            by_rank[ep.rank()][etp.rank()],
-            received[etp.rank()],
-            [sum(rows) for rows in received],
-        )
+        self.counts = table[:, :, ep.rank()].transpose(0, 1).reshape(etp.size() * ep.size(), -1)
+        self.sent, self.received = by_rank[ep.rank()][etp.rank()], received[etp.rank()]
+        self.shared = [sum(rows) for rows in received]
 
     def send(self, rows: Tensor) -> Tensor:
-        """[rows of this rank's tokens, ...] to [R, ...], in the order of `counts`."""
+        """Send [rows of this rank's tokens, ...]; return [R, ...], in the order of `counts`."""
         return gather(all_to_all(self.groups.ep, rows, self.received, self.sent), self.groups.expt_tp, self.shared)
 
     def send_back(self, output: Tensor) -> Tensor:

@@ -32,15 +32,16 @@ class Permutation:
 
     def permute(self, tokens: Tensor) -> Tensor:
         """Return the rows of these tokens: [n, h] to [R, h]."""
-        return _Permute.apply(tokens, self.choices // self.rows.shape[1], self.rows, self.is_complete)
+        return _Rearrange.apply(tokens, self.choices // self.rows.shape[1], self.rows, self.is_complete, True)
 
     def permute_choices(self, values: Tensor) -> Tensor:
         """Return what each row has of a value for each choice: [n, k] to [R]."""
-        return _Permute.apply(values.reshape(-1, 1), self.choices, self.rows.view(-1, 1), self.is_complete).view(-1)
+        column, rows = values.reshape(-1, 1), self.rows.view(-1, 1)
+        return _Rearrange.apply(column, self.choices, rows, self.is_complete, True).view(-1)
 
     def unpermute(self, output: Tensor) -> Tensor:
         """Return the sum of each token's rows: [R, h] to [n, h]."""
-        return _Unpermute.apply(output, self.choices // self.rows.shape[1], self.rows, self.is_complete)
+        return _Rearrange.apply(output, self.choices // self.rows.shape[1], self.rows, self.is_complete, False)
 
 
 def group_by_expert(
@@ -76,41 +77,30 @@ def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, sources: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.is_complete = is_complete
-        return _take(tokens, sources, is_complete)
+class _Rearrange(torch.autograd.Function):
+    """`_take`, or `_sum`: each is the other's gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (rows,) = ctx.saved_tensors
-        return _sum(grad, rows, ctx.is_complete), None, None, None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, sources: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
-        ctx.save_for_backward(sources)
-        ctx.is_complete = is_complete
-        return _sum(output, rows, is_complete)
+    def forward(ctx: Any, values: Tensor, sources: Tensor, rows: Tensor, is_complete: bool, takes: bool) -> Tensor:
+        ctx.save_for_backward(rows if takes else sources)
+        ctx.is_complete, ctx.takes = is_complete, takes
+        return _take(values, sources, is_complete) if takes else _sum(values, rows, is_complete)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (sources,) = ctx.saved_tensors
-        return _take(grad, sources, ctx.is_complete), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (index,), transposed = ctx.saved_tensors, _sum if ctx.takes else _take
+        return transposed(grad, index, ctx.is_complete), None, None, None, None
 
 
 def _take(values: Tensor, index: Tensor, is_complete: bool) -> Tensor:
-    """values[index], where an index one beyond the last finds zeros."""
+    """Return values[index], where an index one beyond the last finds zeros."""
     if not is_complete:
         values = torch.nn.functional.pad(values, (0, 0, 0, 1))
     return values.index_select(0, index)
 
 
 def _sum(values: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
-    """Sum of values[rows[i]] for each i; 16-bit values are summed in fp32 and rounded once.
+    """Return the sum of values[rows[i]] for each i; 16-bit values are summed in fp32 and rounded once.
 
     Where most choices were dropped, as they are when every rank has all tokens, there are many more choices than rows
     of `values`: the sums are then computed for as many tokens at a time as take the memory of `values`.

@@ -1,6 +1,10 @@
-"""The router: which experts a token goes to, and the losses that keep it from preferring few of them.
+"""The router: which experts a token goes to, and the losses that keep experts equally busy and logits small.
 
-Legend: n tokens of this rank, E experts, k choices of each token, h hidden size.
+The losses are over the real tokens of a whole micro-batch, of which ranks of tensor and context parallelism hold parts.
+Each computes its share of the loss: the shares sum to the loss, and their gradients, which the engine sums over these
+ranks, to its gradient. Nothing is counted twice.
+
+Legend: n tokens of this rank, E experts, k choices of each token, h hidden size, D documents of the micro-batch.
 """
 
 from __future__ import annotations
@@ -10,15 +14,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatune.engine.device import send
 from megatune.engine.layers.moe import routing
-from megatune.engine.layers.moe.auxiliary_loss import balance_loss, documents_of_tokens, real_tokens, z_loss
 from megatune.engine.sequences import Sequences
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -56,12 +62,8 @@ class Router(TopKRouter):
         is_real = real_tokens(sequences, self.config.sequence_parallel)
         scores = routing.score(logits, self.score_function)
         experts = self._choose(logits.detach(), scores.detach(), is_real)
-        probs = routing.weigh(
-            scores,
-            experts,
-            normalize=not self.config.moe_router_pre_softmax,
-            scaling_factor=self.config.moe_router_topk_scaling_factor,
-        )
+        factor = self.config.moe_router_topk_scaling_factor
+        probs = routing.weigh(scores, experts, normalize=not self.config.moe_router_pre_softmax, scaling_factor=factor)
         # Neither evaluation nor the first pass of a layer that is recomputed counts.
         if self.training and torch.is_grad_enabled():
             probs = self._attach_losses(probs, logits, scores, is_real, sequences)
@@ -125,15 +127,11 @@ def balance_coeff_of(config: TransformerConfig) -> float:
 
 
 def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
-    """Return the most choices of an expert that a rank with so many tokens keeps; None where nothing is dropped."""
+    """Return the most choices of an expert that a rank with this many tokens keeps; None where nothing is dropped."""
     if config.moe_expert_capacity_factor is None:
         return None
-    return partial(
-        routing.capacity,
-        topk=config.moe_router_topk,
-        num_experts=config.num_moe_experts,
-        factor=config.moe_expert_capacity_factor,
-    )
+    topk, num_experts, factor = config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor
+    return partial(routing.capacity, topk=topk, num_experts=num_experts, factor=factor)
 
 
 def auxiliary_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
@@ -157,3 +155,70 @@ def auxiliary_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     balance, z, weight = sums
     in_use = {"load_balancing_loss": (balance, balance_coeff_of(config)), "z_loss": (z, config.moe_z_loss_coeff)}
     return {name: torch.stack((total, weight)) for name, (total, coeff) in in_use.items() if coeff}
+
+
+def balance_loss(
+    probs: Tensor, experts: Tensor, is_real: Tensor, documents: Tensor, num_documents: int, group: ProcessGroup
+) -> Tensor:
+    """Compute this rank's share, fp32 [], of E / k · Σ_e f_e · P_e (Switch Transformer, arXiv:2101.03961), 1 where
+    experts are equally busy: f_e is how many of a document's choices fall on expert e, for each of its tokens, and P_e
+    the expert's mean probability. The mean over documents is weighted by their real tokens; of one document it is that
+    of all tokens.
+
+    Args:
+        probs: fp32 [n, E], of all experts; sums to 1 for each token.
+        experts: int64 [n, k], the choices that count.
+        is_real: bool [n]; the others are padding.
+        documents: int64 [n], of each token, below `num_documents`.
+        group: the ranks that hold the micro-batch.
+    """
+    n, num_experts = probs.shape
+    # One column more counts tokens.
+    columns = torch.cat((experts, experts.new_full((n, 1), num_experts)), 1) + documents[:, None] * (num_experts + 1)
+    counts = torch.zeros(num_documents * (num_experts + 1), device=probs.device)
+    counts.scatter_add_(0, columns.view(-1), is_real[:, None].expand_as(columns).reshape(-1).float())
+    counts = _summed(counts, group).view(num_documents, -1)
+    frequencies, num_tokens = counts[:, :-1], counts[:, -1]
+    frequencies = frequencies / num_tokens[:, None].clamp(min=1)
+    total = (probs * frequencies[documents] * is_real[:, None]).sum()
+    return total * num_experts / (experts.shape[1] * num_tokens.sum().clamp(min=1))
+
+
+def z_loss(logits: Tensor, is_real: Tensor, group: ProcessGroup) -> Tensor:
+    """Compute this rank's share of the mean over real tokens of the squared log of the sum of exponentials (ST-MoE,
+    arXiv:2202.08906): fp32 [n, E] and bool [n] to a scalar."""
+    num_tokens = _summed(is_real.sum().float(), group)
+    return (logits.logsumexp(-1).square() * is_real).sum() / num_tokens.clamp(min=1)
+
+
+def _summed(local: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over ranks, without gradient; `local` is overwritten."""
+    if group.size() > 1:
+        torch.distributed.all_reduce(local, group=group)
+    return local
+
+
+def real_tokens(sequences: Sequences, sequence_parallel: bool) -> Tensor:
+    """Return which of the tokens of an expert layer are not padding: bool [n], in the order of [s / cp (/ tp), b]."""
+    return _of_this_rank(~sequences.is_padding.t(), sequence_parallel)
+
+
+def documents_of_tokens(sequences: Sequences, sequence_parallel: bool) -> tuple[Tensor, int]:
+    """Return the document of each token of an expert layer, int64 [n] in the order of [s / cp (/ tp), b], and D: the
+    rows, or the documents of the packed row."""
+    b, s = sequences.is_padding.shape
+    device = sequences.is_padding.device
+    if not sequences.is_packed:
+        return _of_this_rank(torch.arange(b, device=device).expand(s, b), sequence_parallel), b
+    lengths = sequences.document_lengths
+    numbers = torch.arange(len(lengths), device=device)
+    of_tokens = numbers.repeat_interleave(send(torch.tensor(lengths)), output_size=s)
+    return _of_this_rank(of_tokens[:, None], sequence_parallel), len(lengths)
+
+
+def _of_this_rank(whole: Tensor, sequence_parallel: bool) -> Tensor:
+    """Flatten [s / cp, b] to [n], with sequence parallelism this tensor-parallel rank's part."""
+    if sequence_parallel:
+        group = parallel_state.get_tensor_model_parallel_group()
+        whole = whole.chunk(group.size())[group.rank()]
+    return whole.reshape(-1)

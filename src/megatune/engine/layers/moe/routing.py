@@ -16,7 +16,7 @@ ScoreFunction = Literal["softmax", "sigmoid"]
 
 
 def score(logits: Tensor, function: ScoreFunction) -> Tensor:
-    """Softmax over all experts, or each expert's sigmoid: [n, E]."""
+    """Compute the softmax over all experts, or each expert's sigmoid: [n, E]."""
     return logits.softmax(-1) if function == "softmax" else logits.sigmoid()
 
 
@@ -49,11 +49,7 @@ def choose_balanced(logits: Tensor, is_real: Tensor, topk: int) -> Tensor:
 
 
 def weigh(scores: Tensor, experts: Tensor, *, normalize: bool, scaling_factor: float | None) -> Tensor:
-    """Return the share of each chosen expert in a token's output, [n, k].
-
-    Args:
-        normalize: the shares of a token's experts sum to 1, before scaling.
-    """
+    """Return the share of each chosen expert in a token's output, [n, k]; normalized they sum to 1, before scaling."""
     probs = scores.gather(1, experts)
     if normalize:
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
@@ -61,23 +57,15 @@ def weigh(scores: Tensor, experts: Tensor, *, normalize: bool, scaling_factor: f
 
 
 def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Return the most tokens that an expert takes from a rank: `factor` times an equal share, and never more than
-    all."""
+    """Return the most tokens that an expert takes from a rank: `factor` times an equal share, never more than all."""
     return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
 
 
 def drop(experts: Tensor, probs: Tensor, is_real: Tensor, num_experts: int, capacity: int) -> Tensor:
     """Return the choices that are left when each expert keeps those it has the greatest share in.
 
-    Padding is dropped, so that it takes no real token's place.
-
-    Args:
-        experts: int64 [n, k].
-        probs: [n, k].
-        is_real: bool [n].
-
-    Returns:
-        int64 [n, k]; num_experts where a choice is dropped.
+    From int64 [n, k], [n, k] and bool [n] to int64 [n, k]; num_experts where a choice is dropped. Padding is dropped,
+    so that it takes no real token's place.
     """
     shares = torch.full((len(experts), num_experts), -1.0, dtype=probs.dtype, device=probs.device)
     shares.scatter_(1, experts, probs.detach().masked_fill(~is_real[:, None], -1.0))

@@ -1,28 +1,31 @@
-"""Reads slices of tensors from a folder of safetensors files."""
+"""Safetensors files: slices of tensors read from a folder of them, and one written tensor by tensor."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.weights import Segment
 
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
 
 class SafetensorsFolder:
     """The tensors of `NAME.safetensors`, or of the files that `NAME.safetensors.index.json` lists.
 
-    Only what is asked for is read, from memory-mapped files.
-
-    Args:
-        folder: where the files are.
-        name: "model" for a Hugging Face checkpoint.
+    Only what is asked for is read, from memory-mapped files. NAME is "model" for a Hugging Face checkpoint.
 
     Raises:
         MegatuneError: INPUT, when files are missing, damaged or of another kind.
@@ -85,10 +88,8 @@ class SafetensorsFolder:
         Args:
             prefix: of the tensor's name in the file.
         """
-        source = self._slice(prefix + segment.name)
-        if segment.dim == 0:
-            return source[segment.start : segment.stop]
-        return source[:, segment.start : segment.stop]
+        source, part = self._slice(prefix + segment.name), slice(segment.start, segment.stop)
+        return source[part] if segment.dim == 0 else source[:, part]
 
     def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "", *, start: int = 0) -> None:
         """Fill elements of an engine tensor, flattened, with what its segments hold; those beyond them with zeros.
@@ -101,7 +102,8 @@ class SafetensorsFolder:
         """
         position = -start  # of a segment's first element in the target
         for segment in segments:
-            size = self._num_elements(segment, prefix)
+            shape = self.shape(prefix + segment.name)
+            size = math.prod(shape) // shape[segment.dim] * (segment.stop - segment.start)
             first, last = max(position, 0), min(position + size, len(target))
             if first < last:
                 values = self.read(segment, prefix).reshape(-1)
@@ -109,11 +111,55 @@ class SafetensorsFolder:
             position += size
         target[max(position, 0) :].zero_()
 
-    def _num_elements(self, segment: Segment, prefix: str) -> int:
-        shape = self.shape(prefix + segment.name)
-        return math.prod(shape) // shape[segment.dim] * (segment.stop - segment.start)
-
 
 def _damaged(path: Path, error: Exception) -> MegatuneError:
     what, why = f"cannot be read as safetensors: {error}", "the file is damaged or cut short"
     return MegatuneError(Finding(what, str(path), why, "copy it again"), ExitCode.INPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@contextmanager
+def safetensors_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[Callable[[str, Tensor], None]]:
+    """Write a file tensor by tensor; it is synced at the end.
+
+    The safetensors library would write it from tensors that are all in memory. The format
+    (github.com/huggingface/safetensors): the header's length as a little-endian u64, the header as JSON, then the
+    tensors' bytes at the offsets that the header states.
+
+    Yields:
+        What writes the next tensor; it must be the one that `entries` has next.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        stop = offset + entry.num_bytes
+        dtype, shape = _DTYPE_NAMES[entry.dtype], list(entry.shape)
+        header[entry.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    pending = list(reversed(entries))
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+
+        def write(name: str, tensor: Tensor) -> None:
+            entry = pending.pop()
+            assert (entry.name, entry.shape, entry.dtype) == (name, tuple(tensor.shape), tensor.dtype), entry
+            file.write(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+
+        yield write
+        assert not pending, f"{len(pending)} tensors were not written"
+        file.flush()
+        os.fsync(file.fileno())
