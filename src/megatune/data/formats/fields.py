@@ -57,10 +57,10 @@ def encodable(text: str, owner: str, place: str = "") -> str:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            detail = _at_character(place, error.start)
+            detail = f"{place}{place and ', '}character {error.start + 1}"
             raise RowError("lone-surrogate", f"field {owner!r}: half of a surrogate pair", detail) from error
     if "\0" in text:
-        detail = _at_character(place, text.index("\0"))
+        detail = f"{place}{place and ', '}character {text.index(chr(0)) + 1}"
         raise RowError("nul-character", f"field {owner!r}: a NUL character", detail)
     return text
 
@@ -99,10 +99,6 @@ def short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _at_character(place: str, index: int) -> str:
-    return f"{place}, character {index + 1}" if place else f"character {index + 1}"
-
-
 def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], ...]:
     """Read tool schemas: a list, or JSON of one; () where the column is off, missing, null or empty.
 
@@ -139,7 +135,7 @@ def function_call(value: str, owner: str, place: str) -> tuple[str, tuple[ToolCa
         calls = json.loads(value)
     except (ValueError, RecursionError) as error:
         of = f" of {short(value)}" if isinstance(error, json.JSONDecodeError) else ""
-        detail = _placed(place, f"{_json_fault(error)}{of}")
+        detail = f"{place}{place and ': '}{_json_fault(error)}{of}"
         raise RowError("bad-tool-call", "a function call is not JSON", detail) from error
     if calls == []:
         raise RowError("bad-tool-call", "a function call without a call", place)
@@ -152,7 +148,7 @@ def tool_calls(calls: object, owner: str, place: str) -> tuple[ToolCall, ...]:
     Arguments are an object, or JSON of one; without arguments they are {}.
     """
     if not isinstance(calls, list):
-        raise RowError("bad-tool-call", "tool calls are not a list", _placed(place, f"got {json_type(calls)}"))
+        raise RowError("bad-tool-call", "tool calls are not a list", f"{place}{place and ': '}got {json_type(calls)}")
     return tuple(_tool_call(call, owner, place) for call in calls)
 
 
@@ -164,11 +160,11 @@ def _tool_call(call: object, owner: str, place: str) -> ToolCall:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            detail = _placed(place, short(call))
+            detail = f"{place}{place and ': '}{short(call)}"
             raise RowError("bad-tool-call", "the arguments of a tool call are not JSON", detail) from error
     if not (isinstance(name, str) and name) or not isinstance(arguments, dict):
         reason = "a tool call needs a name and an object of arguments"
-        raise RowError("bad-tool-call", reason, _placed(place, short(call)))
+        raise RowError("bad-tool-call", reason, f"{place}{place and ': '}{short(call)}")
     encodable_json([name, arguments], owner, place)
     return ToolCall(name, arguments)
 
@@ -177,7 +173,3 @@ def _json_fault(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     return str(error)
-
-
-def _placed(place: str, what: str) -> str:
-    return f"{place}: {what}" if place else what

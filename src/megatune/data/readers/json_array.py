@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatune.data.bad_rows import RowError
-from megatune.data.readers.files import open_bytes
-from megatune.data.readers.row import (
+from megatune.data.readers.files import (
     DECODER,
     UTF8_BOM,
     DuplicateKeyError,
@@ -19,8 +18,9 @@ from megatune.data.readers.row import (
     RawRow,
     file_not_utf8,
     json_error,
-    key_twice,
+    json_problem,
     not_an_object,
+    open_bytes,
     unreadable,
 )
 from megatune.errors import MegatuneError
@@ -126,7 +126,7 @@ class _Text:
             value, end = DECODER.raw_decode(self._text, self.position)
         except DuplicateKeyError as error:
             _, end = _PLAIN_DECODER.raw_decode(self._text, self.position)
-            return {}, key_twice(error), end
+            return {}, json_problem(error), end
         return (value, None, end) if isinstance(value, dict) else ({}, not_an_object(value), end)
 
     def _may_be_cut(self, error: Exception) -> bool:
