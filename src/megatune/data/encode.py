@@ -13,7 +13,7 @@ from megatune.data.bad_rows import LengthError, RowError
 from megatune.data.conversation import Conversation, Example, PreferencePair
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
-from megatune.data.templates.tokens import TurnTokens, needs_whole_text, tokens_of_whole_texts
+from megatune.data.templates.turns import TurnTokens, needs_whole_text, tokens_of_whole_texts
 from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns
 from megatune.errors import ExitCode, Finding, MegatuneError
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 
 from megatune.data.bad_rows import RowError
 from megatune.data.templates.chat_template import ChatTemplate
-from megatune.data.templates.custom import is_template_file, read_template
-from megatune.data.templates.named import NamedTemplate
+from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
 from megatune.data.templates.table import NAMED_TEMPLATES
-from megatune.data.templates.tokens import PROBE, check_tokens, stop_note
-from megatune.data.templates.turns import Template, Thinking, Turn
+from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
