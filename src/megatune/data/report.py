@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from megatune.data.bad_rows import RowError
 from megatune.data.lengths import LengthReport
@@ -126,14 +128,7 @@ class DataReport:
 
     def raw(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
-        return {
-            # Not asdict, which takes a Counter for a dict of pairs.
-            "datasets": [{name: getattr(each, name) for name in DatasetReport.__slots__} for each in self.datasets],
-            "train": asdict(self.train),
-            "evaluation": asdict(self.evaluation) if self.evaluation else None,
-            "lengths": asdict(self.lengths) if self.lengths else None,
-            "notes": self.notes,
-        }
+        return TypeAdapter(DataReport).dump_python(self, mode="json")
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -142,13 +137,7 @@ class DataReport:
     @classmethod
     def load(cls, path: Path) -> DataReport:
         """Read what `save` wrote."""
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        datasets = [DatasetReport(**{**entry, "dropped": Counter(entry["dropped"])}) for entry in raw["datasets"]]
-        evaluation = TokenReport(**raw["evaluation"]) if raw["evaluation"] is not None else None
-        lengths = raw["lengths"]
-        if lengths is not None:
-            lengths = LengthReport(**{**lengths, "edges": tuple(lengths["edges"]), "counts": tuple(lengths["counts"])})
-        return cls(datasets, TokenReport(**raw["train"]), evaluation, lengths, raw["notes"])
+        return TypeAdapter(cls).validate_json(path.read_text(encoding="utf-8"))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -157,3 +146,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for name, *numbers in cells:
         yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: "1 row", "1,200 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

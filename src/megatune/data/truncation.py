@@ -13,15 +13,10 @@ Strategy = Literal["budget", "drop", "left", "right", "error"]
 Stretch = tuple[list[int], bool]
 
 
-def too_long(length: int, cutoff_len: int) -> LengthError:
-    """Return the error of a row that truncation_strategy does not let be cut."""
-    return LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
-
-
 def share_budget(prompt_length: int, completion_length: int, budget: int) -> tuple[int, int]:
     """Return how many tokens of a prompt and of its completion fit a budget (LLaMA-Factory's rule).
 
-    An completion shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
+    A completion shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
     proportion.
     """
     if 2 * completion_length < budget:
@@ -56,7 +51,8 @@ def cut_turns(
         return [(tokens[:room], trained) for (tokens, trained), room in zip(stretches, rooms, strict=False)]
     if strategy == "left":
         return _last(stretches, cutoff_len, keep_first)
-    raise too_long(sum(len(tokens) for tokens, _ in stretches), cutoff_len)
+    length = sum(len(tokens) for tokens, _ in stretches)
+    raise LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
 
 
 def cut_pair(
