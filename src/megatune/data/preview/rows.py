@@ -34,18 +34,12 @@ MOST_READ = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RowDocument:
-    """One document of a row.
+    """One document of a row."""
 
-    Attributes:
-        where: file and line of its sample; "" where only prepared rows are left of it.
-        start: tokens of its text before it, where a long text is cut into several documents.
-        length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
-    """
-
-    where: str
+    where: str  # file and line of its sample; "" where only prepared rows are left of it
     document: Document
-    start: int = 0
-    length: int = 0
+    start: int = 0  # tokens of its text before it, where a long text is cut into several documents
+    length: int = 0  # tokens of the sample before truncation; 0 where nothing is cut away, or it is not known
 
     def cut(self, start: int, stop: int) -> RowDocument:
         """Return some tokens of a text as a document."""
@@ -55,38 +49,25 @@ class RowDocument:
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """One row.
+    """One row."""
 
-    Attributes:
-        name: its data set, "" where a row has samples of several.
-        number: counted from 1, of the usable rows of its data set, or of all packed ones.
-        documents: one; two of a pair, chosen and rejected; or all of a packed row.
-    """
-
-    name: str
-    number: int
-    documents: tuple[RowDocument, ...]
+    name: str  # its data set, "" where a row has samples of several
+    number: int  # counted from 1, of the usable rows of its data set, or of all packed ones
+    documents: tuple[RowDocument, ...]  # one; two of a pair, chosen and rejected; or all of a packed row
 
 
 @dataclass(slots=True)
 class Preview:
-    """What is shown.
-
-    Attributes:
-        read: rows of files that were read for it.
-        total: rows that were made of them; those of the longest data set, where each has rows of its own.
-        bad: those of them that cannot be trained on, with their places.
-        unfilled: placeholders in the rows that no setting fills.
-        notes: what makes the rows, and how those shown were chosen.
-    """
+    """What is shown."""
 
     arrangement: Arrangement
     rows: list[PreviewRow] = field(default_factory=list)
-    read: int = 0
-    total: int = 0
+    read: int = 0  # rows of files that were read for it
+    total: int = 0  # rows that were made of them; those of the longest data set, where each has rows of its own
+    # rows that cannot be trained on, with their places
     bad: list[tuple[str, RowError]] = field(default_factory=list)
-    unfilled: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    unfilled: set[str] = field(default_factory=set)  # placeholders in the rows that no setting fills
+    notes: list[str] = field(default_factory=list)  # what makes the rows, and how those shown were chosen
 
 
 def read_preview(
