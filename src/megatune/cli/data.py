@@ -145,14 +145,7 @@ def _help(parser: argparse.ArgumentParser) -> int:
 
 
 def _settings(words: Arguments, wrong: list[Finding]) -> Settings:
-    """Load the settings, as far as they determine the rows.
-
-    Args:
-        wrong: what is wrong with the flags, reported along.
-
-    Raises:
-        MegatuneError: SETTINGS, or INPUT where the file is missing.
-    """
+    """Load the settings, as far as they determine the rows; `wrong` is what is wrong with the flags, reported along."""
     from megatune.config.load import load
 
     try:

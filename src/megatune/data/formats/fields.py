@@ -38,20 +38,14 @@ def string(row: Mapping[str, Any], name: str, column: str = "", number: int = 0)
 
 def optional_string(row: Mapping[str, Any], name: str | None) -> str:
     """Read a string, "" where the column is off, missing or null."""
-    if name is None or row.get(name) is None:
-        return ""
-    return string(row, name)
+    return "" if name is None or row.get(name) is None else string(row, name)
 
 
 def encodable(text: str, owner: str, place: str = "") -> str:
-    """Return the text itself, if a tokenizer can take it: JSON can spell half of a surrogate pair.
-
-    Args:
-        owner: the field it is in, for the error.
-        place: where in that field, "" where there is nothing to say.
+    """Return the text itself, if a tokenizer can take it; errors name the field `owner` and the `place` in it.
 
     Raises:
-        RowError: it has half of a surrogate pair, or a NUL character.
+        RowError: it has half of a surrogate pair, which JSON can spell, or a NUL character.
     """
     if not text.isascii():
         try:
@@ -66,11 +60,7 @@ def encodable(text: str, owner: str, place: str = "") -> str:
 
 
 def encodable_json(value: object, owner: str, place: str = "") -> None:
-    """Check every string of a JSON value. NUL is none of the problems: templates write such values as JSON, escaped.
-
-    Raises:
-        RowError: a string has half of a surrogate pair, or objects are nested too deep to be written.
-    """
+    """Refuse a JSON value with half of a surrogate pair, or nested too deep; NUL is escaped where it is written."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -100,11 +90,7 @@ def short(value: object) -> str:
 
 
 def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], ...]:
-    """Read tool schemas: a list, or JSON of one; () where the column is off, missing, null or empty.
-
-    Raises:
-        RowError: it is neither.
-    """
+    """Read tool schemas: a list, or JSON of one; () where the column is off, missing, null or empty."""
     schemas = row.get(column) if column else None
     if not schemas or column is None:
         return ()

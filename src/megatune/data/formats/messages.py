@@ -82,11 +82,7 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
 
 
 def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
-    """Read an answer of a preference pair, message `number` of the column's list, 0 where the column has no list.
-
-    Raises:
-        RowError: it is not the assistant's, or not well-formed.
-    """
+    """Read an answer of a preference pair, message `number` of the column's list, 0 where the column has no list."""
     kind = _kind(item, form, column, number)
     if kind not in ("assistant", "call"):
         detail = f"field {column!r} has role {item[form.tags.role_tag]!r}, expected {form.tags.assistant_tag!r}"
@@ -104,11 +100,7 @@ _MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
 
 
 def check_turns(chat: Messages, tags: Tags) -> None:
-    """Check that users, or tools, and the assistant take turns, and that only tools return nothing.
-
-    Raises:
-        RowError: they do not, in the words of the row's tags.
-    """
+    """Check that users, or tools, and the assistant take turns, and that only tools return nothing."""
     previous: Role | None = None
     for index, message in enumerate(chat.messages):
         role = message.role

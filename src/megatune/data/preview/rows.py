@@ -15,6 +15,7 @@ from megatune.data.encode import Encoder, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
+from megatune.data.report import counted
 from megatune.data.rows import Arrangement, Document
 from megatune.data.samples import read_samples
 from megatune.data.sources import DatasetSource, resolve_datasets
@@ -98,9 +99,8 @@ def read_preview(
         preview = (_packed if settings.packing else _single)(settings, sources, encoder, wanted)
     preview.notes[:0] = _makers(settings, encoder)
     if data.val_size and not evaluation:
-        preview.notes.append(
-            f"val_size {data.val_size:g}: some of these rows are held out of training; --eval shows them"
-        )
+        note = f"val_size {data.val_size:g}: some of these rows are held out of training; --eval shows them"
+        preview.notes.append(note)
     if not preview.rows:
         raise _no_rows(preview, wanted)
     return preview
@@ -211,13 +211,9 @@ def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
 
 def _no_rows(preview: Preview, wanted: range) -> MegatuneError:
     if preview.total:
-        rows = "1 row" if preview.total == 1 else f"{preview.total:,} rows"
-        finding = Finding(f"--row {wanted.start} of {rows}", fix=f"--row {preview.total} or less")
-        return MegatuneError(finding, ExitCode.SETTINGS)
+        what = f"--row {wanted.start} of {counted(preview.total, 'row')}"
+        return MegatuneError(Finding(what, fix=f"--row {preview.total} or less"), ExitCode.SETTINGS)
     if not preview.bad:
         return MegatuneError(Finding("the data sets have no rows"), ExitCode.DATA)
-    where, first = preview.bad[0]
-    return MegatuneError(
-        Finding(f"0 usable of the first {preview.read:,} rows", where, str(first), "fix the rows, or columns and tags"),
-        ExitCode.DATA,
-    )
+    (where, first), what = preview.bad[0], f"0 usable of the first {preview.read:,} rows"
+    return MegatuneError(Finding(what, where, str(first), "fix the rows, or columns and tags"), ExitCode.DATA)

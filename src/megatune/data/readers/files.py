@@ -204,12 +204,11 @@ def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
                 while offset:
                     offset -= len(stream.read(min(offset, BUFFER_BYTES))) or offset
             yield stream
-    except OSError as error:
-        if error.errno is not None or compression is None:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and (error.errno is not None or compression is None):
             raise _cannot_read(path, error) from error
-        raise _damaged(path, compression, error) from error
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
-        raise _damaged(path, compression or "", error) from error
+        what = f"the {COMPRESSIONS.get(compression or '', '')} file is damaged or breaks off"
+        raise unreadable(path, what, str(error), "fetch or compress it again") from error
 
 
 def check_content(path: Path) -> None:
@@ -270,8 +269,3 @@ def _something_else(path: Path, expected: str, found: str | None) -> MegatuneErr
 
 def _cannot_read(path: Path, error: OSError) -> MegatuneError:
     return MegatuneError(Finding(f"cannot read: {error.strerror or error}", str(path)), ExitCode.INPUT)
-
-
-def _damaged(path: Path, compression: str, error: Exception) -> MegatuneError:
-    name = COMPRESSIONS.get(compression, compression)
-    return unreadable(path, f"the {name} file is damaged or breaks off", str(error), "fetch or compress it again")

@@ -144,16 +144,10 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
     hub, place = _place(entry)
     if findings or place is None:
         raise MegatuneError(findings or [_without_place(entry, where)], ExitCode.SETTINGS)
-    return DatasetEntry(
-        where=where,
-        hub=hub,
-        place=place,
-        subsets=(entry["subset"],) if entry.get("subset") else (),
-        split=entry.get("split") or DEFAULT_SPLIT,
-        folder=entry.get("folder") or "",
-        form=Form(formatting, columns, tags, bool(entry.get("ranking"))),
-        num_samples=entry.get("num_samples"),
-    )
+    subsets = (entry["subset"],) if entry.get("subset") else ()
+    split, folder = entry.get("split") or DEFAULT_SPLIT, entry.get("folder") or ""
+    form = Form(formatting, columns, tags, bool(entry.get("ranking")))
+    return DatasetEntry(where, hub, place, subsets, split, folder, form, entry.get("num_samples"))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

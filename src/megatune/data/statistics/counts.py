@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from megatune.data.order import steps_per_epoch
 from megatune.data.report import DataReport, DatasetReport
@@ -74,8 +75,7 @@ class Statistics:
 
     def to_json(self) -> str:
         """Return one JSON object, with the names of the attributes."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        own |= {"report": self.report.raw(), "steps": asdict(self.steps)}
+        own: dict[str, Any] = TypeAdapter(Statistics).dump_python(self, mode="json")
         own |= {"padding_share": self.padding_share, "largest_id": self.largest_id}
         if self.arrangement == "packed":
             own["packing_efficiency"] = self.report.train.packing_efficiency

@@ -43,14 +43,9 @@ def lines(statistics: Statistics) -> Iterator[str]:
 def _datasets(datasets: Sequence[DatasetReport], tokens: Sequence[int]) -> Iterator[str]:
     head = ("data set", "rows read", "trained", "held out", "dropped", "cut", "samples an epoch", "tokens an epoch")
     untrained = [0] * (len(datasets) - len(tokens))  # those that are only evaluated on come last
-    rows = [
-        (
-            d.name,
-            *(f"{n:,}" for n in (d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples, count)),
-        )
-        for d, count in zip(datasets, [*tokens, *untrained], strict=True)
-    ]
-    yield from table(head, rows)
+    numbers = ((d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples) for d in datasets)
+    columns = zip(datasets, numbers, [*tokens, *untrained], strict=True)
+    yield from table(head, [(d.name, *(f"{n:,}" for n in (*row, count))) for d, row, count in columns])
     for dataset in datasets:
         for reason, count in dataset.dropped.most_common():
             yield f"{dataset.name}: dropped {count:,}: {reason} [{dataset.codes[reason]}]"
@@ -86,7 +81,11 @@ def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
     yield "epoch", counted(steps.per_epoch, "step")
     tokens = f"about {steps.tokens_per_step * steps.total:,.0f} tokens"
     yield "run", f"{counted(steps.total, 'step')}, {steps.epochs:.4g} epochs, {tokens}"
-    yield "largest id", _vocabulary(statistics)
+    largest, model = statistics.largest_id, statistics.vocab_size
+    vocabulary = "" if model is None else f", the model {model:,}"
+    if model is not None and largest >= model:
+        vocabulary += ": BEYOND THE MODEL'S VOCABULARY"
+    yield "largest id", f"{largest:,}; the tokenizer knows {statistics.tokenizer_size:,} tokens{vocabulary}"
     if (evaluation := statistics.report.evaluation) is not None:
         yield "held out", f"{counted(evaluation.rows, 'row')}, tokens {_tokens(evaluation.tokens, evaluation.trained)}"
     yield "prepared in", statistics.directory
@@ -103,14 +102,6 @@ def _rows(train: TokenReport, arrangement: Arrangement) -> str:
 
 def _tokens(tokens: int, trained: int) -> str:
     return f"{tokens:,}, {trained:,} of them trained ({trained / max(1, tokens):.1%})"
-
-
-def _vocabulary(statistics: Statistics) -> str:
-    largest, model = statistics.largest_id, statistics.vocab_size
-    said = f"{largest:,}; the tokenizer knows {statistics.tokenizer_size:,} tokens"
-    if model is None:
-        return said
-    return f"{said}, the model {model:,}" + (": BEYOND THE MODEL'S VOCABULARY" if largest >= model else "")
 
 
 def draw(statistics: Statistics, path: Path) -> None:

@@ -115,11 +115,7 @@ class ChatTemplate:
         ]
 
     def unasked(self) -> str:
-        """Return what a model would have to write before its answer, if there is no generation prompt; else "".
-
-        Raises:
-            Exception: whatever the template raises.
-        """
+        """Return what a model would have to write before its answer, if there is no generation prompt; else ""."""
         source: str = self._tokenizer.get_chat_template()
         if _GENERATION_MARKER.search(source):
             return ""
