@@ -52,11 +52,8 @@ class UnsupportedRow(Exception):  # noqa: N818 - not an error of the row
     """
 
     def __init__(self, what: str, fix: str = "") -> None:
-        super().__init__(what, fix)
+        super().__init__(what)
         self.what, self.fix = what, fix
-
-    def __str__(self) -> str:
-        return self.what
 
 
 class BadRows:

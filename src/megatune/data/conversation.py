@@ -55,10 +55,8 @@ class PreferencePair:
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Return the conversation with the chosen answer, and with the rejected one."""
-        return (
-            Conversation((*self.prompt, self.chosen), self.system, self.tools),
-            Conversation((*self.prompt, self.rejected), self.system, self.tools),
-        )
+        chosen, rejected = (*self.prompt, self.chosen), (*self.prompt, self.rejected)
+        return Conversation(chosen, self.system, self.tools), Conversation(rejected, self.system, self.tools)
 
 
 # Rows of stage pt, sft and dpo.

@@ -50,7 +50,13 @@ def cut_turns(
         rooms = (max(0, cutoff_len - start) for start in starts)
         return [(tokens[:room], trained) for (tokens, trained), room in zip(stretches, rooms, strict=False)]
     if strategy == "left":
-        return _last(stretches, cutoff_len, keep_first)
+        kept: list[Stretch] = []
+        head = [(tokens[:1], trained) for tokens, trained in stretches if tokens][: int(keep_first)]
+        room = cutoff_len - len(head)
+        for tokens, trained in reversed(stretches):
+            kept.append((tokens[max(0, len(tokens) - room) :], trained))
+            room -= len(kept[-1][0])
+        return head + kept[::-1]
     length = sum(len(tokens) for tokens, _ in stretches)
     raise LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
 
@@ -89,13 +95,3 @@ def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first
         kept.append(((prompt[:prompt_length], prompt_trained), (completion[:completion_length], completion_trained)))
         budget -= prompt_length + completion_length
     return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
-
-
-def _last(stretches: Sequence[Stretch], room: int, keep_first: bool) -> list[Stretch]:
-    kept: list[Stretch] = []
-    head = [(tokens[:1], trained) for tokens, trained in stretches if tokens][: int(keep_first)]
-    room -= len(head)
-    for tokens, trained in reversed(stretches):
-        kept.append((tokens[max(0, len(tokens) - room) :], trained))
-        room -= len(kept[-1][0])
-    return head + kept[::-1]

@@ -30,7 +30,7 @@ CHUNK_BYTES = 1 << 20
 LONGEST_TOKEN = 16  # characters of a word or escape that an error may be placed before
 
 _PLAIN_DECODER = json.JSONDecoder()  # for the end of an element that has a key twice
-_SPACE = re.compile(r"[ \t\r\n]*")
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _ARRAY = re.compile(rb"\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*[\]{]")
 
@@ -192,6 +192,5 @@ def _not_utf8(path: Path) -> MegatuneError:
 
 
 def _space_end(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    assert match is not None  # the pattern matches the empty string
-    return match.end()
+    match = _NOT_SPACE.search(text, position)
+    return match.start() if match else len(text)

@@ -144,7 +144,10 @@ def _resolved(text: str, directory: _DatasetDir, stage: str) -> DatasetSource:
     reference = parse_reference(text, lambda name: name in directory.info or directory.path(name) is not None)
     if reference.hub is None and directory.where != ONLINE:
         if reference.name in directory.info:
-            return _from_entry(text, reference, directory, stage)
+            entry = parse_entry(directory.info[reference.name], f"{directory.where}: {reference.name}")
+            _check_stage(entry.form, stage, entry.where, 'add "ranking": true, if its rows have two answers')
+            files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
+            return _source(text, files, entry.form, reference.num_samples or entry.num_samples)
         if (path := directory.path(reference.name)) is not None:
             return _detected(text, reference, local_files(path, "dataset", subsets=reference.subsets), stage)
         if data_suffix(Path(reference.name)) or not is_repository_id(reference.name, owner=True):
@@ -152,13 +155,6 @@ def _resolved(text: str, directory: _DatasetDir, stage: str) -> DatasetSource:
         _open_unprefixed(reference.name)
     files = hub_files(reference.hub or _default_hub(), reference.name, "dataset", subsets=reference.subsets)
     return _detected(text, reference, files, stage)
-
-
-def _from_entry(text: str, reference: DatasetReference, directory: _DatasetDir, stage: str) -> DatasetSource:
-    entry = parse_entry(directory.info[reference.name], f"{directory.where}: {reference.name}")
-    _check_stage(entry.form, stage, entry.where, 'add "ranking": true, if its rows have two answers')
-    files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
-    return _source(text, files, entry.form, reference.num_samples or entry.num_samples)
 
 
 def _detected(text: str, reference: DatasetReference, files: tuple[Path, ...], stage: str) -> DatasetSource:

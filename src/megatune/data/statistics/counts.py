@@ -178,11 +178,7 @@ def _vocab_size(settings: Settings) -> int | None:
 
 
 def refuse_streaming(settings: Settings) -> None:
-    """Refuse streamed data, which is never prepared and so cannot be counted.
-
-    Raises:
-        MegatuneError: SETTINGS.
-    """
+    """Refuse streamed data (exit code 64), which is never prepared and so cannot be counted."""
     if settings.data.streaming:
         why = "it prepares and counts all rows, and streamed ones are read while training"
         fix = "write streaming=false, and max_samples=10000 for the first rows of each data set"

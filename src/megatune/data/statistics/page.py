@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatune.data.lengths import LengthReport
-from megatune.data.report import DatasetReport, TokenReport, counted, table
-from megatune.data.rows import Arrangement
+from megatune.data.report import DatasetReport, counted, table
 from megatune.data.statistics.counts import FILL_BINS, Statistics
 from megatune.picture import new_figure, write
 
@@ -69,7 +68,11 @@ def _lengths(lengths: LengthReport, fate: str) -> Iterator[str]:
 
 def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
     train, steps = statistics.report.train, statistics.steps
-    yield "rows", _rows(train, statistics.arrangement)
+    rows = f"{train.rows:,}" + (" pairs of a chosen and a rejected answer" if statistics.arrangement == "pairs" else "")
+    if statistics.arrangement == "packed":
+        packed = f"{counted(train.samples, 'sample')} packed into {counted(train.rows, 'row')}"
+        rows = f"{packed} of up to {train.capacity:,} tokens, {train.packing_efficiency:.1%} full"
+    yield "rows", rows
     yield "tokens", _tokens(train.tokens, train.trained)
     padding = f"{statistics.padding_share:.1%} of the {steps.computed:,} tokens that the batches of an epoch have"
     yield "padding", padding
@@ -89,15 +92,6 @@ def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
     if (evaluation := statistics.report.evaluation) is not None:
         yield "held out", f"{counted(evaluation.rows, 'row')}, tokens {_tokens(evaluation.tokens, evaluation.trained)}"
     yield "prepared in", statistics.directory
-
-
-def _rows(train: TokenReport, arrangement: Arrangement) -> str:
-    if arrangement == "packed":
-        return (
-            f"{counted(train.samples, 'sample')} packed into {counted(train.rows, 'row')} of up to {train.capacity:,} "
-            f"tokens, {train.packing_efficiency:.1%} full"
-        )
-    return f"{train.rows:,}" + (" pairs of a chosen and a rejected answer" if arrangement == "pairs" else "")
 
 
 def _tokens(tokens: int, trained: int) -> str:

@@ -98,11 +98,8 @@ def _missing_tokens(template: NamedTemplate, tokenizer: PreTrainedTokenizerBase)
 
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Name the templates whose own tokens the tokenizer has; ones that need only a bos and an eos prove nothing."""
-    return [
-        name
-        for name, template in NAMED_TEMPLATES.items()
-        if not {"{bos}", "{eos}"}.issuperset(template.special_tokens) and not _missing_tokens(template, tokenizer)
-    ]
+    own = {name: each for name, each in NAMED_TEMPLATES.items() if set(each.special_tokens) - {"{bos}", "{eos}"}}
+    return [name for name, template in own.items() if not _missing_tokens(template, tokenizer)]
 
 
 def _refused(name: str, tokenizer: PreTrainedTokenizerBase, why: str) -> MegatuneError:

@@ -72,9 +72,8 @@ def _offer_qwen(tools: Sequence[Tool]) -> str:
 
 
 def _calls_qwen(calls: Sequence[ToolCall], number: int) -> str:
-    return "\n".join(
-        f"<tool_call>\n{_json({'name': call.name, 'arguments': call.arguments})}\n</tool_call>" for call in calls
-    )
+    objects = ({"name": call.name, "arguments": call.arguments} for call in calls)
+    return "\n".join(f"<tool_call>\n{_json(each)}\n</tool_call>" for each in objects)
 
 
 # Llama 3's tool prompt states the day. This is the one its own chat template falls back to; the true day would make the
@@ -138,10 +137,8 @@ def _offer_mistral(tools: Sequence[Tool]) -> str:
 
 
 def _calls_mistral(calls: Sequence[ToolCall], number: int) -> str:
-    objects = [
-        {"name": call.name, "arguments": call.arguments, "id": call_id(index)}
-        for index, call in enumerate(calls, start=number)
-    ]
+    numbered = enumerate(calls, start=number)
+    objects = [{"name": call.name, "arguments": call.arguments, "id": call_id(index)} for index, call in numbered]
     return f"[TOOL_CALLS] {_json(objects)}"
 
 

@@ -156,10 +156,8 @@ def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, fix: st
     # offsets of tokens the whole cannot be split either.
     if getattr(tokenizer, "backend_tokenizer", None) is None or prompt != whole[: len(prompt)]:
         what = f"template: {template.name} cannot be used with this model's tokenizer"
-        why = (
-            "a prompt becomes other tokens when an answer follows: "
-            f"{_shown(prompt[-4:], tokenizer)}, not {_shown(whole[: len(prompt)][-4:], tokenizer)}"
-        )
+        alone, followed = (_shown(tokens[-4:], tokenizer) for tokens in (prompt, whole[: len(prompt)]))
+        why = f"a prompt becomes other tokens when an answer follows: {alone}, not {followed}"
         fix = "use a template whose prompts end with a special token, such as a YAML file of your own"
         raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
 
