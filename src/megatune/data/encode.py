@@ -193,11 +193,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Enco
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the tokenizer has an eos token, with which stage pt ends each text.
-
-    Raises:
-        MegatuneError: the tokenizer has none (exit code 66).
-    """
+    """Refuse a tokenizer without an eos token (exit code 66), with which stage pt ends each text."""
     if tokenizer.eos_token_id is None:
         what = "the tokenizer has no eos_token, which stage pt puts after each text"
         raise MegatuneError(Finding(what, tokenizer.name_or_path), ExitCode.INPUT)
@@ -233,11 +229,7 @@ def _context(turns: TurnTokens) -> list[int]:
 
 
 def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool) -> None:
-    """Check that a document has a trained token besides its first, which is never predicted.
-
-    Raises:
-        RowError: no token is left to train on.
-    """
+    """Refuse a document without a trained token besides its first, which is never predicted."""
     first = True
     for tokens, trained in stretches:
         if trained and len(tokens) > first:

@@ -42,11 +42,6 @@ class RowDocument:
     start: int = 0  # tokens of its text before it, where a long text is cut into several documents
     length: int = 0  # tokens of the sample before truncation; 0 where nothing is cut away, or it is not known
 
-    def cut(self, start: int, stop: int) -> RowDocument:
-        """Return some tokens of a text as a document."""
-        document = Document(self.document.input_ids[start:stop], self.document.labels[start:stop])
-        return RowDocument(self.where, document, start)
-
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
@@ -159,7 +154,9 @@ def _spans(texts: Sequence[RowDocument], settings: Settings) -> list[tuple[RowDo
     for start, stop in spans.tolist():
         number = int(np.searchsorted(ends, start, side="right")) - 1
         first = int(ends[number])
-        documents.append(texts[number].cut(start - first, stop - first))
+        text, place = texts[number], slice(start - first, stop - first)
+        cut = Document(text.document.input_ids[place], text.document.labels[place])
+        documents.append(RowDocument(text.where, cut, start - first))
     return [tuple(documents[start:stop]) for start, stop in pairwise(borders)]
 
 

@@ -152,7 +152,14 @@ def _resolved(text: str, directory: _DatasetDir, stage: str) -> DatasetSource:
             return _detected(text, reference, local_files(path, "dataset", subsets=reference.subsets), stage)
         if data_suffix(Path(reference.name)) or not is_repository_id(reference.name, owner=True):
             raise _unknown(reference.name, directory)
-        _open_unprefixed(reference.name)
+        try:
+            open_repository(_default_hub(), reference.name, "dataset")
+        except MegatuneError as error:
+            if error.exit_code not in (ExitCode.INPUT, ExitCode.UNAVAILABLE):
+                raise
+            neither = f"no file or folder {reference.name} here, and "
+            findings = [replace(each, what=neither + each.what) for each in error.findings]
+            raise MegatuneError(findings, error.exit_code) from error
     files = hub_files(reference.hub or _default_hub(), reference.name, "dataset", subsets=reference.subsets)
     return _detected(text, reference, files, stage)
 
@@ -177,17 +184,6 @@ def _detected(text: str, reference: DatasetReference, files: tuple[Path, ...], s
 def _source(name: str, files: tuple[Path, ...], form: Form, num_samples: int | None) -> DatasetSource:
     own = (form.formatting, form.columns, form.tags, form.ranking)
     return DatasetSource(*own, name=name, files=files, num_samples=num_samples)
-
-
-def _open_unprefixed(repo_id: str) -> None:
-    """Check that a hub has it; the error says, too, that there is no folder of this name."""
-    try:
-        open_repository(_default_hub(), repo_id, "dataset")
-    except MegatuneError as error:
-        if error.exit_code not in (ExitCode.INPUT, ExitCode.UNAVAILABLE):
-            raise
-        findings = [replace(each, what=f"no file or folder {repo_id} here, and {each.what}") for each in error.findings]
-        raise MegatuneError(findings, error.exit_code) from error
 
 
 def _check_stage(form: Form, stage: str, where: str, fix: str) -> None:

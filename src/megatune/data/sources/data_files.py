@@ -115,8 +115,7 @@ class DataFiles:
         paths: of all its files, relative, with "/".
         card: what `read_card` returned.
         name: of the repository, without its owner; NAME.py would be its script.
-        where: the repository, as messages name it.
-        fix: what to do where its files cannot be chosen by these rules.
+        where, fix: the repository, as messages name it, and what to do where its files cannot be chosen by these rules.
 
     Raises:
         MegatuneError: the card's `configs` are not in their form, or the rows are made by a script (exit code 66).

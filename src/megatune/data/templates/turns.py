@@ -84,8 +84,7 @@ def without_thought(content: str) -> str:
     """Remove the reasoning from an answer."""
     if "</think>" not in content:
         return content
-    _, said = split_thought(content)
-    return _ANYWHERE.sub("", said).lstrip("\n")
+    return _ANYWHERE.sub("", split_thought(content)[1]).lstrip("\n")
 
 
 def normal_thought(content: str) -> str:
