@@ -26,8 +26,7 @@ from megatune.data.prepare import Prepared
 from megatune.data.report import DataReport, DatasetReport
 from megatune.data.rows import Document, TokenRows
 from megatune.data.statistics.counts import Statistics, describe, refuse_streaming, step_tokens
-from megatune.data.statistics.figures import draw
-from megatune.data.statistics.page import lines
+from megatune.data.statistics.page import draw, lines
 from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, MegatuneError
 

@@ -16,7 +16,7 @@ from megatune.data.conversation import Conversation, Message, PreferencePair
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.rows import IGNORE_INDEX
 from megatune.data.templates import load_template
-from megatune.data.templates.tokens import needs_whole_text
+from megatune.data.templates.turns import needs_whole_text
 from megatune.errors import ExitCode, MegatuneError
 
 # Mixtral-8x7B-Instruct-v0.1's text, with the marks from which Transformers computes what the assistant wrote.

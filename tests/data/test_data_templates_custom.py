@@ -11,7 +11,7 @@ from tokenizer_kit import deepseek_tokenizer, mistral_tokenizer, plain_tokenizer
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates import Thinking, load_template, template_source
-from megatune.data.templates.custom import read_template
+from megatune.data.templates.named import read_template
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.errors import MegatuneError
 

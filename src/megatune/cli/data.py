@@ -126,15 +126,13 @@ def stats(args: argparse.Namespace) -> int:
 
     from megatune.data.prepare import prepare
     from megatune.data.statistics.counts import describe, refuse_streaming
-    from megatune.data.statistics.page import lines
+    from megatune.data.statistics.page import draw, lines
 
     refuse_streaming(settings)
     tokenizer = _tokenizer(settings)
     statistics = describe(settings, tokenizer, prepare(settings, tokenizer))
     print(statistics.to_json() if options.json else "\n".join(lines(statistics)))
     if options.plot is not None:
-        from megatune.data.statistics.figures import draw
-
         draw(statistics, Path(options.plot))
         if not options.json:
             print(f"picture      {options.plot}")
@@ -147,14 +145,7 @@ def _help(parser: argparse.ArgumentParser) -> int:
 
 
 def _settings(words: Arguments, wrong: list[Finding]) -> Settings:
-    """Load the settings, as far as they determine the rows.
-
-    Args:
-        wrong: what is wrong with the flags, reported along.
-
-    Raises:
-        MegatuneError: SETTINGS, or INPUT where the file is missing.
-    """
+    """Load the settings, as far as they determine the rows; `wrong` is what is wrong with the flags, reported along."""
     from megatune.config.load import load
 
     try:
@@ -173,6 +164,6 @@ def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     assert model.model_name_or_path is not None, "required by the rules of the data"
     folder = open_model(model.model_name_or_path, model.model_revision, model.cache_dir).tokenizer_dir()
 
-    from megatune.data.tokenizer import load_tokenizer
+    from megatune.data.encode import load_tokenizer
 
     return load_tokenizer(folder)

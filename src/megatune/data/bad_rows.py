@@ -52,11 +52,8 @@ class UnsupportedRow(Exception):  # noqa: N818 - not an error of the row
     """
 
     def __init__(self, what: str, fix: str = "") -> None:
-        super().__init__(what, fix)
+        super().__init__(what)
         self.what, self.fix = what, fix
-
-    def __str__(self) -> str:
-        return self.what
 
 
 class BadRows:
@@ -125,11 +122,7 @@ class BadRows:
 def copy_bad_rows(prepared: Prepared, output_dir: Path) -> Path | None:
     """Copy the rows that were left out beside the run's other files, whether or not this run prepared them.
 
-    Returns:
-        The copy; None where nothing was quarantined.
-
-    Raises:
-        OSError: it cannot be written.
+    Returns the copy, None where nothing was quarantined; an OSError where it cannot be written.
     """
     kept = prepared.directory / BAD_ROWS_FILE
     return Path(shutil.copyfile(kept, output_dir / BAD_ROWS_FILE)) if kept.exists() else None

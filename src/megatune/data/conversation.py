@@ -19,16 +19,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; what a tool returns has the role "tool".
-
-    Attributes:
-        trained: False for an answer that is masked: context only.
-    """
+    """One message; what a tool returns has the role "tool"."""
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    trained: bool = True
+    trained: bool = True  # False for an answer that is masked: context only
 
     def __reduce__(self) -> tuple[type[Message], tuple[object, ...]]:
         # The default of dataclasses with slots takes five times as long, and worker processes get every message.
@@ -37,16 +33,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns of (user or tools, assistant), ending with the assistant.
-
-    Attributes:
-        system: the system message, "" where the row has none.
-        tools: JSON schemas of the tools on offer, as the row has them.
-    """
+    """Turns of (user or tools, assistant), ending with the assistant."""
 
     messages: tuple[Message, ...]
-    system: str = ""
-    tools: tuple[dict[str, Any], ...] = ()
+    system: str = ""  # the system message, "" where the row has none
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas of the tools on offer, as the row has them
 
     def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
         return Conversation, (self.messages, self.system, self.tools)
@@ -54,26 +45,18 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """Two answers to one conversation, of which the first is preferred.
+    """Two answers to one conversation, of which the first is preferred."""
 
-    Attributes:
-        prompt: ends with the user's, or a tool's, message.
-        chosen, rejected: the assistant's.
-        system, tools: as those of a `Conversation`.
-    """
-
-    prompt: tuple[Message, ...]
-    chosen: Message
+    prompt: tuple[Message, ...]  # ends with the user's, or a tool's, message
+    chosen: Message  # chosen and rejected: the assistant's
     rejected: Message
-    system: str = ""
+    system: str = ""  # system and tools: as those of a `Conversation`
     tools: tuple[dict[str, Any], ...] = ()
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Return the conversation with the chosen answer, and with the rejected one."""
-        return (
-            Conversation((*self.prompt, self.chosen), self.system, self.tools),
-            Conversation((*self.prompt, self.rejected), self.system, self.tools),
-        )
+        chosen, rejected = (*self.prompt, self.chosen), (*self.prompt, self.rejected)
+        return Conversation(chosen, self.system, self.tools), Conversation(rejected, self.system, self.tools)
 
 
 # Rows of stage pt, sft and dpo.

@@ -1,10 +1,11 @@
-"""Examples to documents: tokenise a template's turns, mask the prompts, cut to cutoff_len."""
+"""Examples to documents: tokenise a template's turns, mask the prompts, cut to cutoff_len; and the tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatune.data.bad_rows import LengthError, RowError
 from megatune.data.conversation import Conversation, Example, PreferencePair
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
-from megatune.data.templates.tokens import TurnTokens, needs_whole_text, tokens_of_whole_texts
+from megatune.data.templates.turns import TurnTokens, needs_whole_text, tokens_of_whole_texts
 from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -25,17 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One example as tokens.
+    """One example as tokens."""
 
-    Attributes:
-        documents: one; of a pair two, the chosen and the rejected one. A text is one document, however long.
-        truncated: whether anything was cut off.
-        length: tokens before truncation, of the longer document of a pair.
-    """
-
+    # one; of a pair two, the chosen and the rejected one. A text is one document, however long
     documents: tuple[Document, ...]
-    truncated: bool = False
-    length: int = 0
+    truncated: bool = False  # whether anything was cut off
+    length: int = 0  # tokens before truncation, of the longer document of a pair
 
 
 # The documents of one example as stretches, whether it was cut, and its tokens before.
@@ -44,27 +40,17 @@ _Planned = tuple[list[list[Stretch]], bool, int]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns examples into documents; picklable, so that worker processes can have one.
-
-    Attributes:
-        template: None in pretraining, which has no chat template.
-        cutoff_len: tokens of the longest document; texts are not cut here.
-        truncation: what is done with longer ones.
-        train_on_prompt: mask nothing.
-        mask_history: train the last completion only; with "budget", earlier turns are the first to be cut.
-        preserve_thinking: keep the reasoning of earlier completions that are masked.
-        whole_text: tokenise conversations as a whole: see `needs_whole_text`.
-    """
+    """Turns examples into documents; picklable, so that worker processes can have one."""
 
     tokenizer: PreTrainedTokenizerBase
-    template: Template | None
-    cutoff_len: int
-    truncation: Strategy = "budget"
-    train_on_prompt: bool = False
-    mask_history: bool = False
+    template: Template | None  # None in pretraining, which has no chat template
+    cutoff_len: int  # tokens of the longest document; texts are not cut here
+    truncation: Strategy = "budget"  # what is done with longer ones
+    train_on_prompt: bool = False  # mask nothing
+    mask_history: bool = False  # train the last completion only; with "budget", earlier turns are the first to be cut
     enable_thinking: bool | None = True
-    preserve_thinking: bool = False
-    whole_text: bool = False
+    preserve_thinking: bool = False  # keep the reasoning of earlier completions that are masked
+    whole_text: bool = False  # tokenise conversations as a whole: see `needs_whole_text`
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason."""
@@ -101,20 +87,17 @@ class Encoder:
             assert self._backend is not None
             return tokens_of_whole_texts(self._backend, conversations)
         pieces = (piece for turns in conversations for turn in turns for piece in (*turn.prompt, *turn.completion))
-        ids = self._ids(list(dict.fromkeys(pieces)))
+        wanted = list(dict.fromkeys(pieces))
+        encoded: list[list[int]] = []
+        if self._backend is not None:
+            encoded = [each.ids for each in self._backend.encode_batch_fast(wanted, add_special_tokens=False)]
+        elif wanted:
+            options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+            encoded = self.tokenizer(wanted, **options)["input_ids"]
+        ids = dict(zip(wanted, encoded, strict=True))
         return [
             [(_joined(turn.prompt, ids), _joined(turn.completion, ids)) for turn in turns] for turns in conversations
         ]
-
-    def _ids(self, wanted: list[str]) -> dict[str, list[int]]:
-        if not wanted:
-            return {}
-        if self._backend is not None:
-            ids = [encoding.ids for encoding in self._backend.encode_batch_fast(wanted, add_special_tokens=False)]
-        else:
-            options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-            ids = self.tokenizer(wanted, **options)["input_ids"]
-        return dict(zip(wanted, ids, strict=True))
 
     @cached_property
     def _backend(self) -> Any:
@@ -145,19 +128,15 @@ class Encoder:
     def _planned(self, example: Example, rendered: list[list[Turn]], tokens: list[TurnTokens]) -> _Planned | RowError:
         try:
             if isinstance(example, str):
-                ((_, text),) = tokens[0]
-                return self._text(text)
+                before, after = self._text_ends
+                text = [*before, *tokens[0][0][1], *after]
+                _check_trained([(text, True)], len(text), truncated=False)
+                return [[(text, True)]], False, len(text)
             if isinstance(example, Conversation):
                 return self._conversation(rendered[0], tokens[0])
             return self._pair(tokens)
         except RowError as error:
             return error
-
-    def _text(self, tokens: list[int]) -> _Planned:
-        before, after = self._text_ends
-        tokens = [*before, *tokens, *after]
-        _check_trained([(tokens, True)], len(tokens), truncated=False)
-        return [[(tokens, True)]], False, len(tokens)
 
     def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Planned:
         turns = []
@@ -169,16 +148,16 @@ class Encoder:
         truncated = length > self.cutoff_len
         if truncated:
             keep_first = stretches[0][0][:1] == [self._bos]
-            stretches = cut_turns(
-                turns, self.cutoff_len, self.truncation, last_first=self.mask_history, keep_first=keep_first
-            )
+            options = {"last_first": self.mask_history, "keep_first": keep_first}
+            stretches = cut_turns(turns, self.cutoff_len, self.truncation, **options)
         _check_trained(stretches, length, truncated=truncated)
         return [stretches], truncated, length
 
     def _pair(self, tokens: list[TurnTokens]) -> _Planned:
         """Plan both documents of a pair; where thoughts make its prompts differ, they belong to the completions."""
         prompts = [_context(turns) for turns in tokens]
-        shared = _num_shared(*prompts)
+        differing = (i for i, (chosen, rejected) in enumerate(zip(*prompts, strict=False)) if chosen != rejected)
+        shared = next(differing, min(map(len, prompts)))
         completions = [prompt[shared:] + turns[-1][1] for prompt, turns in zip(prompts, tokens, strict=True)]
         prompt = prompts[0][:shared]
         length = len(prompt) + max(map(len, completions))
@@ -187,9 +166,8 @@ class Encoder:
             keep_first = prompt[:1] == [self._bos]
             prompt, completions = cut_pair(prompt, completions, self.cutoff_len, self.truncation, keep_first=keep_first)
         if completions[0] == completions[1]:
-            if truncated:
-                raise _lost("chosen and rejected are the same", length)
-            raise RowError("same-answers", "chosen and rejected are the same")
+            same = "chosen and rejected are the same"
+            raise _lost(same, length) if truncated else RowError("same-answers", same)
         documents: list[list[Stretch]] = [[(prompt, False), (completion, True)] for completion in completions]
         for stretches in documents:
             _check_trained(stretches, length, truncated=truncated)
@@ -208,28 +186,34 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Enco
         check_pretraining_tokenizer(tokenizer)
     else:
         template = load_template(data.template, tokenizer, data.default_system)
-    return Encoder(
-        tokenizer,
-        template,
-        data.cutoff_len,
-        data.truncation_strategy,
-        data.train_on_prompt,
-        data.mask_history,
-        data.enable_thinking,
-        data.preserve_thinking,
-        whole_text=template is not None and needs_whole_text(template, tokenizer),
-    )
+    options = (data.truncation_strategy, data.train_on_prompt, data.mask_history)
+    thinking = (data.enable_thinking, data.preserve_thinking)
+    whole_text = template is not None and needs_whole_text(template, tokenizer)
+    return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text=whole_text)
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the tokenizer has an eos token, with which stage pt ends each text.
-
-    Raises:
-        MegatuneError: the tokenizer has none (exit code 66).
-    """
+    """Refuse a tokenizer without an eos token (exit code 66), with which stage pt ends each text."""
     if tokenizer.eos_token_id is None:
         what = "the tokenizer has no eos_token, which stage pt puts after each text"
         raise MegatuneError(Finding(what, tokenizer.name_or_path), ExitCode.INPUT)
+
+
+def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
+    """Load the checkpoint's tokenizer.
+
+    Raises:
+        MegatuneError: INPUT, when there is none or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fix = "put tokenizer.json and tokenizer_config.json beside the weights"
+        finding = Finding("the tokenizer cannot be loaded", str(model_dir), why, fix)
+        raise MegatuneError(finding, ExitCode.INPUT) from error
 
 
 def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
@@ -244,28 +228,16 @@ def _context(turns: TurnTokens) -> list[int]:
     return [token for prompt, completion in earlier for token in (*prompt, *completion)] + last
 
 
-def _num_shared(first: list[int], second: list[int]) -> int:
-    """Count the tokens that two sequences start with in common."""
-    if first == second:
-        return len(first)
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
 def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool) -> None:
-    """Check that a document has a trained token besides its first, which is never predicted.
-
-    Raises:
-        RowError: no token is left to train on.
-    """
+    """Refuse a document without a trained token besides its first, which is never predicted."""
     first = True
     for tokens, trained in stretches:
         if trained and len(tokens) > first:
             return
         first = first and not tokens
-    if truncated:
-        raise _lost("nothing left to train on", length)
-    raise RowError("nothing-to-train", "nothing to train on")
+    raise (
+        _lost("nothing left to train on", length) if truncated else RowError("nothing-to-train", "nothing to train on")
+    )
 
 
 def _lost(reason: str, length: int) -> LengthError:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from megatune.data.bad_rows import RowError
 from megatune.data.lengths import LengthReport
@@ -17,27 +19,18 @@ EXAMPLES_PER_REASON = 3
 
 @dataclass(slots=True)
 class DatasetReport:
-    """One data set, in rows of its files; every row read is trained, held out or dropped.
-
-    Attributes:
-        samples: what an epoch trains of it, after num_samples, mixing and weights.
-        truncated: rows cut to cutoff_len, among those trained or held out.
-        tokens: of those rows, each once, after truncation; tokens.bin has them data set after data set.
-        dropped: number of rows by reason.
-        codes: each reason's code.
-        examples: the first few dropped rows of each reason, with their places.
-    """
+    """One data set, in rows of its files; every row read is trained, held out or dropped."""
 
     name: str
     read: int = 0
     trained: int = 0
     evaluation: int = 0
-    samples: int = 0
-    truncated: int = 0
-    tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    codes: dict[str, str] = field(default_factory=dict)
-    examples: list[str] = field(default_factory=list)
+    samples: int = 0  # what an epoch trains of it, after num_samples, mixing and weights
+    truncated: int = 0  # rows cut to cutoff_len, among those trained or held out
+    tokens: int = 0  # of those rows, each once, after truncation; tokens.bin has them data set after data set
+    dropped: Counter[str] = field(default_factory=Counter)  # number of rows by reason
+    codes: dict[str, str] = field(default_factory=dict)  # each reason's code
+    examples: list[str] = field(default_factory=list)  # the first few dropped rows of each reason, with their places
 
     def drop(self, where: str, error: RowError) -> None:
         """Count one dropped row."""
@@ -55,26 +48,16 @@ class DatasetReport:
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """The token rows of training or of evaluation.
+    """The token rows of training or of evaluation."""
 
-    Attributes:
-        samples: conversations, texts or pairs; one that is repeated counts as often.
-        documents: as many as samples, or more where long texts are cut into several; pairs have two.
-        rows: as many as documents, or fewer where they are packed.
-        capacity: tokens that a packed row can hold; None without packing.
-        trained: tokens that count in the loss.
-        longest: tokens of the longest document.
-        largest_id: the largest token id, which the model's vocabulary must hold.
-    """
-
-    samples: int = 0
-    documents: int = 0
-    rows: int = 0
-    capacity: int | None = None
+    samples: int = 0  # conversations, texts or pairs; one that is repeated counts as often
+    documents: int = 0  # as many as samples, or more where long texts are cut into several; pairs have two
+    rows: int = 0  # as many as documents, or fewer where they are packed
+    capacity: int | None = None  # tokens that a packed row can hold; None without packing
     tokens: int = 0
-    trained: int = 0
-    longest: int = 0
-    largest_id: int = 0
+    trained: int = 0  # tokens that count in the loss
+    longest: int = 0  # tokens of the longest document
+    largest_id: int = 0  # the largest token id, which the model's vocabulary must hold
 
     @property
     def packing_efficiency(self) -> float:
@@ -95,18 +78,13 @@ class TokenReport:
 
 @dataclass(slots=True)
 class DataReport:
-    """The whole report; `train` and `evaluation` count tokens, `datasets` rows of files.
-
-    Attributes:
-        lengths: of all samples before truncation.
-        notes: what else a user should know, a line each.
-    """
+    """The whole report; `train` and `evaluation` count tokens, `datasets` rows of files."""
 
     datasets: list[DatasetReport]
     train: TokenReport
     evaluation: TokenReport | None = None
-    lengths: LengthReport | None = None
-    notes: list[str] = field(default_factory=list)
+    lengths: LengthReport | None = None  # of all samples before truncation
+    notes: list[str] = field(default_factory=list)  # what else a user should know, a line each
 
     def lines(self) -> Iterable[str]:
         """Write the report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
@@ -126,14 +104,7 @@ class DataReport:
 
     def raw(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
-        return {
-            # Not asdict, which takes a Counter for a dict of pairs.
-            "datasets": [{name: getattr(each, name) for name in DatasetReport.__slots__} for each in self.datasets],
-            "train": asdict(self.train),
-            "evaluation": asdict(self.evaluation) if self.evaluation else None,
-            "lengths": asdict(self.lengths) if self.lengths else None,
-            "notes": self.notes,
-        }
+        return TypeAdapter(DataReport).dump_python(self, mode="json")
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -142,13 +113,7 @@ class DataReport:
     @classmethod
     def load(cls, path: Path) -> DataReport:
         """Read what `save` wrote."""
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        datasets = [DatasetReport(**{**entry, "dropped": Counter(entry["dropped"])}) for entry in raw["datasets"]]
-        evaluation = TokenReport(**raw["evaluation"]) if raw["evaluation"] is not None else None
-        lengths = raw["lengths"]
-        if lengths is not None:
-            lengths = LengthReport(**{**lengths, "edges": tuple(lengths["edges"]), "counts": tuple(lengths["counts"])})
-        return cls(datasets, TokenReport(**raw["train"]), evaluation, lengths, raw["notes"])
+        return TypeAdapter(cls).validate_json(path.read_text(encoding="utf-8"))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -157,3 +122,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for name, *numbers in cells:
         yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: "1 row", "1,200 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -13,15 +13,10 @@ Strategy = Literal["budget", "drop", "left", "right", "error"]
 Stretch = tuple[list[int], bool]
 
 
-def too_long(length: int, cutoff_len: int) -> LengthError:
-    """Return the error of a row that truncation_strategy does not let be cut."""
-    return LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
-
-
 def share_budget(prompt_length: int, completion_length: int, budget: int) -> tuple[int, int]:
     """Return how many tokens of a prompt and of its completion fit a budget (LLaMA-Factory's rule).
 
-    An completion shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
+    A completion shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
     proportion.
     """
     if 2 * completion_length < budget:
@@ -55,8 +50,15 @@ def cut_turns(
         rooms = (max(0, cutoff_len - start) for start in starts)
         return [(tokens[:room], trained) for (tokens, trained), room in zip(stretches, rooms, strict=False)]
     if strategy == "left":
-        return _last(stretches, cutoff_len, keep_first)
-    raise too_long(sum(len(tokens) for tokens, _ in stretches), cutoff_len)
+        kept: list[Stretch] = []
+        head = [(tokens[:1], trained) for tokens, trained in stretches if tokens][: int(keep_first)]
+        room = cutoff_len - len(head)
+        for tokens, trained in reversed(stretches):
+            kept.append((tokens[max(0, len(tokens) - room) :], trained))
+            room -= len(kept[-1][0])
+        return head + kept[::-1]
+    length = sum(len(tokens) for tokens, _ in stretches)
+    raise LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
 
 
 def cut_pair(
@@ -93,13 +95,3 @@ def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first
         kept.append(((prompt[:prompt_length], prompt_trained), (completion[:completion_length], completion_trained)))
         budget -= prompt_length + completion_length
     return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
-
-
-def _last(stretches: Sequence[Stretch], room: int, keep_first: bool) -> list[Stretch]:
-    kept: list[Stretch] = []
-    head = [(tokens[:1], trained) for tokens, trained in stretches if tokens][: int(keep_first)]
-    room -= len(head)
-    for tokens, trained in reversed(stretches):
-        kept.append((tokens[max(0, len(tokens) - room) :], trained))
-        room -= len(kept[-1][0])
-    return head + kept[::-1]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import copy_bad_rows
+from megatune.data.encode import load_tokenizer
 from megatune.data.prepare import Prepared, open_prepared, prepare
 from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.streaming.stream import Stream
-from megatune.data.tokenizer import load_tokenizer
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
 from megatune.training.machines import KEY, check_same, wait_for_machines

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
-from megatune.data.tokenizer import load_tokenizer
+from megatune.data.encode import load_tokenizer
 from megatune.engine import device, groups
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext

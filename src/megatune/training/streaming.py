@@ -11,6 +11,7 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.folder import cache_dir
 from megatune.data.cache.key import streamed_key
+from megatune.data.encode import load_tokenizer
 from megatune.data.pipeline import Pipeline
 from megatune.data.report import TokenReport
 from megatune.data.rows import TokenRows
@@ -18,7 +19,6 @@ from megatune.data.streaming.blocks import PART, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
 from megatune.data.streaming.stream import Stream
-from megatune.data.tokenizer import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.checkpoint import read_state

@@ -1,19 +1,37 @@
 """Rows of every supported form to examples: a text, a conversation or a preference pair.
 
-The forms: alpaca, query_response and text (`strings`), sharegpt and openai (`messages`), and preference pairs of all
-but text (`pairs`). `detect` tells them apart. docs/data-formats.md lists what can be wrong with a row.
+Messages are read by `messages`; rows of strings here: alpaca (instruction, input, output), query_response and text. A
+column that `columns` names comes first; of a query, response or text else the first of its usual names that the row has
+and that is not null. docs/data-formats.md lists what can be wrong with a row.
+
+A preference pair has one prompt, that of the row's form: alpaca's instruction, input and history, a query, or messages.
+Each answer is a string, a message, a list of one message, or a whole conversation whose last message it is; whole
+conversations must agree in all but that. Where the row has no chosen answer, the row's own is: the response, or the
+last message if it is the assistant's (ms-swift's form).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from megatune.data.bad_rows import UnsupportedRow
-from megatune.data.conversation import Example
-from megatune.data.formats import messages, strings
-from megatune.data.formats.form import Columns, Form, Tags, detect
-from megatune.data.formats.pairs import preference_pair
+from megatune.data.bad_rows import RowError, UnsupportedRow
+from megatune.data.conversation import Conversation, Example, Message, PreferencePair
+from megatune.data.formats import messages
+from megatune.data.formats.fields import encodable, first_present, listed, optional_string, short, string, tools
+from megatune.data.formats.form import (
+    QUERY_NAMES,
+    REJECTED_NAMES,
+    RESPONSE_NAMES,
+    SYSTEM_NAMES,
+    TEXT_NAMES,
+    Columns,
+    Form,
+    Tags,
+    detect,
+)
+from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
+from megatune.data.readers import json_type
 
 __all__ = ["Columns", "Form", "Tags", "detect", "to_example"]
 
@@ -33,10 +51,200 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str) -> Example:
         if column is not None and row.get(column):
             raise UnsupportedRow(f"field {column!r}: training on {kind} is not built")
     if stage == "pt":
-        return strings.text(row, form)
+        return _text(row, form)
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
         raise UnsupportedRow(what, "write stage: pt")
     if stage == "dpo":
-        return preference_pair(row, form)
-    return (messages if form.formatting in ("sharegpt", "openai") else strings).conversation(row, form)
+        return _preference_pair(row, form)
+    if form.formatting in ("sharegpt", "openai"):
+        return messages.conversation(row, form)
+    # The history's answers are trained, too.
+    turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
+    return Conversation(turns, _system(row, form), tools(row, form.columns.tools))
+
+
+def _prompt(row: Mapping[str, Any], form: Form) -> list[Message]:
+    """Read the history, then the user's message: the query, or instruction and input with a line break between."""
+    columns = form.columns
+    messages = _history(row, columns.history)
+    is_alpaca = form.formatting == "alpaca"
+    name = (columns.prompt or "instruction") if is_alpaca else _named(row, columns.prompt, QUERY_NAMES)
+    content, fields = string(row, name), f"field {name!r}"
+    if is_alpaca and columns.query is not None and columns.query in row:
+        fields = f"fields {name!r} and {columns.query!r}"
+        if query := optional_string(row, columns.query):
+            content = f"{content}\n{query}" if content else query
+    if not content or content.isspace():
+        raise RowError("empty-message", "an empty user message", fields)
+    messages.append(Message("user", content))
+    return messages
+
+
+def _answer(row: Mapping[str, Any], name: str) -> Message:
+    """Read the assistant's message from a column of strings."""
+    content = string(row, name)
+    if not content or content.isspace():
+        raise RowError("empty-message", "an empty assistant message", f"field {name!r}")
+    return Message("assistant", content)
+
+
+def _system(row: Mapping[str, Any], form: Form) -> str:
+    """Read the system message, "" where there is none."""
+    names = SYSTEM_NAMES if form.formatting == "query_response" else ()
+    return optional_string(row, first_present(row, (form.columns.system, *names)))
+
+
+def _text(row: Mapping[str, Any], form: Form) -> str:
+    """Read the text of a row of stage pt: a column of text, alpaca's prompt column, or a response without a query."""
+    columns = form.columns
+    if form.formatting == "alpaca":
+        name = columns.prompt or "instruction"
+    elif form.formatting == "text":
+        names = [name for name in (columns.prompt, *TEXT_NAMES) if name is not None]
+        # Where there is none: one whose value is null, or the one that is expected first, for `string` to refuse.
+        name = first_present(row, names) or next((name for name in names if name in row), names[0])
+    elif form.formatting == "query_response":
+        query = first_present(row, (columns.prompt, *QUERY_NAMES))
+        if query is not None and row[query] != "":
+            what = f"stage pt trains text, and field {query!r} is the query of a conversation"
+            raise UnsupportedRow(what, "write stage: sft")
+        name = _response_column(row, form)
+    else:
+        raise UnsupportedRow("stage pt trains text, and its rows are conversations", "write stage: sft")
+    content = string(row, name)
+    if not content or content.isspace():
+        raise RowError("empty-text", "the text is empty", f"field {name!r}")
+    return content
+
+
+def _history(row: Mapping[str, Any], column: str | None) -> list[Message]:
+    """Read earlier turns: a list of [question, answer] pairs."""
+    pairs = row.get(column) if column else None
+    if not pairs or column is None:
+        return []
+    if not isinstance(pairs, list):
+        raise _bad_history(column, f"got {short(pairs)}")
+    messages: list[Message] = []
+    for number, pair in enumerate(pairs, start=1):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise _bad_history(column, f"pair {number} is {short(pair)}")
+        question, answer = (encodable(text, column, f"pair {number}") for text in pair)
+        for role, text in (("user", question), ("assistant", answer)):
+            if not text.strip():
+                raise RowError("empty-message", f"an empty {role} message", f"field {column!r}, pair {number}")
+        messages += [Message("user", question), Message("assistant", answer)]
+    return messages
+
+
+def _bad_history(column: str, detail: str) -> RowError:
+    return RowError("bad-history", f"field {column!r}: expected a list of [question, answer] pairs", detail)
+
+
+def _response_column(row: Mapping[str, Any], form: Form) -> str:
+    if form.formatting == "alpaca":
+        return form.columns.response or "output"
+    return _named(row, form.columns.response, RESPONSE_NAMES)
+
+
+def _named(row: Mapping[str, Any], column: str | None, names: Sequence[str]) -> str:
+    if (found := first_present(row, (column, *names))) is not None:
+        return found
+    # Null is all there is: `string` says so, naming the field.
+    for name in (column, *names):
+        if name is not None and name in row:
+            return name
+    detail = f"expected one of {', '.join(names)}; the row has {listed(row)}"
+    raise RowError("missing-field", f"field {names[0]!r} is missing", detail)
+
+
+class _PairAnswer(NamedTuple):
+    """An answer of a pair, the conversation before it where the row has both in one field, and that field."""
+
+    message: Message
+    before: Messages | None
+    column: str
+
+
+def _preference_pair(row: Mapping[str, Any], form: Form) -> PreferencePair:
+    """Read a row as prompt, chosen and rejected answer."""
+    columns = form.columns
+    name = first_present(row, (columns.rejected, *REJECTED_NAMES))
+    rejected = _pair_answer(row, name or columns.rejected or REJECTED_NAMES[0], form)
+    name = first_present(row, (columns.chosen,))
+    chosen = None if name is None else _pair_answer(row, name, form)
+    if form.formatting in ("sharegpt", "openai"):
+        name = first_present(row, (columns.messages,))
+        own = None if name is None else messages_of(row, name, form)
+        if chosen is None:
+            if own is None or len(own.messages) < 2 or own.messages[-1].role != "assistant":
+                name = columns.chosen or "chosen"
+                raise RowError("missing-field", f"field {name!r} is missing", f"the row has {listed(row)}")
+            *before, last = own.messages
+            own, chosen = Messages(own.system, tuple(before)), _PairAnswer(last, None, columns.messages or "messages")
+        stated = [chat for chat in (own, chosen.before, rejected.before) if chat is not None]
+    else:
+        if chosen is None:
+            names = () if form.formatting == "alpaca" else RESPONSE_NAMES
+            name = first_present(row, (columns.response, *names)) or columns.chosen or columns.response or "chosen"
+            chosen = _PairAnswer(_answer(row, name), None, name)
+        # A string next to whole conversations repeats what they begin with.
+        stated = [chat for chat in (chosen.before, rejected.before) if chat is not None]
+        stated = stated or [Messages(None, tuple(_prompt(row, form)))]
+    if not stated:
+        name = columns.messages or "messages"
+        raise RowError("missing-field", f"field {name!r} is missing", f"the row has {listed(row)}")
+    prompt = _agreed(stated, form)
+    for answer in (chosen, rejected):
+        if is_empty(answer.message):
+            raise RowError("empty-message", "an empty assistant message", f"field {answer.column!r}")
+    if (chosen.message.content, chosen.message.tool_calls) == (rejected.message.content, rejected.message.tool_calls):
+        raise RowError("same-answers", "chosen and rejected are the same")
+    system = _system(row, form) if prompt.system is None else prompt.system
+    return PreferencePair(prompt.messages, chosen.message, rejected.message, system, tools(row, columns.tools))
+
+
+def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer:
+    value = row.get(column)
+    if value is None or isinstance(value, str):  # `string` refuses none
+        return _PairAnswer(Message("assistant", string(row, column)), None, column)
+    if isinstance(value, dict):
+        return _PairAnswer(one_message(value, column, 0, form), None, column)
+    if not isinstance(value, list):
+        reason = f"field {column!r}: expected a string, a message or a list of messages, got {json_type(value)}"
+        raise RowError("wrong-type", reason)
+    if len(value) == 1 and isinstance(value[0], dict):
+        return _PairAnswer(one_message(value[0], column, 1, form), None, column)
+    chat = messages_of(row, column, form)
+    if len(chat.messages) == 1:
+        raise RowError("answer-without-prompt", f"field {column!r}: a system message and an answer, and no question")
+    *before, last = chat.messages
+    if last.role != "assistant":
+        detail = f"field {column!r}: message {len(value)} has role {value[-1][form.tags.role_tag]!r}"
+        raise RowError("answer-not-assistant", "an answer is not the assistant's", detail)
+    return _PairAnswer(last, Messages(chat.system, tuple(before)), column)
+
+
+def _agreed(stated: list[Messages], form: Form) -> Messages:
+    """Return the one prompt that all of the row's fields give."""
+    first = stated[0]
+    check_turns(first, form.tags)
+    if first.messages[-1].role == "assistant":
+        number = len(first.messages) + (first.system is not None)
+        reason = "the prompt ends with the assistant's message"
+        raise RowError("prompt-ends-with-answer", reason, f"message {number} is {form.tags.assistant_tag!r}")
+    for other in stated[1:]:
+        if other != first:
+            reason = "chosen and rejected answer different prompts"
+            raise RowError("different-prompts", reason, _difference(first, other))
+    return first
+
+
+def _difference(one: Messages, other: Messages) -> str:
+    if one.system != other.system:
+        return "the system messages differ"
+    offset = 1 if one.system is None else 2
+    for index, (left, right) in enumerate(zip(one.messages, other.messages, strict=False)):
+        if left != right:
+            return f"message {index + offset} differs"
+    return f"{len(one.messages)} and {len(other.messages)} messages before the answers"

@@ -38,39 +38,29 @@ def string(row: Mapping[str, Any], name: str, column: str = "", number: int = 0)
 
 def optional_string(row: Mapping[str, Any], name: str | None) -> str:
     """Read a string, "" where the column is off, missing or null."""
-    if name is None or row.get(name) is None:
-        return ""
-    return string(row, name)
+    return "" if name is None or row.get(name) is None else string(row, name)
 
 
 def encodable(text: str, owner: str, place: str = "") -> str:
-    """Return the text itself, if a tokenizer can take it: JSON can spell half of a surrogate pair.
-
-    Args:
-        owner: the field it is in, for the error.
-        place: where in that field, "" where there is nothing to say.
+    """Return the text itself, if a tokenizer can take it; errors name the field `owner` and the `place` in it.
 
     Raises:
-        RowError: it has half of a surrogate pair, or a NUL character.
+        RowError: it has half of a surrogate pair, which JSON can spell, or a NUL character.
     """
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            detail = _at_character(place, error.start)
+            detail = f"{place}{place and ', '}character {error.start + 1}"
             raise RowError("lone-surrogate", f"field {owner!r}: half of a surrogate pair", detail) from error
     if "\0" in text:
-        detail = _at_character(place, text.index("\0"))
+        detail = f"{place}{place and ', '}character {text.index(chr(0)) + 1}"
         raise RowError("nul-character", f"field {owner!r}: a NUL character", detail)
     return text
 
 
 def encodable_json(value: object, owner: str, place: str = "") -> None:
-    """Check every string of a JSON value. NUL is none of the problems: templates write such values as JSON, escaped.
-
-    Raises:
-        RowError: a string has half of a surrogate pair, or objects are nested too deep to be written.
-    """
+    """Refuse a JSON value with half of a surrogate pair, or nested too deep; NUL is escaped where it is written."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -99,16 +89,8 @@ def short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _at_character(place: str, index: int) -> str:
-    return f"{place}, character {index + 1}" if place else f"character {index + 1}"
-
-
 def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], ...]:
-    """Read tool schemas: a list, or JSON of one; () where the column is off, missing, null or empty.
-
-    Raises:
-        RowError: it is neither.
-    """
+    """Read tool schemas: a list, or JSON of one; () where the column is off, missing, null or empty."""
     schemas = row.get(column) if column else None
     if not schemas or column is None:
         return ()
@@ -139,7 +121,7 @@ def function_call(value: str, owner: str, place: str) -> tuple[str, tuple[ToolCa
         calls = json.loads(value)
     except (ValueError, RecursionError) as error:
         of = f" of {short(value)}" if isinstance(error, json.JSONDecodeError) else ""
-        detail = _placed(place, f"{_json_fault(error)}{of}")
+        detail = f"{place}{place and ': '}{_json_fault(error)}{of}"
         raise RowError("bad-tool-call", "a function call is not JSON", detail) from error
     if calls == []:
         raise RowError("bad-tool-call", "a function call without a call", place)
@@ -152,7 +134,7 @@ def tool_calls(calls: object, owner: str, place: str) -> tuple[ToolCall, ...]:
     Arguments are an object, or JSON of one; without arguments they are {}.
     """
     if not isinstance(calls, list):
-        raise RowError("bad-tool-call", "tool calls are not a list", _placed(place, f"got {json_type(calls)}"))
+        raise RowError("bad-tool-call", "tool calls are not a list", f"{place}{place and ': '}got {json_type(calls)}")
     return tuple(_tool_call(call, owner, place) for call in calls)
 
 
@@ -164,11 +146,11 @@ def _tool_call(call: object, owner: str, place: str) -> ToolCall:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            detail = _placed(place, short(call))
+            detail = f"{place}{place and ': '}{short(call)}"
             raise RowError("bad-tool-call", "the arguments of a tool call are not JSON", detail) from error
     if not (isinstance(name, str) and name) or not isinstance(arguments, dict):
         reason = "a tool call needs a name and an object of arguments"
-        raise RowError("bad-tool-call", reason, _placed(place, short(call)))
+        raise RowError("bad-tool-call", reason, f"{place}{place and ': '}{short(call)}")
     encodable_json([name, arguments], owner, place)
     return ToolCall(name, arguments)
 
@@ -177,7 +159,3 @@ def _json_fault(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     return str(error)
-
-
-def _placed(place: str, what: str) -> str:
-    return f"{place}: {what}" if place else what

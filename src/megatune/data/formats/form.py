@@ -52,16 +52,12 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the rows of a data set read.
-
-    Attributes:
-        ranking: rows are preference pairs.
-    """
+    """How the rows of a data set read."""
 
     formatting: Formatting = "alpaca"
     columns: Columns = Columns()
     tags: Tags = Tags()
-    ranking: bool = False
+    ranking: bool = False  # rows are preference pairs
 
 
 OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")

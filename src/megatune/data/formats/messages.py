@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, Role
@@ -28,14 +27,8 @@ _MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audi
 _ANTHROPIC_PARTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """A list of messages, read.
-
-    Attributes:
-        system: of its leading system message; None where it has none.
-        messages: the others.
-    """
+class Messages(NamedTuple):
+    """A list of messages, read: the text of its leading system message, None where it has none, and the others."""
 
     system: str | None
     messages: tuple[Message, ...]
@@ -49,8 +42,7 @@ def conversation(row: Mapping[str, Any], form: Form) -> Conversation:
         UnsupportedRow: one of them has an image, a video or audio.
     """
     columns = form.columns
-    column = columns.messages or "messages"
-    chat = messages_of(row, column, form)
+    chat = messages_of(row, columns.messages or "messages", form)
     check_turns(chat, form.tags)
     if chat.messages[-1].role != "assistant":
         detail = f"message {_number(chat, -1)} is {_word(chat.messages[-1].role, form.tags)!r}"
@@ -90,14 +82,7 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
 
 
 def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
-    """Read a message outside of a list of turns: an answer of a preference pair.
-
-    Args:
-        number: its number in the column's list, 0 where the column has no list.
-
-    Raises:
-        RowError: it is not the assistant's, or not well-formed.
-    """
+    """Read an answer of a preference pair, message `number` of the column's list, 0 where the column has no list."""
     kind = _kind(item, form, column, number)
     if kind not in ("assistant", "call"):
         detail = f"field {column!r} has role {item[form.tags.role_tag]!r}, expected {form.tags.assistant_tag!r}"
@@ -115,11 +100,7 @@ _MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
 
 
 def check_turns(chat: Messages, tags: Tags) -> None:
-    """Check that users, or tools, and the assistant take turns, and that only tools return nothing.
-
-    Raises:
-        RowError: they do not, in the words of the row's tags.
-    """
+    """Check that users, or tools, and the assistant take turns, and that only tools return nothing."""
     previous: Role | None = None
     for index, message in enumerate(chat.messages):
         role = message.role

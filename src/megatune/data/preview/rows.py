@@ -15,6 +15,7 @@ from megatune.data.encode import Encoder, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
+from megatune.data.report import counted
 from megatune.data.rows import Arrangement, Document
 from megatune.data.samples import read_samples
 from megatune.data.sources import DatasetSource, resolve_datasets
@@ -34,59 +35,35 @@ MOST_READ = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RowDocument:
-    """One document of a row.
+    """One document of a row."""
 
-    Attributes:
-        where: file and line of its sample; "" where only prepared rows are left of it.
-        start: tokens of its text before it, where a long text is cut into several documents.
-        length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
-    """
-
-    where: str
+    where: str  # file and line of its sample; "" where only prepared rows are left of it
     document: Document
-    start: int = 0
-    length: int = 0
-
-    def cut(self, start: int, stop: int) -> RowDocument:
-        """Return some tokens of a text as a document."""
-        document = Document(self.document.input_ids[start:stop], self.document.labels[start:stop])
-        return RowDocument(self.where, document, start)
+    start: int = 0  # tokens of its text before it, where a long text is cut into several documents
+    length: int = 0  # tokens of the sample before truncation; 0 where nothing is cut away, or it is not known
 
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """One row.
+    """One row."""
 
-    Attributes:
-        name: its data set, "" where a row has samples of several.
-        number: counted from 1, of the usable rows of its data set, or of all packed ones.
-        documents: one; two of a pair, chosen and rejected; or all of a packed row.
-    """
-
-    name: str
-    number: int
-    documents: tuple[RowDocument, ...]
+    name: str  # its data set, "" where a row has samples of several
+    number: int  # counted from 1, of the usable rows of its data set, or of all packed ones
+    documents: tuple[RowDocument, ...]  # one; two of a pair, chosen and rejected; or all of a packed row
 
 
 @dataclass(slots=True)
 class Preview:
-    """What is shown.
-
-    Attributes:
-        read: rows of files that were read for it.
-        total: rows that were made of them; those of the longest data set, where each has rows of its own.
-        bad: those of them that cannot be trained on, with their places.
-        unfilled: placeholders in the rows that no setting fills.
-        notes: what makes the rows, and how those shown were chosen.
-    """
+    """What is shown."""
 
     arrangement: Arrangement
     rows: list[PreviewRow] = field(default_factory=list)
-    read: int = 0
-    total: int = 0
+    read: int = 0  # rows of files that were read for it
+    total: int = 0  # rows that were made of them; those of the longest data set, where each has rows of its own
+    # rows that cannot be trained on, with their places
     bad: list[tuple[str, RowError]] = field(default_factory=list)
-    unfilled: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    unfilled: set[str] = field(default_factory=set)  # placeholders in the rows that no setting fills
+    notes: list[str] = field(default_factory=list)  # what makes the rows, and how those shown were chosen
 
 
 def read_preview(
@@ -117,9 +94,8 @@ def read_preview(
         preview = (_packed if settings.packing else _single)(settings, sources, encoder, wanted)
     preview.notes[:0] = _makers(settings, encoder)
     if data.val_size and not evaluation:
-        preview.notes.append(
-            f"val_size {data.val_size:g}: some of these rows are held out of training; --eval shows them"
-        )
+        note = f"val_size {data.val_size:g}: some of these rows are held out of training; --eval shows them"
+        preview.notes.append(note)
     if not preview.rows:
         raise _no_rows(preview, wanted)
     return preview
@@ -178,7 +154,9 @@ def _spans(texts: Sequence[RowDocument], settings: Settings) -> list[tuple[RowDo
     for start, stop in spans.tolist():
         number = int(np.searchsorted(ends, start, side="right")) - 1
         first = int(ends[number])
-        documents.append(texts[number].cut(start - first, stop - first))
+        text, place = texts[number], slice(start - first, stop - first)
+        cut = Document(text.document.input_ids[place], text.document.labels[place])
+        documents.append(RowDocument(text.where, cut, start - first))
     return [tuple(documents[start:stop]) for start, stop in pairwise(borders)]
 
 
@@ -230,13 +208,9 @@ def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
 
 def _no_rows(preview: Preview, wanted: range) -> MegatuneError:
     if preview.total:
-        rows = "1 row" if preview.total == 1 else f"{preview.total:,} rows"
-        finding = Finding(f"--row {wanted.start} of {rows}", fix=f"--row {preview.total} or less")
-        return MegatuneError(finding, ExitCode.SETTINGS)
+        what = f"--row {wanted.start} of {counted(preview.total, 'row')}"
+        return MegatuneError(Finding(what, fix=f"--row {preview.total} or less"), ExitCode.SETTINGS)
     if not preview.bad:
         return MegatuneError(Finding("the data sets have no rows"), ExitCode.DATA)
-    where, first = preview.bad[0]
-    return MegatuneError(
-        Finding(f"0 usable of the first {preview.read:,} rows", where, str(first), "fix the rows, or columns and tags"),
-        ExitCode.DATA,
-    )
+    (where, first), what = preview.bad[0], f"0 usable of the first {preview.read:,} rows"
+    return MegatuneError(Finding(what, where, str(first), "fix the rows, or columns and tags"), ExitCode.DATA)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from megatune.data.conversation import PLACEHOLDERS
 from megatune.data.preview.rows import Preview, PreviewRow, RowDocument
+from megatune.data.report import counted
 from megatune.data.rows import IGNORE_INDEX, Document
 
 if TYPE_CHECKING:
@@ -25,25 +26,19 @@ _TRAINED, _SPECIAL, _HEADING, _WRONG = "green", "bold", "bold cyan", "red"
 _PLACES_PER_REASON = 3
 _MOST_TOKENS = 8  # of one character: what is no whole character after these is shown as it decodes
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"  # of emojis: invisible, and left as they are
 _VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """The text of tokens that decode only together: mostly one, several where they share a character.
+    """The text of tokens that decode only together: mostly one, several where they share a character."""
 
-    Attributes:
-        start, stop: places of the tokens in their document.
-        text: as the tokenizer decodes it.
-        special: one of the tokenizer's own marks, such as <|im_end|>, and not a part of the text.
-        trained: they count in the loss.
-    """
-
-    start: int
+    start: int  # start and stop: places of the tokens in their document
     stop: int
-    text: str
-    special: bool
-    trained: bool
+    text: str  # as the tokenizer decodes it
+    special: bool  # one of the tokenizer's own marks, such as <|im_end|>, and not a part of the text
+    trained: bool  # they count in the loss
 
 
 def show_preview(
@@ -71,7 +66,12 @@ class _Page:
         for placeholder in sorted(preview.unfilled):
             setting = PLACEHOLDERS[placeholder]
             yield Text(f"{placeholder} is in the data and {setting} is not set: a run is refused", self._wrong)
-        yield self._legend()
+        if self._ids:
+            yield Text(f"label {IGNORE_INDEX}: not trained")
+        elif self._coloured:
+            yield Text.assemble(("trained", _TRAINED), " context ", ("special token", _SPECIAL))
+        else:
+            yield Text(f"{_OPEN}trained{_CLOSE} context")
         for row in preview.rows:
             yield Text("")
             yield self._heading(f"── {_title(row, preview)} ──")
@@ -85,13 +85,6 @@ class _Page:
             yield Text("")
             yield from self._bad(preview)
 
-    def _legend(self) -> Text:
-        if self._ids:
-            return Text(f"label {IGNORE_INDEX}: not trained")
-        if not self._coloured:
-            return Text(f"{_OPEN}trained{_CLOSE} context")
-        return Text.assemble(("trained", _TRAINED), " context ", ("special token", _SPECIAL))
-
     def _heading(self, text: str) -> Text:
         return Text(text, style=_HEADING if self._coloured else "")
 
@@ -100,18 +93,18 @@ class _Page:
         for number, each in enumerate(row.documents, 1):
             size = len(each.document.input_ids)
             place = f"positions 0 to {size - 1:,}{_start(each)}"
-            yield self._heading(f"╌╌ sample {number}{_of(each)}: {_tokens(size)}, {place} ╌╌")
+            yield self._heading(f"╌╌ sample {number}{_of(each)}: {counted(size, 'token')}, {place} ╌╌")
             yield self._shown(each.document)
 
     def _pair(self, chosen: RowDocument, rejected: RowDocument) -> Iterator[Text]:
         """Show the prompt that both answers share, once, then what follows in each."""
         shared = shared_prompt(chosen.document, rejected.document)
         if shared:
-            yield self._heading(f"╌╌ prompt of both: {_tokens(shared)} ╌╌")
+            yield self._heading(f"╌╌ prompt of both: {counted(shared, 'token')} ╌╌")
             yield self._shown(chosen.document, stop=shared)
         for name, document in (("chosen", chosen.document), ("rejected", rejected.document)):
             size = len(document.input_ids) - shared
-            yield self._heading(f"╌╌ {name}: {_tokens(size)}, {_num_trained(document):,} trained ╌╌")
+            yield self._heading(f"╌╌ {name}: {counted(size, 'token')}, {_num_trained(document):,} trained ╌╌")
             yield self._shown(document, start=shared)
 
     def _shown(self, document: Document, start: int = 0, stop: int | None = None) -> Text:
@@ -180,13 +173,13 @@ def _title(row: PreviewRow, preview: Preview) -> str:
     first, name = row.documents[0], f"{row.name} " if row.name else ""
     if preview.arrangement == "packed":
         samples = f"{len(sizes)} sample{'s' * (len(sizes) > 1)}"
-        return f"row {row.number}: {samples}, {_tokens(sum(sizes))}, {trained:,} trained"
+        return f"row {row.number}: {samples}, {counted(sum(sizes), 'token')}, {trained:,} trained"
     # Tokens before truncation, if anything was cut away; of a pair, those of the longer document.
     whole = max(each.length for each in row.documents)
     cut = f", cut from {whole:,}" if whole > max(sizes) and not first.start else ""
     if preview.arrangement == "pairs":
         return f"{name}row {row.number}{_of(first)}: {sizes[0]:,} and {sizes[1]:,} tokens{cut}"
-    return f"{name}row {row.number}{_of(first)}: {_tokens(sizes[0])}, {trained:,} trained{cut}{_start(first)}"
+    return f"{name}row {row.number}{_of(first)}: {counted(sizes[0], 'token')}, {trained:,} trained{cut}{_start(first)}"
 
 
 def _start(each: RowDocument) -> str:
@@ -195,10 +188,6 @@ def _start(each: RowDocument) -> str:
 
 def _of(each: RowDocument) -> str:
     return f" ({each.where})" if each.where else ""
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,} token{'s' * (count != 1)}"
 
 
 def _num_trained(document: Document) -> int:
@@ -243,13 +232,10 @@ def visible(text: str) -> str:
 
 
 def _harmless(character: str) -> str:
-    code, kind = ord(character), unicodedata.category(character)
+    code = ord(character)
     if code < 0x20:
         return chr(0x2400 + code)  # the picture of this control character
-    # Of the invisible ones only joiners are left as they are: emojis are made with them.
-    hidden = (
-        kind in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
-    )
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in _JOINERS
     return f"\\u{{{code:x}}}" if hidden else character
 
 

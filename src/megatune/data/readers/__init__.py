@@ -6,24 +6,25 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megatune.data.readers.columnar import read_arrow, read_parquet
+from megatune.data.readers.columnar import read_columnar
 from megatune.data.readers.files import (
     COLUMNAR,
     DATA_SUFFIXES,
+    Position,
+    RawRow,
     check_content,
     compression_suffix,
     data_suffix,
+    json_type,
     open_bytes,
     refused,
+    unreadable,
 )
 from megatune.data.readers.json_array import is_json_array, read_json_array
 from megatune.data.readers.lines import json_fields, read_lines, read_separated, text_fields
-from megatune.data.readers.row import Position, RawRow, json_type, unreadable
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 __all__ = ["DATA_SUFFIXES", "Position", "RawRow", "data_suffix", "json_type", "read_rows"]
-
-_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def read_rows(path: Path, after: Position | None = None) -> Iterator[RawRow]:
@@ -49,12 +50,10 @@ def read_rows(path: Path, after: Position | None = None) -> Iterator[RawRow]:
         raise MegatuneError(Finding(what, str(path), why, "decompress it"), ExitCode.INPUT)
     check_content(path)
     after = after or Position(0)
-    if kind == ".parquet":
-        return read_parquet(path, after)
-    if kind == ".arrow":
-        return read_arrow(path, after)
+    if kind in COLUMNAR:
+        return read_columnar(path, kind, after)
     with open_bytes(path) as stream:
-        if stream.read(2) in _UTF16_BOMS:
+        if stream.read(2) in (b"\xff\xfe", b"\xfe\xff"):  # byte order marks
             raise unreadable(path, "the file is UTF-16", fix="save it as UTF-8")
     if kind == ".txt":
         return read_lines(path, after, text_fields)

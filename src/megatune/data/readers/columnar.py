@@ -8,37 +8,22 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatune.data.bad_rows import RowError
-from megatune.data.readers.row import (
-    DuplicateKeyError,
-    Position,
-    RawRow,
-    json_error,
-    key_twice,
-    unique_keys,
-    unreadable,
-)
+from megatune.data.readers.files import Position, RawRow, json_problem, unique_keys, unreadable
 
 BATCH_ROWS = 1024
-
 Decoder = Callable[[Any], Any]
 
 
-def read_parquet(path: Path, after: Position) -> Iterator[RawRow]:
-    """Read Parquet; row groups before the position are not read."""
-    return _rows(path, "parquet", _parquet_batches(path, after.row), after.row)
+def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
+    """Read Parquet, or Arrow's IPC format, file or stream (`kind` is ".parquet" or ".arrow").
 
-
-def read_arrow(path: Path, after: Position) -> Iterator[RawRow]:
-    """Read Arrow's IPC format, file or stream; of record batches before the position only the sizes are read."""
-    return _rows(path, "arrow", _from_row(_arrow_batches(path), after.row), after.row)
-
-
-def _rows(path: Path, kind: str, batches: Iterator[Any], number: int) -> Iterator[RawRow]:
-    """Convert `batches` to rows, of which `number` come before."""
+    Row groups of Parquet before the position are not read; of Arrow's record batches before it only the sizes are.
+    """
     import pyarrow
 
+    number = after.row
     try:
+        batches = _parquet_batches(path, number) if kind == ".parquet" else _from_row(_arrow_batches(path), number)
         for batch in batches:
             decoders = {field.name: decode for field in batch.schema if (decode := json_decoder(field.type))}
             for start in range(0, batch.num_rows, BATCH_ROWS):
@@ -49,20 +34,15 @@ def _rows(path: Path, kind: str, batches: Iterator[Any], number: int) -> Iterato
         raise unreadable(path, f"a text after row {number} is not UTF-8", str(error)) from error
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a value that Python has no type for
         place = f"{path}:row {number + 1}" if number else str(path)
-        raise unreadable(place, f"not a whole {kind} file: {error}") from error
+        raise unreadable(place, f"not a whole {kind[1:]} file: {error}") from error
 
 
 def _row(where: str, fields: dict[str, Any], decoders: dict[str, Decoder], after: Position) -> RawRow:
     for column, decode in decoders.items():
         try:
             fields[column] = decode(fields[column])
-        except DuplicateKeyError as error:
-            problem = key_twice(error)
         except (ValueError, RecursionError) as error:
-            problem = RowError("invalid-json", "invalid JSON", f"{json_error(error)} in {column!r}")
-        else:
-            continue
-        return RawRow(where, {}, problem, str(fields[column]), after)
+            return RawRow(where, {}, json_problem(error, f" in {column!r}"), str(fields[column]), after)
     return RawRow(where, fields, None, "", after)
 
 

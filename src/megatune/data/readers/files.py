@@ -1,19 +1,21 @@
-"""Kinds of data files by their names, and their bytes: compressed or not, and whether they are what the name says."""
+"""Data files and their rows: kinds by name, bytes (compressed or not), places, and what can be wrong with them."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
 import io
+import json
 import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from megatune.data.readers.row import unreadable
+from megatune.data.bad_rows import RowError
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 BUFFER_BYTES = 1 << 20
@@ -38,6 +40,115 @@ _CONTENTS = {  # name and first bytes of kinds that can be detected by them; no 
     ".zip": ("a zip archive", rb"PK\x03\x04"),
     "": ("a pointer of Git LFS", rb"version https://git-lfs"),
 }
+UTF8_BOM = b"\xef\xbb\xbf"
+
+# Long runs are of other encodings (GBK, Shift-JIS), a leading byte and its follower of UTF-8 that was cut.
+_NOT_WESTERN = re.compile(rb"[\x80-\xff]{4}|[\xc2-\xf4][\x80-\xbf]")
+_CP1252_ONLY = re.compile(rb"[\x80-\x9f]")
+_JSON_NAMES = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list",
+               dict: "an object"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in a file from which reading can continue."""
+
+    row: int  # number of rows before it
+    # bytes before it in a file of lines (of the decompressed text where the file is compressed); 0 elsewhere
+    offset: int = 0
+    line: int = 0  # lines before it in a file of lines; 0 elsewhere
+
+
+@dataclass(slots=True)  # not frozen: that would double the time to make one
+class RawRow:
+    """One row of a file as it was read."""
+
+    where: str  # "FILE:LINE" for files of lines and CSV (the line it begins on), "FILE:row N" (from 1) for others
+    fields: dict[str, object]  # the row's columns; empty where there is an `error`
+    error: RowError | None = None  # why the row cannot be read, None where it can
+    raw: str = ""  # the text of a row that cannot be read, with bytes that are no UTF-8 as \xNN; "" where it can
+    next: Position = Position(0)  # the position after this row
+
+
+def json_type(value: object) -> str:
+    """Return the JSON name of a value's type, for messages."""
+    return "null" if value is None else _JSON_NAMES.get(type(value), type(value).__name__)
+
+
+def unreadable(where: Path | str, what: str, why: str = "", fix: str = "") -> MegatuneError:
+    """Return the error that ends the reading of a file (exit code 65)."""
+    return MegatuneError(Finding(what, str(where), why, fix), ExitCode.DATA)
+
+
+class DuplicateKeyError(ValueError):
+    """A JSON object has a key twice, so that one of the two values would be lost silently."""
+
+
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Build an object, as json's `object_pairs_hook`; a DuplicateKeyError where a key occurs twice."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise DuplicateKeyError(next(key for key in keys if keys.count(key) > 1))
+    return fields
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
+
+
+def json_error(error: Exception) -> str:
+    """Return the cause of one of json's errors, without its place: "unterminated string"."""
+    if isinstance(error, json.JSONDecodeError):
+        cause = error.msg.removesuffix(" at").removesuffix(" starting").rstrip(": ")
+        cause = cause.replace("Expecting", "expected")
+        return cause[:1].lower() + cause[1:]
+    return "nested too deep" if isinstance(error, RecursionError) else "a number of too many digits"
+
+
+def json_problem(error: Exception, place: str = "") -> RowError:
+    """Return the problem of a row whose JSON raised an error of json's or a DuplicateKeyError."""
+    if isinstance(error, DuplicateKeyError):
+        return RowError("duplicate-key", "a key twice", repr(str(error)))
+    return RowError("invalid-json", "invalid JSON", json_error(error) + place)
+
+
+def not_an_object(value: object) -> RowError:
+    """Return the problem of a row that is another JSON value."""
+    detail = f"expected an object with the row's fields, got {json_type(value)}"
+    return RowError("not-an-object", "not a JSON object", detail)
+
+
+def line_not_utf8(line: bytes) -> RowError:
+    """Return the problem of a row that is not UTF-8."""
+    looks = _looks_like(line)
+    guess = f"; the file looks like {looks}: save it as UTF-8" if looks else "; save the file as UTF-8"
+    return RowError("not-utf8", "not UTF-8", _bad_byte(line) + guess)
+
+
+def file_not_utf8(path: Path, line: bytes, number: int) -> MegatuneError:
+    """Return the error of a file whose `line`, the `number`-th (from 1), is not UTF-8."""
+    why = f"the file looks like {looks}" if (looks := _looks_like(line)) else ""
+    return unreadable(f"{path}:{number}", f"not UTF-8: {_bad_byte(line)}", why, "save the file as UTF-8")
+
+
+def _bad_byte(line: bytes) -> str:
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        return f"byte 0x{line[error.start]:02x} at column {len(line[: error.start].decode()) + 1}"
+    raise ValueError("the line is UTF-8")
+
+
+def _looks_like(line: bytes) -> str:
+    if _NOT_WESTERN.search(line):
+        return ""
+    if not _CP1252_ONLY.search(line):
+        return "latin-1"
+    try:
+        line.decode("cp1252")
+    except UnicodeDecodeError:
+        return ""
+    return "cp1252"
 
 
 def compression_suffix(path: Path) -> str | None:
@@ -93,12 +204,11 @@ def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
                 while offset:
                     offset -= len(stream.read(min(offset, BUFFER_BYTES))) or offset
             yield stream
-    except OSError as error:
-        if error.errno is not None or compression is None:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and (error.errno is not None or compression is None):
             raise _cannot_read(path, error) from error
-        raise _damaged(path, compression, error) from error
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
-        raise _damaged(path, compression or "", error) from error
+        what = f"the {COMPRESSIONS.get(compression or '', '')} file is damaged or breaks off"
+        raise unreadable(path, what, str(error), "fetch or compress it again") from error
 
 
 def check_content(path: Path) -> None:
@@ -159,8 +269,3 @@ def _something_else(path: Path, expected: str, found: str | None) -> MegatuneErr
 
 def _cannot_read(path: Path, error: OSError) -> MegatuneError:
     return MegatuneError(Finding(f"cannot read: {error.strerror or error}", str(path)), ExitCode.INPUT)
-
-
-def _damaged(path: Path, compression: str, error: Exception) -> MegatuneError:
-    name = COMPRESSIONS.get(compression, compression)
-    return unreadable(path, f"the {name} file is damaged or breaks off", str(error), "fetch or compress it again")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatune.data.bad_rows import RowError
-from megatune.data.readers.files import open_bytes
-from megatune.data.readers.row import (
+from megatune.data.readers.files import (
     DECODER,
     UTF8_BOM,
     DuplicateKeyError,
@@ -19,8 +18,9 @@ from megatune.data.readers.row import (
     RawRow,
     file_not_utf8,
     json_error,
-    key_twice,
+    json_problem,
     not_an_object,
+    open_bytes,
     unreadable,
 )
 from megatune.errors import MegatuneError
@@ -30,7 +30,7 @@ CHUNK_BYTES = 1 << 20
 LONGEST_TOKEN = 16  # characters of a word or escape that an error may be placed before
 
 _PLAIN_DECODER = json.JSONDecoder()  # for the end of an element that has a key twice
-_SPACE = re.compile(r"[ \t\r\n]*")
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _ARRAY = re.compile(rb"\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*[\]{]")
 
@@ -126,7 +126,7 @@ class _Text:
             value, end = DECODER.raw_decode(self._text, self.position)
         except DuplicateKeyError as error:
             _, end = _PLAIN_DECODER.raw_decode(self._text, self.position)
-            return {}, key_twice(error), end
+            return {}, json_problem(error), end
         return (value, None, end) if isinstance(value, dict) else ({}, not_an_object(value), end)
 
     def _may_be_cut(self, error: Exception) -> bool:
@@ -192,6 +192,5 @@ def _not_utf8(path: Path) -> MegatuneError:
 
 
 def _space_end(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    assert match is not None  # the pattern matches the empty string
-    return match.end()
+    match = _NOT_SPACE.search(text, position)
+    return match.start() if match else len(text)

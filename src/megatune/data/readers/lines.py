@@ -11,24 +11,22 @@ from itertools import chain
 from pathlib import Path
 
 from megatune.data.bad_rows import RowError
-from megatune.data.readers.files import open_bytes
-from megatune.data.readers.row import (
+from megatune.data.readers.files import (
     DECODER,
     UTF8_BOM,
-    DuplicateKeyError,
     Position,
     RawRow,
     file_not_utf8,
-    has_nul,
-    json_error,
-    key_twice,
+    json_problem,
     line_not_utf8,
     not_an_object,
+    open_bytes,
     unique_keys,
     unreadable,
 )
 
 _LINE_ENDS = frozenset(("\n", "", "\r\n"))
+_HAS_NUL = "the row has NUL bytes"
 
 Fields = dict[str, object]
 
@@ -46,43 +44,32 @@ def read_lines(path: Path, after: Position, fields_of: Callable[[bytes], Fields 
             number += 1
             offset += len(line)
             fields = fields_of(line)
-            if fields is None:
-                continue
-            row += 1
-            place = Position(row, offset, number)
             if isinstance(fields, RowError):
+                row += 1
                 raw = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
-                yield RawRow(f"{name}{number}", {}, fields, raw, place)
-            else:
-                yield RawRow(f"{name}{number}", fields, None, "", place)
+                yield RawRow(f"{name}{number}", {}, fields, raw, Position(row, offset, number))
+            elif fields is not None:
+                row += 1
+                yield RawRow(f"{name}{number}", fields, None, "", Position(row, offset, number))
 
 
 def json_fields(line: bytes) -> Fields | RowError | None:
     """Parse one JSON object."""
     try:
-        text = line.decode()
-        value, end = DECODER.raw_decode(text)
+        whole = line.decode()
+        value, end = DECODER.raw_decode(whole)
+        if type(value) is dict and whole[end:] in _LINE_ENDS:
+            return value
     except (ValueError, RecursionError):
-        return _careful_json_fields(line)
-    if type(value) is dict and text[end:] in _LINE_ENDS:
-        return value
-    return _careful_json_fields(line)
-
-
-def _careful_json_fields(line: bytes) -> Fields | RowError | None:
-    """Parse one of the few lines that are not a JSON object from the first byte to the last."""
+        pass
     # Without its end, which inside of an open string would be named instead of the string.
     text = _text_of(line)
     if text is None or isinstance(text, RowError):
         return text
     try:
         value = json.loads(text, object_pairs_hook=unique_keys)
-    except DuplicateKeyError as error:
-        return key_twice(error)
-    except json.JSONDecodeError as error:
-        return RowError("invalid-json", "invalid JSON", f"{json_error(error)} at column {error.colno}")
     except (ValueError, RecursionError) as error:
-        return RowError("invalid-json", "invalid JSON", json_error(error))
+        return json_problem(error, f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "")
     return value if isinstance(value, dict) else not_an_object(value)
 
 
@@ -99,7 +86,7 @@ def _text_of(line: bytes) -> str | RowError | None:
     except UnicodeDecodeError:
         return line_not_utf8(line)
     if "\0" in text:
-        return has_nul(f"the first at column {text.index(chr(0)) + 1}")
+        return RowError("nul-bytes", _HAS_NUL, f"the first at column {text.index(chr(0)) + 1}")
     return text if text.strip() else None
 
 
@@ -126,20 +113,19 @@ def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
                 _check_header(where, header)
                 continue
             number += 1
-            if len(values) == len(header) and "\0" not in raw:
-                yield RawRow(where, dict(zip(header, values, strict=True)), None, "", Position(number))
+            if len(values) != len(header):
+                detail = f"{len(values)} fields, the header has {len(header)}"
+                problem = RowError("wrong-field-count", "wrong number of fields", detail)
+            elif "\0" in raw:
+                column = next(name for name, value in zip(header, values, strict=True) if "\0" in value)
+                problem = RowError("nul-bytes", _HAS_NUL, f"in {column!r}")
             else:
-                yield RawRow(where, {}, _record_error(values, header), raw, Position(number))
+                yield RawRow(where, dict(zip(header, values, strict=True)), None, "", Position(number))
+                continue
+            yield RawRow(where, {}, problem, raw, Position(number))
     except csv.Error as error:
         why = "a quoted field has no end" if str(error) == "unexpected end of data" else str(error)
         raise unreadable(f"{path}:{line}", f"invalid CSV: {why}") from error
-
-
-def _record_error(values: list[str], header: list[str]) -> RowError:
-    if len(values) != len(header):
-        detail = f"{len(values)} fields, the header has {len(header)}"
-        return RowError("wrong-field-count", "wrong number of fields", detail)
-    return has_nul(f"in {next(name for name, value in zip(header, values, strict=True) if chr(0) in value)!r}")
 
 
 def _check_header(where: str, header: list[str]) -> None:

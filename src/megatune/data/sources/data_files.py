@@ -1,4 +1,4 @@
-"""The data files of a folder or of a hub's repository, and which subset and split each is of: by card or by name.
+"""The data files of a folder or of a data set on a hub, and which subset and split each is of: by card or by name.
 
 The rules are those of the `datasets` library, which users and hubs write their repositories for. No file of the
 repository but its README.md is read, and none is run.
@@ -15,9 +15,9 @@ from typing import Any
 
 from megatune.data.readers import DATA_SUFFIXES, data_suffix, json_type, read_rows
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.repository import Hub, fetch_all, open_repository, read_file
 
 README = "README.md"
-ALL = ("all",)
 DEFAULT_SUBSET = "default"
 DEFAULT_SPLIT = "train"
 
@@ -71,6 +71,23 @@ def local_files(
     return tuple(path / name for name in data_files.choose(subsets, split, folder))
 
 
+def hub_files(
+    hub: Hub, repo_id: str, where: str, *, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = ""
+) -> tuple[Path, ...]:
+    """Return the data files of a data set on a hub, fetched where the cache does not have them.
+
+    Raises:
+        MegatuneError: no such repository, subset, split or data files, or they are private (exit codes 64 and 66);
+            the hub or its library cannot be reached (69); the cache cannot be written (73).
+    """
+    repository = open_repository(hub, repo_id, where)
+    name = f"{repo_id} on {repository.host}"
+    card = read_card(read_file(repository, README) or "", name)
+    fix = "download it to a folder, and name the files there"
+    data_files = DataFiles(list(repository.sizes), card, name=repo_id.rpartition("/")[2], where=name, fix=fix)
+    return fetch_all(repository, data_files.choose(subsets, split, folder))
+
+
 def read_card(text: str, where: str) -> dict[str, Any] | None:
     """Parse the YAML block at the head of a data set's README.md; None where it has none.
 
@@ -98,8 +115,7 @@ class DataFiles:
         paths: of all its files, relative, with "/".
         card: what `read_card` returned.
         name: of the repository, without its owner; NAME.py would be its script.
-        where: the repository, as messages name it.
-        fix: what to do where its files cannot be chosen by these rules.
+        where, fix: the repository, as messages name it, and what to do where its files cannot be chosen by these rules.
 
     Raises:
         MegatuneError: the card's `configs` are not in their form, or the rows are made by a script (exit code 66).
@@ -111,10 +127,9 @@ class DataFiles:
         self._paths, self._where, self._fix = sorted(paths), where, fix
         self._configs = self._read_configs((card or {}).get("configs"))
         scripts = [path for path in self._paths if path.endswith(".py") and "/" not in path]
-        own = f"{name}.py"
-        if not self._configs and scripts and (own in scripts or not any(map(_is_data, self._paths))):
-            script = own if own in scripts else scripts[0]
-            raise self._refused(f"its rows are made by a script, {script}", "a data set's code is never run")
+        scripts.sort(key=lambda path: path != f"{name}.py")  # its own first
+        if not self._configs and scripts and (scripts[0] == f"{name}.py" or not any(map(_is_data, self._paths))):
+            raise self._refused(f"its rows are made by a script, {scripts[0]}", "a data set's code is never run")
 
     def choose(self, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = "") -> list[str]:
         """Return the paths of the files of subsets, each subset's in order of their names.
@@ -136,7 +151,7 @@ class DataFiles:
 
     def _chosen(self, subsets: Sequence[str]) -> Sequence[str]:
         names = list(self._configs) or [DEFAULT_SUBSET]
-        if tuple(subsets) == ALL and "all" not in names:
+        if tuple(subsets) == ("all",) and "all" not in names:
             return names
         if not subsets:
             default = [n for n in names if len(names) == 1 or n == DEFAULT_SUBSET or self._configs[n].get("default")]
@@ -158,13 +173,7 @@ class DataFiles:
         patterns = self._patterns(data_files, name)
         if split not in patterns:
             raise self._no_split(split, list(patterns), name)
-        found: list[str] = []
-        for pattern in patterns[split]:
-            matched = self._matched(f"{folder}/{pattern}" if folder else pattern, name)
-            if not matched:
-                raise self._refused(f"subset {name} names {pattern}, and there is no such data file")
-            found += matched
-        return found
+        return [path for pattern in patterns[split] for path in self._matched(folder, pattern, name)]
 
     def _by_split(self, folder: str, split: str, subset: str) -> list[str]:
         """Choose by the names of files and folders, as `datasets` does in a repository without a card."""
@@ -193,9 +202,10 @@ class DataFiles:
             splits.setdefault(split, []).extend(each.removeprefix("./") for each in paths)
         return splits
 
-    def _matched(self, pattern: str, subset: str) -> list[str]:
+    def _matched(self, folder: str, named: str, subset: str) -> list[str]:
         from fsspec.utils import glob_translate
 
+        pattern = f"{folder}/{named}" if folder else named
         if pattern in self._paths:
             return [pattern]
         try:
@@ -203,6 +213,8 @@ class DataFiles:
         except ValueError as error:
             raise self._refused(f"subset {subset}: {pattern} is no pattern of files") from error
         matched = [path for path in self._paths if expression.match(path) and _is_visible(path)]
+        if not matched:
+            raise self._refused(f"subset {subset} names {named}, and there is no such data file")
         return [path for path in matched if _is_data(path)] or matched
 
     def _read_configs(self, configs: Any) -> dict[str, Mapping[str, Any]]:
@@ -218,8 +230,7 @@ class DataFiles:
 
     def _no_split(self, split: str, splits: Sequence[str], subset: str) -> MegatuneError:
         of = f" of subset {subset}" if subset and self._configs else ""
-        fix = f'write "split" in dataset_info.json: one of {_listed(splits)}'
-        return self._unknown(f"no split {split}{of}", fix)
+        return self._unknown(f"no split {split}{of}", f'write "split" in dataset_info.json: one of {_listed(splits)}')
 
     def _unknown(self, what: str, fix: str) -> MegatuneError:
         return MegatuneError(Finding(what, self._where, fix=fix), ExitCode.SETTINGS)
@@ -237,12 +248,13 @@ def splits_by_name(paths: Sequence[str]) -> dict[str, list[str]]:
     if shards:
         return shards
     for part in (slice(None, -1), slice(-1, None)):  # the folders, then the file
-        found = {
-            split: [path for path in paths if any(_says(name, words) for name in path.split("/")[part])]
-            for split, words in _KEYWORDS.items()
-        }
-        if any(found.values()):
-            return {split: files for split, files in found.items() if files}
+        found: dict[str, list[str]] = {}
+        for split, words in _KEYWORDS.items():
+            word = re.compile(rf"(^|{_SEPARATOR})({'|'.join(words)})({_SEPARATOR}|$)")
+            if files := [path for path in paths if any(map(word.search, path.split("/")[part]))]:
+                found[split] = files
+        if found:
+            return found
     return {DEFAULT_SPLIT: list(paths)}
 
 
@@ -250,10 +262,6 @@ def _folder(path: str) -> str:
     """Normalize a relative folder, "" for the root."""
     plain = posixpath.normpath(path.strip("/") or ".")
     return "" if plain == "." else plain
-
-
-def _says(name: str, words: Sequence[str]) -> bool:
-    return re.search(rf"(^|{_SEPARATOR})({'|'.join(words)})({_SEPARATOR}|$)", name) is not None
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -267,14 +275,7 @@ def _is_data(path: str) -> bool:
 
 
 def _check_kinds(paths: Sequence[str], where: str, fix: str = "") -> None:
-    """Refuse files of several kinds, which cannot be one data set, and none at all.
-
-    Args:
-        paths: relative paths; those that are no data are left out.
-
-    Raises:
-        MegatuneError: with exit code 66.
-    """
+    """Refuse files of several kinds, which cannot be one data set, and none at all (exit code 66)."""
     visible = [Path(path) for path in paths if _is_visible(path)]
     kinds = sorted({kind for path in visible if (kind := data_suffix(path))})
     if len(kinds) == 1:

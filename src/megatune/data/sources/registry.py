@@ -1,16 +1,21 @@
-"""dataset_info.json: named data sets, in the form LLaMA-Factory's users have it."""
+"""How data sets are named: by an item of `dataset`, and in dataset_info.json.
+
+An item is `[hf::|ms::]NAME_OR_PATH_OR_ID[:SUBSET/SUBSET|:all][#N]`, the syntax of SWIFT; dataset_info.json has the form
+LLaMA-Factory's users have.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatune.data.formats.form import DEFAULT_FORMS, FORMATTINGS, Form, Formatting
-from megatune.data.readers import json_type
+from megatune.data.readers import data_suffix, json_type
 from megatune.data.sources.data_files import DEFAULT_SPLIT
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.repository import Hub, use_modelscope
@@ -32,26 +37,73 @@ _REFUSED_COLUMNS = {
     "videos": "training on videos is not built",
     "audios": "training on audio is not built",
 }
+_PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
+# A number after "#" is never written with these; a path that has a "#" in it often continues so.
+_PATH_CHARACTERS = re.compile(r"[/.\\]")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetReference:
+    """One item of `dataset`, parsed."""
+
+    name: str  # a name of dataset_info.json, a path or a hub's id
+    hub: Hub | None = None  # where its prefix says so
+    subsets: tuple[str, ...] = ()  # () where none is named; ("all",) is every subset there is
+    num_samples: int | None = None  # rows to draw
+
+
+def parse_reference(text: str, known: Callable[[str], bool]) -> DatasetReference:
+    """Parse an item of `dataset`.
+
+    Args:
+        known: tells whether a text as a whole is a name of dataset_info.json or a path of something that exists. These
+            win over the syntax, since "#" and ":" may be part of a file's name.
+
+    Raises:
+        MegatuneError: a number of rows that is none, or an empty name or subset (exit code 64).
+    """
+    hub: Hub | None = None
+    name = text
+    if prefixed := _PREFIX.fullmatch(text):
+        hub, name = ("hf" if prefixed[1].lower() == "hf" else "ms"), prefixed[2]
+    if hub is None and known(name):
+        return DatasetReference(name)
+    body, mark, number = name.rpartition("#")
+    num_samples = None
+    if mark and not _PATH_CHARACTERS.search(number):
+        if not re.fullmatch(r"[0-9]+", number) or int(number) == 0:
+            raise _bad_reference(text, f"expected a whole number above 0 after #, got {number!r}")
+        name, num_samples = body, int(number)
+        if hub is None and known(name):
+            return DatasetReference(name, num_samples=num_samples)
+    subsets: tuple[str, ...] = ()
+    if ":" in name and (hub or data_suffix(Path(name)) is None):
+        # At the first colon, which a hub's id cannot have; at the last where a folder has colons in its name.
+        folder, _, last = name.rpartition(":")
+        head, _, subset = (folder, ":", last) if known(folder) else name.partition(":")
+        name, subsets = head, tuple(subset.split("/"))
+        if not all(subsets):
+            raise _bad_reference(text, "a subset's name is empty")
+    if not name:
+        raise _bad_reference(text, "the name is empty")
+    return DatasetReference(name, hub, subsets, num_samples)
+
+
+def _bad_reference(text: str, what: str) -> MegatuneError:
+    fix = "write NAME#500 for 500 rows, and OWNER/NAME:SUBSET for one subset"
+    return MegatuneError(Finding(f"{text!r}: {what}", "dataset", fix=fix), ExitCode.SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetEntry:
-    """One data set of dataset_info.json.
+    """One data set of dataset_info.json."""
 
-    Attributes:
-        where: the file and the name, as messages say it.
-        hub: the hub that has it; None where it is a file or folder beside dataset_info.json.
-        place: the id on the hub, or the name of the file or folder.
-        subsets: () for the default one.
-        folder: "" for all folders.
-    """
-
-    where: str
-    hub: Hub | None
-    place: str
-    subsets: tuple[str, ...]
+    where: str  # the file and the name, as messages say it
+    hub: Hub | None  # the hub that has it; None where it is a file or folder beside dataset_info.json
+    place: str  # the id on the hub, or the name of the file or folder
+    subsets: tuple[str, ...]  # () for the default one
     split: str
-    folder: str
+    folder: str  # "" for all folders
     form: Form
     num_samples: int | None
 
@@ -80,30 +132,22 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
     """
     if not isinstance(entry, Mapping):
         raise MegatuneError(Finding(f"expected an object, got {json_type(entry)}", where), ExitCode.SETTINGS)
-    findings = [*_unknown_keys(entry, _KEYS, where), *_wrong_types(entry, where), *_unbuilt_columns(entry, where)]
+    findings = [*_unknown_keys(entry, _KEYS, where), *_wrong_types(entry, where)]
     formatting: Formatting = entry.get("formatting") or "alpaca"
     if formatting not in FORMATTINGS:
-        fix = f"one of {', '.join(FORMATTINGS)}"
-        findings.append(Finding(f"formatting: {formatting!r} is unknown", where, fix=fix))
+        what = f"formatting: {formatting!r} is unknown"
+        findings.append(Finding(what, where, fix=f"one of {', '.join(FORMATTINGS)}"))
         formatting = "alpaca"
     default = DEFAULT_FORMS[formatting]
     columns = _overridden(default.columns, entry.get("columns"), "columns", where, findings)
     tags = _overridden(default.tags, entry.get("tags"), "tags", where, findings)
     hub, place = _place(entry)
-    if not findings and place is None:
-        findings.append(_without_place(entry, where))
     if findings or place is None:
-        raise MegatuneError(findings, ExitCode.SETTINGS)
-    return DatasetEntry(
-        where=where,
-        hub=hub,
-        place=place,
-        subsets=(entry["subset"],) if entry.get("subset") else (),
-        split=entry.get("split") or DEFAULT_SPLIT,
-        folder=entry.get("folder") or "",
-        form=Form(formatting, columns, tags, bool(entry.get("ranking"))),
-        num_samples=entry.get("num_samples"),
-    )
+        raise MegatuneError(findings or [_without_place(entry, where)], ExitCode.SETTINGS)
+    subsets = (entry["subset"],) if entry.get("subset") else ()
+    split, folder = entry.get("split") or DEFAULT_SPLIT, entry.get("folder") or ""
+    form = Form(formatting, columns, tags, bool(entry.get("ranking")))
+    return DatasetEntry(where, hub, place, subsets, split, folder, form, entry.get("num_samples"))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
@@ -124,8 +168,7 @@ def _place(entry: Mapping[str, Any]) -> tuple[Hub | None, str | None]:
 def _without_place(entry: Mapping[str, Any], where: str) -> Finding:
     for key, why in _REFUSED_PLACES.items():
         if entry.get(key):
-            fix = "download the rows, and write file_name in place of it"
-            return Finding(f"{key}: {why}", where, fix=fix)
+            return Finding(f"{key}: {why}", where, fix="download the rows, and write file_name in place of it")
     fix = "add file_name, a file or folder of this data set, or hf_hub_url or ms_hub_url, its id on a hub"
     return Finding("file_name is missing", where, fix=fix)
 
@@ -139,15 +182,10 @@ def _wrong_types(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
     number = entry.get("num_samples")
     if number is not None and not (type(number) is int and number > 0):
         yield Finding(f"num_samples: expected a positive whole number, got {number!r}", where)
-
-
-def _unbuilt_columns(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
-    """Refuse by name what LLaMA-Factory knows and this loader does not."""
     columns = entry.get("columns")
-    if isinstance(columns, Mapping):
-        for key, why in _REFUSED_COLUMNS.items():
-            if columns.get(key) is not None:
-                yield Finding(f"columns.{key}: {why}", where)
+    if isinstance(columns, Mapping):  # what LLaMA-Factory knows and this loader does not
+        refused = ((key, why) for key, why in _REFUSED_COLUMNS.items() if columns.get(key) is not None)
+        yield from (Finding(f"columns.{key}: {why}", where) for key, why in refused)
 
 
 def _overridden(default: Any, block: Any, name: str, where: str, findings: list[Finding]) -> Any:

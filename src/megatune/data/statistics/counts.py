@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from megatune.data.order import steps_per_epoch
 from megatune.data.report import DataReport, DatasetReport
@@ -29,44 +30,24 @@ FILL_BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of a run.
+    """The steps of a run."""
 
-    Attributes:
-        world_size: processes of the run.
-        world_from: "num_processes", or "smallest" for as few as hold the model.
-        data_parallel_size: replicas that share the rows of a step.
-        global_batch_size: rows of a step.
-        tokens_per_step: without padding, on average.
-        total: steps of the run.
-        epochs: passes over the rows in these steps.
-        computed: tokens of the batches of epoch 0, padding included.
-    """
-
-    world_size: int
-    world_from: str
-    data_parallel_size: int
+    world_size: int  # processes of the run
+    world_from: str  # "num_processes", or "smallest" for as few as hold the model
+    data_parallel_size: int  # replicas that share the rows of a step
     micro_batch_size: int
     accumulation: int
-    global_batch_size: int
+    global_batch_size: int  # rows of a step
     per_epoch: int
-    tokens_per_step: float
-    total: int
-    epochs: float
-    computed: int
+    tokens_per_step: float  # without padding, on average
+    total: int  # steps of the run
+    epochs: float  # passes over the rows in these steps
+    computed: int  # tokens of the batches of epoch 0, padding included
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What `megatune data stats` reports.
-
-    Attributes:
-        fill: int [FILL_BINS], in equal bins from 0 to 1: packed rows by how full they are, or, without packing, the
-            steps of epoch 0 by the share of real tokens in their batches.
-        dataset_tokens: tokens an epoch trains of each data set of `dataset`, copies included.
-        tokenizer_size: tokens that the tokenizer knows.
-        vocab_size: rows of the model's embedding; None where the model's config cannot be read.
-        directory: the prepared rows.
-    """
+    """What `megatune data stats` reports."""
 
     stage: str
     template: str | None
@@ -74,11 +55,13 @@ class Statistics:
     arrangement: Arrangement
     report: DataReport
     steps: Steps
+    # int [FILL_BINS], in equal bins from 0 to 1: packed rows by how full they are, or, without packing, the steps of
+    # epoch 0 by the share of real tokens in their batches
     fill: tuple[int, ...]
-    dataset_tokens: tuple[int, ...]
-    tokenizer_size: int
-    vocab_size: int | None
-    directory: str
+    dataset_tokens: tuple[int, ...]  # tokens an epoch trains of each data set of `dataset`, copies included
+    tokenizer_size: int  # tokens that the tokenizer knows
+    vocab_size: int | None  # rows of the model's embedding; None where the model's config cannot be read
+    directory: str  # the prepared rows
 
     @property
     def padding_share(self) -> float:
@@ -92,8 +75,7 @@ class Statistics:
 
     def to_json(self) -> str:
         """Return one JSON object, with the names of the attributes."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        own |= {"report": self.report.raw(), "steps": asdict(self.steps)}
+        own: dict[str, Any] = TypeAdapter(Statistics).dump_python(self, mode="json")
         own |= {"padding_share": self.padding_share, "largest_id": self.largest_id}
         if self.arrangement == "packed":
             own["packing_efficiency"] = self.report.train.packing_efficiency
@@ -196,11 +178,7 @@ def _vocab_size(settings: Settings) -> int | None:
 
 
 def refuse_streaming(settings: Settings) -> None:
-    """Refuse streamed data, which is never prepared and so cannot be counted.
-
-    Raises:
-        MegatuneError: SETTINGS.
-    """
+    """Refuse streamed data (exit code 64), which is never prepared and so cannot be counted."""
     if settings.data.streaming:
         why = "it prepares and counts all rows, and streamed ones are read while training"
         fix = "write streaming=false, and max_samples=10000 for the first rows of each data set"

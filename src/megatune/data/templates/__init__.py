@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 
 from megatune.data.bad_rows import RowError
 from megatune.data.templates.chat_template import ChatTemplate
-from megatune.data.templates.custom import is_template_file, read_template
-from megatune.data.templates.named import NamedTemplate
+from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
 from megatune.data.templates.table import NAMED_TEMPLATES
-from megatune.data.templates.tokens import PROBE, check_tokens, stop_note
-from megatune.data.templates.turns import Template, Thinking, Turn
+from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -100,11 +98,8 @@ def _missing_tokens(template: NamedTemplate, tokenizer: PreTrainedTokenizerBase)
 
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Name the templates whose own tokens the tokenizer has; ones that need only a bos and an eos prove nothing."""
-    return [
-        name
-        for name, template in NAMED_TEMPLATES.items()
-        if not {"{bos}", "{eos}"}.issuperset(template.special_tokens) and not _missing_tokens(template, tokenizer)
-    ]
+    own = {name: each for name, each in NAMED_TEMPLATES.items() if set(each.special_tokens) - {"{bos}", "{eos}"}}
+    return [name for name, template in own.items() if not _missing_tokens(template, tokenizer)]
 
 
 def _refused(name: str, tokenizer: PreTrainedTokenizerBase, why: str) -> MegatuneError:

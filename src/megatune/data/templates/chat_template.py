@@ -12,13 +12,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
-from megatune.data.templates.tokens import PROBE
 from megatune.data.templates.tools import LLAMA3_DATE, call_id, tool_schema
-from megatune.data.templates.turns import OPENING, Thinking, Turn, split_thought, without_thought
+from megatune.data.templates.turns import OPENING, PROBE, Thinking, Turn, split_thought, without_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,17 +30,11 @@ _DATE = {"date_string": LLAMA3_DATE, "strftime_now": datetime.strptime(LLAMA3_DA
 Chat = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """How a chat template takes an assistant's calls; the published ones differ.
+class CallForm(NamedTuple):
+    """How a chat template takes an assistant's calls; the published ones differ."""
 
-    Attributes:
-        as_json: the arguments are JSON text, not an object.
-        no_content: a message that only calls has the content null, not "".
-    """
-
-    as_json: bool = False
-    no_content: bool = False
+    as_json: bool  # the arguments are JSON text, not an object
+    no_content: bool  # a message that only calls has the content null, not ""
 
 
 CALL_FORMS = tuple(CallForm(as_json, no_content) for as_json in (False, True) for no_content in (False, True))
@@ -108,7 +101,7 @@ class ChatTemplate:
             if thinking.enable is False:
                 chat = _without_thoughts(chat)
             rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
-            text, spans = rendering.marked(chat) if _is_marked(source) else rendering.found(chat)
+            text, spans = rendering.marked(chat) if _GENERATION_MARKER.search(source) else rendering.found(chat)
         except _template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
         if any(tool["function"]["name"] not in text for tool in tools or ()):
@@ -122,20 +115,16 @@ class ChatTemplate:
         ]
 
     def unasked(self) -> str:
-        """Return what a model would have to write before its answer, if there is no generation prompt; else "".
-
-        Raises:
-            Exception: whatever the template raises.
-        """
+        """Return what a model would have to write before its answer, if there is no generation prompt; else ""."""
         source: str = self._tokenizer.get_chat_template()
-        if _is_marked(source):
+        if _GENERATION_MARKER.search(source):
             return ""
         rendering = _Rendering(source, None, True, self._special_tokens)
         chat = as_dicts(PROBE.messages, self._default_system, CALL_FORMS[0])
         prompt = rendering.text(chat[:-1], add_generation_prompt=True)
         if prompt != rendering.text(chat[:-1]):
             return ""
-        before, _, _ = rendering.text(chat)[len(prompt) :].partition("Hi")
+        before = rendering.text(chat)[len(prompt) :].partition("Hi")[0]
         return before if before.strip() else ""
 
     def _call_form(self, source: str, conversation: Conversation, tools: list[dict[str, Any]] | None) -> CallForm:
@@ -208,9 +197,9 @@ class _Rendering:
                 continue
             is_last = index == len(chat) - 1
             start = self._start(whole, chat[:index], is_last)
-            stop = None
-            if start is not None:
-                stop = len(whole) if is_last else self._stop(whole, start, chat[: index + 1])
+            stop: int | None = len(whole)
+            if start is not None and not is_last:
+                stop = self._stop(whole, start, chat[: index + 1])
             if start is None or stop is None or (spans and start < spans[-1][1]):
                 reason = "the chat template writes an answer otherwise than it asks for it"
                 raise RowError("answer-not-found", reason, f"answer {len(spans) + 1}")
@@ -247,10 +236,6 @@ class _Rendering:
             if answer and whole.startswith(answer, start):
                 return start + len(answer)
         return None
-
-
-def _is_marked(source: str) -> bool:
-    return _GENERATION_MARKER.search(source) is not None
 
 
 def _with_plain_history(chat: Chat) -> Chat:

@@ -1,52 +1,59 @@
-"""Templates as data: the text that a chat format has for each role, and how they write a conversation."""
+"""Templates as data: the text that a chat format has for each role, and how they write a conversation.
+
+A template of the user's own comes from a YAML file.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from megatune.config.entry import SettingEntry, read_file
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.templates.tools import ToolFormat
+from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat
 from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_thought, split_thought, without_thought
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 # The fields that are texts to write; {bos} and {eos} in them are the tokenizer's own tokens.
 TEXTS = ("prefix", "system", "user", "assistant", "calls", "observation", "observation_separator")
 
+_SUFFIXES = (".yaml", ".yml")
+_KEYS = ("name", "user", "assistant", "system", "observation", "observation_separator", "prefix", "default_system",
+         "tools", "thinks", "special_tokens")  # fmt: skip
+_WITH_CONTENT = ("user", "assistant", "system", "observation")
+_REQUIRED = {  # with an example of each
+    "user": '"<|im_start|>user\\n{content}<|im_end|>\\n<|im_start|>assistant\\n"',
+    "assistant": '"{content}<|im_end|>\\n"',
+    "system": '"<|im_start|>system\\n{content}<|im_end|>\\n"',
+}
+# {name}, or {{name}} as LLaMA-Factory writes it; in {"content": {content}} the outer braces are text.
+_PLACEHOLDER = re.compile(r"\{\{[A-Za-z_]+\}\}|\{[A-Za-z_]+\}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTemplate:
-    """A chat format as texts around {content}.
-
-    Attributes:
-        user: a user's message, up to where the assistant starts.
-        assistant: an answer, with what ends it.
-        system: the system message, with the tools on offer.
-        calls: an answer that only calls tools; "" is like any other answer.
-        observation: like `user`, for tools' answers; several are joined by `observation_separator`. "" takes none.
-        prefix: at the start of every conversation.
-        default_system: for conversations without a system message.
-        tool_format: None refuses conversations with tools.
-        thinks: the model reasons before it answers.
-        special_tokens: what must be one token each, or the tokenizer is not for this template.
-        system_in_question: the system message is written into the last message of the user, before its text.
-        trims: roles whose text loses the white space around it.
-    """
+    """A chat format as texts around {content}."""
 
     name: str
-    user: str
-    assistant: str
-    system: str
-    calls: str = ""
+    user: str  # a user's message, up to where the assistant starts
+    assistant: str  # an answer, with what ends it
+    system: str  # the system message, with the tools on offer
+    calls: str = ""  # an answer that only calls tools; "" is like any other answer
+    # like `user`, for tools' answers; several are joined by `observation_separator`. "" takes none
     observation: str = ""
     observation_separator: str = "\n"
-    prefix: str = ""
-    default_system: str = ""
-    tool_format: ToolFormat | None = None
-    thinks: bool = False
-    special_tokens: tuple[str, ...] = ()
-    system_in_question: bool = False
-    trims: tuple[str, ...] = ()
+    prefix: str = ""  # at the start of every conversation
+    default_system: str = ""  # for conversations without a system message
+    tool_format: ToolFormat | None = None  # None refuses conversations with tools
+    thinks: bool = False  # the model reasons before it answers
+    special_tokens: tuple[str, ...] = ()  # what must be one token each, or the tokenizer is not for this template
+    system_in_question: bool = False  # the system message is written into the last message of the user, before its text
+    trims: tuple[str, ...] = ()  # roles whose text loses the white space around it
 
     def bound(self, bos_token: str, eos_token: str) -> NamedTemplate:
         """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
@@ -135,3 +142,80 @@ class NamedTemplate:
 def _fill(text: str, content: str) -> str:
     before, _, after = text.partition("{content}")
     return f"{before}{content}{after}"
+
+
+def is_template_file(name: str) -> bool:
+    """Tell whether a value of `template` is a path, not a name."""
+    return name.endswith(_SUFFIXES)
+
+
+def read_template(path: str) -> NamedTemplate:
+    """Read the template in a YAML file; the path is taken from the working directory.
+
+    Raises:
+        MegatuneError: every fault of the file at once (exit code 64), or there is no such file (exit code 66).
+    """
+    if not Path(path).is_file():
+        fix = "check the path; it is taken from the folder that the command runs in"
+        raise MegatuneError(Finding(f"template: there is no file {path}", fix=fix), ExitCode.INPUT)
+    entries, findings = read_file(path)
+    fields: dict[str, Any] = {"name": Path(path).stem}
+    for entry in entries:
+        fields["tool_format" if entry.key == "tools" else entry.key] = _field(entry, findings)
+    given = {entry.key for entry in entries}
+    if entries or not findings:
+        missing = {key: example for key, example in _REQUIRED.items() if key not in given}
+        findings += [Finding(f"{key} is missing", path, fix=f"for example {key}: {missing[key]}") for key in missing]
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    written = "".join(fields.get(key, "") for key in TEXTS)
+    own = tuple(token for token in ("{bos}", "{eos}") if token in written)
+    fields["special_tokens"] = tuple(dict.fromkeys((*own, *fields.get("special_tokens", ()))))
+    return NamedTemplate(**fields)
+
+
+def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
+    """Return the value of one key; what is wrong with it is added to `findings`."""
+    key, value, where = entry.key, entry.value, entry.where
+    if key not in _KEYS:
+        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
+        fix = f"nearest: {near[0]}" if near else f"one of {', '.join(_KEYS)}"
+        findings.append(Finding(f"{key} is no key of a template", where, fix=fix))
+    elif key == "special_tokens":
+        tokens = tuple(item.text for item in value.items)
+        if not isinstance(value.data, list) or not all(tokens):
+            findings.append(Finding("special_tokens must be a list of texts", where, fix='write ["<token>"]'))
+        return tokens
+    elif key == "thinks":
+        if not isinstance(value.data, bool):
+            findings.append(Finding("thinks must be true or false", where))
+        return value.data
+    elif value.text is None:
+        findings.append(Finding(f"{key} must be text", where, fix='write it in quotes: "..."'))
+    elif key == "tools":
+        if value.text not in TOOL_FORMATS:
+            fix = f"one of {', '.join(TOOL_FORMATS)}"
+            findings.append(Finding(f"tools: {value.text!r} is no tool format", where, fix=fix))
+        return TOOL_FORMATS.get(value.text)
+    else:
+        findings += _faults(key, value.text, where)
+    return value.text
+
+
+def _faults(key: str, text: str, where: str) -> list[Finding]:
+    """Find what is wrong with a text to write."""
+    if key in ("name", "default_system"):
+        return []
+    allowed = (*(("{content}",) if key in _WITH_CONTENT else ()), "{bos}", "{eos}")
+    unknown = [match for match in _PLACEHOLDER.findall(text) if match not in allowed]
+    if unknown:
+        fix = f"write {' or '.join(allowed)}"
+        return [Finding(f"{key}: {placeholder} stands for nothing", where, fix=fix) for placeholder in unknown]
+    number = text.count("{content}")
+    if key in _WITH_CONTENT and number != 1:
+        times = "has no {content}" if number == 0 else "has {content} more than once"
+        return [Finding(f"{key} {times}", where, "the message goes in its place", "write {content} once")]
+    if key == "assistant" and not text.partition("{content}")[2].strip():
+        fix = "write {eos} or a special token after {content}"
+        return [Finding("assistant: nothing ends the answer", where, "the model would not learn to stop", fix)]
+    return []

@@ -27,22 +27,17 @@ def _answer_plain(content: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A way of writing tools.
-
-    Attributes:
-        offer: the text that describes the tools.
-        calls: the text of an assistant's calls, of which the first is the conversation's call `number`.
-        answer: what replaces {content} where a tool answers the conversation's call `number`.
-        offer_before_question: the offer is written before the last message of the user, not after the system message.
-        joiner: between what the assistant says and its calls.
-    """
+    """A way of writing tools."""
 
     name: str
-    offer: Callable[[Sequence[Tool]], str]
+    offer: Callable[[Sequence[Tool]], str]  # the text that describes the tools
+    # the text of an assistant's calls, of which the first is the conversation's call `number`
     calls: Callable[[Sequence[ToolCall], int], str]
+    # what replaces {content} where a tool answers the conversation's call `number`
     answer: Callable[[str, int], str] = _answer_plain
+    # the offer is written before the last message of the user, not after the system message
     offer_before_question: bool = False
-    joiner: str = "\n"
+    joiner: str = "\n"  # between what the assistant says and its calls
 
 
 def tool_schema(tool: Tool) -> Tool:
@@ -77,9 +72,8 @@ def _offer_qwen(tools: Sequence[Tool]) -> str:
 
 
 def _calls_qwen(calls: Sequence[ToolCall], number: int) -> str:
-    return "\n".join(
-        f"<tool_call>\n{_json({'name': call.name, 'arguments': call.arguments})}\n</tool_call>" for call in calls
-    )
+    objects = ({"name": call.name, "arguments": call.arguments} for call in calls)
+    return "\n".join(f"<tool_call>\n{_json(each)}\n</tool_call>" for each in objects)
 
 
 # Llama 3's tool prompt states the day. This is the one its own chat template falls back to; the true day would make the
@@ -143,10 +137,8 @@ def _offer_mistral(tools: Sequence[Tool]) -> str:
 
 
 def _calls_mistral(calls: Sequence[ToolCall], number: int) -> str:
-    objects = [
-        {"name": call.name, "arguments": call.arguments, "id": call_id(index)}
-        for index, call in enumerate(calls, start=number)
-    ]
+    numbered = enumerate(calls, start=number)
+    objects = [{"name": call.name, "arguments": call.arguments, "id": call_id(index)} for index, call in numbered]
     return f"[TOOL_CALLS] {_json(objects)}"
 
 

@@ -1,15 +1,26 @@
-"""Turns of text, prompt and completion, which every template writes of a conversation; and reasoning in them.
+"""Turns, prompt and completion, which every template writes of a conversation: as text and as tokens.
 
 Reasoning is <think> ... </think> before what the user reads.
+
+Most tokenizers give a prompt the same tokens whether or not an answer follows, and an answer the same ones by itself:
+each is tokenised alone, and no token crosses the border. Those that put a space before every text, such as Llama 2's
+and Mixtral's, do not: a conversation is tokenised as a whole, and its tokens are split by their character offsets.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatune.data.conversation import Conversation
+from megatune.data.conversation import Conversation, Message
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OPENING = "<think>\n"
 EMPTY_THOUGHT = f"{OPENING}\n</think>\n\n"
@@ -18,36 +29,32 @@ _ANYWHERE = re.compile(r"<think>.*?</think>", re.DOTALL)
 # The opening tag may be missing: some data starts inside the thought, as the model's prompt ends with the tag.
 _LEADING = re.compile(r"\s*(?:<think>)?(?P<thought>(?:(?!<think>).)*?)</think>(?P<gap>\n*)", re.DOTALL)
 
+# The tokens of a conversation: prompt and answer of each turn.
+TurnTokens = list[tuple[list[int], list[int]]]
+
+PROBE = Conversation((Message("user", "Hello"), Message("assistant", "Hi")))
+# A prompt that opens a thought and an answer that has none meet in the middle of an empty line, which is one token.
+_THINKING_PROBE = Conversation((PROBE.messages[0], Message("assistant", "<think>\nGreet.\n</think>\n\nHi")))
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the assistant and the text before it.
+    """One answer of the assistant and the text before it."""
 
-    Each piece is tokenised by itself: a prompt ends where generation starts, so tokens never cross that border.
-
-    Attributes:
-        prompt: pieces of text up to where the assistant starts.
-        completion: pieces of text that the assistant writes, with the token that ends its turn.
-        trained: False where the completion is masked (`Message.trained`).
-    """
-
-    prompt: tuple[str, ...]
-    completion: tuple[str, ...]
-    trained: bool = True
+    prompt: tuple[str, ...]  # pieces of text up to where the assistant starts
+    completion: tuple[str, ...]  # pieces of text that the assistant writes, with the token that ends its turn
+    trained: bool = True  # False where the completion is masked (`Message.trained`)
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How reasoning is written, for templates of models that think before they answer.
+    """How reasoning is written, for templates of models that think before they answer."""
 
-    Attributes:
-        enable: True: an answer without reasoning gets an empty thought, trained. False: reasoning is taken out and
-            the empty thought belongs to the prompt. None: reasoning stays where there is some; where there is none,
-            the empty thought belongs to the prompt.
-        drop_history: answers before the last question lose their reasoning, as the model sees them when it is used.
-    """
-
+    # True: an answer without reasoning gets an empty thought, trained. False: reasoning is taken out and the empty
+    # thought belongs to the prompt. None: reasoning stays where there is some; where there is none, the empty thought
+    # belongs to the prompt
     enable: bool | None = True
+    # answers before the last question lose their reasoning, as the model sees them when it is used
     drop_history: bool = False
 
 
@@ -77,8 +84,7 @@ def without_thought(content: str) -> str:
     """Remove the reasoning from an answer."""
     if "</think>" not in content:
         return content
-    _, said = split_thought(content)
-    return _ANYWHERE.sub("", said).lstrip("\n")
+    return _ANYWHERE.sub("", split_thought(content)[1]).lstrip("\n")
 
 
 def normal_thought(content: str) -> str:
@@ -91,3 +97,96 @@ def normal_thought(content: str) -> str:
         return content
     thought = match["thought"].strip("\n")
     return f"{OPENING}{thought}\n</think>\n\n{content[match.end() :]}"
+
+
+def needs_whole_text(template: Template, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether prompts and answers tokenised by themselves become other tokens than together."""
+
+    def same_apart(probe: Conversation) -> bool:
+        turns = template.render(probe, Thinking())
+        pieces = [piece for turn in turns for piece in (*turn.prompt, *turn.completion) if piece]
+        apart = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+        return apart == tokenizer.encode("".join(pieces), add_special_tokens=False)
+
+    return not (same_apart(PROBE) or same_apart(_THINKING_PROBE))
+
+
+def tokens_of_whole_texts(backend: Any, conversations: list[list[Turn]]) -> list[TurnTokens]:
+    """Tokenise each conversation as a whole; a token belongs to the prompt or answer that it begins in.
+
+    Args:
+        backend: a tokenizer of the tokenizers library.
+    """
+    sides = [["".join(side) for turn in turns for side in (turn.prompt, turn.completion)] for turns in conversations]
+    encodings = backend.encode_batch(["".join(texts) for texts in sides], add_special_tokens=False)
+    split: list[TurnTokens] = []
+    for encoding, texts in zip(encodings, sides, strict=True):
+        begins = [0, *accumulate(map(len, texts))][:-1]  # no text but the first is empty
+        tokens: list[list[int]] = [[] for _ in texts]
+        for token, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True):
+            tokens[bisect_right(begins, begin) - 1].append(token)
+        split.append(list(zip(tokens[::2], tokens[1::2], strict=True)))
+    return split
+
+
+def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, fix: str) -> None:
+    """Refuse a template whose answers do not end with one special token, or whose prompts and answers share tokens.
+
+    A model learns to stop only where its answers end with one token that says so.
+
+    Args:
+        fix: what to change where nothing ends an answer.
+
+    Raises:
+        MegatuneError: exit code 66, with the ids and the text of the tokens.
+    """
+    end = _end(template, tokenizer)
+    if not end or not _is_special(end[-1], tokenizer):
+        last = _shown(end[-4:], tokenizer) if end else "nothing"
+        what = f"template: {template.name} does not teach the model to stop"
+        why = f"the last tokens of an answer are {last}; none is a special token that ends it"
+        raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
+    if not needs_whole_text(template, tokenizer):
+        return
+    (turn,) = template.render(PROBE, Thinking())
+    texts = ("".join(turn.prompt), "".join((*turn.prompt, *turn.completion)))
+    prompt, whole = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    # A model is asked with the prompt alone, whose tokens an answer must not change; without a backend that gives the
+    # offsets of tokens the whole cannot be split either.
+    if getattr(tokenizer, "backend_tokenizer", None) is None or prompt != whole[: len(prompt)]:
+        what = f"template: {template.name} cannot be used with this model's tokenizer"
+        alone, followed = (_shown(tokens[-4:], tokenizer) for tokens in (prompt, whole[: len(prompt)]))
+        why = f"a prompt becomes other tokens when an answer follows: {alone}, not {followed}"
+        fix = "use a template whose prompts end with a special token, such as a YAML file of your own"
+        raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
+
+
+def stop_note(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Note that answers end with another token than the tokenizer's eos_token; "" where they end with it.
+
+    A model that is trained so stops there only where its generation_config.json names the token.
+    """
+    end = _end(template, tokenizer)[-1]
+    if end == tokenizer.eos_token_id:
+        return ""
+    answers_end = f"answers end with {tokenizer.convert_ids_to_tokens(end)} (id {end})"
+    if tokenizer.eos_token_id is None:
+        return f"{answers_end}; the tokenizer has no eos_token"
+    return f"{answers_end}; the tokenizer's eos_token is {tokenizer.eos_token} (id {tokenizer.eos_token_id})"
+
+
+def _end(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenise the last piece of an answer, without white space after it."""
+    turns = template.render(PROBE, Thinking())
+    tokens: list[int] = tokenizer.encode(turns[-1].completion[-1], add_special_tokens=False)
+    while tokens and not _is_special(tokens[-1], tokenizer) and not tokenizer.decode(tokens[-1:]).strip():
+        tokens.pop()
+    return tokens
+
+
+def _is_special(token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    return token == tokenizer.eos_token_id or token in tokenizer.added_tokens_decoder
+
+
+def _shown(tokens: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return " ".join(f"{token} {tokenizer.decode([token])!r}" for token in tokens)
