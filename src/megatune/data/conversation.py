@@ -19,12 +19,16 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; what a tool returns has the role "tool"."""
+    """One message; what a tool returns has the role "tool".
+
+    Attributes:
+        trained: False for an answer that is masked: context only.
+    """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    trained: bool = True  # False for an answer that is masked: context only
+    trained: bool = True
 
     def __reduce__(self) -> tuple[type[Message], tuple[object, ...]]:
         # The default of dataclasses with slots takes five times as long, and worker processes get every message.
@@ -33,11 +37,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns of (user or tools, assistant), ending with the assistant."""
+    """Turns of (user or tools, assistant), ending with the assistant.
+
+    Attributes:
+        system: the system message, "" where the row has none.
+        tools: JSON schemas of the tools on offer, as the row has them.
+    """
 
     messages: tuple[Message, ...]
-    system: str = ""  # the system message, "" where the row has none
-    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas of the tools on offer, as the row has them
+    system: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
 
     def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
         return Conversation, (self.messages, self.system, self.tools)
@@ -45,12 +54,18 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """Two answers to one conversation, of which the first is preferred."""
+    """Two answers to one conversation, of which the first is preferred.
 
-    prompt: tuple[Message, ...]  # ends with the user's, or a tool's, message
-    chosen: Message  # chosen and rejected: the assistant's
+    Attributes:
+        prompt: ends with the user's, or a tool's, message.
+        chosen, rejected: the assistant's.
+        system, tools: as those of a `Conversation`.
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: Message
     rejected: Message
-    system: str = ""  # system and tools: as those of a `Conversation`
+    system: str = ""
     tools: tuple[dict[str, Any], ...] = ()
 
     def conversations(self) -> tuple[Conversation, Conversation]:

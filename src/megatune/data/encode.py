@@ -26,12 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One example as tokens."""
+    """One example as tokens.
 
-    # one; of a pair two, the chosen and the rejected one. A text is one document, however long
+    Attributes:
+        documents: one; of a pair two, the chosen and the rejected one. A text is one document, however long.
+        truncated: whether anything was cut off.
+        length: tokens before truncation, of the longer document of a pair.
+    """
+
     documents: tuple[Document, ...]
-    truncated: bool = False  # whether anything was cut off
-    length: int = 0  # tokens before truncation, of the longer document of a pair
+    truncated: bool = False
+    length: int = 0
 
 
 # The documents of one example as stretches, whether it was cut, and its tokens before.
@@ -40,17 +45,27 @@ _Planned = tuple[list[list[Stretch]], bool, int]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns examples into documents; picklable, so that worker processes can have one."""
+    """Turns examples into documents; picklable, so that worker processes can have one.
+
+    Attributes:
+        template: None in pretraining, which has no chat template.
+        cutoff_len: tokens of the longest document; texts are not cut here.
+        truncation: what is done with longer ones.
+        train_on_prompt: mask nothing.
+        mask_history: train the last completion only; with "budget", earlier turns are the first to be cut.
+        preserve_thinking: keep the reasoning of earlier completions that are masked.
+        whole_text: tokenise conversations as a whole: see `needs_whole_text`.
+    """
 
     tokenizer: PreTrainedTokenizerBase
-    template: Template | None  # None in pretraining, which has no chat template
-    cutoff_len: int  # tokens of the longest document; texts are not cut here
-    truncation: Strategy = "budget"  # what is done with longer ones
-    train_on_prompt: bool = False  # mask nothing
-    mask_history: bool = False  # train the last completion only; with "budget", earlier turns are the first to be cut
+    template: Template | None
+    cutoff_len: int
+    truncation: Strategy = "budget"
+    train_on_prompt: bool = False
+    mask_history: bool = False
     enable_thinking: bool | None = True
-    preserve_thinking: bool = False  # keep the reasoning of earlier completions that are masked
-    whole_text: bool = False  # tokenise conversations as a whole: see `needs_whole_text`
+    preserve_thinking: bool = False
+    whole_text: bool = False
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason."""

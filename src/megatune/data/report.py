@@ -19,18 +19,27 @@ EXAMPLES_PER_REASON = 3
 
 @dataclass(slots=True)
 class DatasetReport:
-    """One data set, in rows of its files; every row read is trained, held out or dropped."""
+    """One data set, in rows of its files; every row read is trained, held out or dropped.
+
+    Attributes:
+        samples: what an epoch trains of it, after num_samples, mixing and weights.
+        truncated: rows cut to cutoff_len, among those trained or held out.
+        tokens: of those rows, each once, after truncation; tokens.bin has them data set after data set.
+        dropped: number of rows by reason.
+        codes: each reason's code.
+        examples: the first few dropped rows of each reason, with their places.
+    """
 
     name: str
     read: int = 0
     trained: int = 0
     evaluation: int = 0
-    samples: int = 0  # what an epoch trains of it, after num_samples, mixing and weights
-    truncated: int = 0  # rows cut to cutoff_len, among those trained or held out
-    tokens: int = 0  # of those rows, each once, after truncation; tokens.bin has them data set after data set
-    dropped: Counter[str] = field(default_factory=Counter)  # number of rows by reason
-    codes: dict[str, str] = field(default_factory=dict)  # each reason's code
-    examples: list[str] = field(default_factory=list)  # the first few dropped rows of each reason, with their places
+    samples: int = 0
+    truncated: int = 0
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    codes: dict[str, str] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
 
     def drop(self, where: str, error: RowError) -> None:
         """Count one dropped row."""
@@ -48,16 +57,26 @@ class DatasetReport:
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """The token rows of training or of evaluation."""
+    """The token rows of training or of evaluation.
 
-    samples: int = 0  # conversations, texts or pairs; one that is repeated counts as often
-    documents: int = 0  # as many as samples, or more where long texts are cut into several; pairs have two
-    rows: int = 0  # as many as documents, or fewer where they are packed
-    capacity: int | None = None  # tokens that a packed row can hold; None without packing
+    Attributes:
+        samples: conversations, texts or pairs; one that is repeated counts as often.
+        documents: as many as samples, or more where long texts are cut into several; pairs have two.
+        rows: as many as documents, or fewer where they are packed.
+        capacity: tokens that a packed row can hold; None without packing.
+        trained: tokens that count in the loss.
+        longest: tokens of the longest document.
+        largest_id: the largest token id, which the model's vocabulary must hold.
+    """
+
+    samples: int = 0
+    documents: int = 0
+    rows: int = 0
+    capacity: int | None = None
     tokens: int = 0
-    trained: int = 0  # tokens that count in the loss
-    longest: int = 0  # tokens of the longest document
-    largest_id: int = 0  # the largest token id, which the model's vocabulary must hold
+    trained: int = 0
+    longest: int = 0
+    largest_id: int = 0
 
     @property
     def packing_efficiency(self) -> float:
@@ -78,13 +97,18 @@ class TokenReport:
 
 @dataclass(slots=True)
 class DataReport:
-    """The whole report; `train` and `evaluation` count tokens, `datasets` rows of files."""
+    """The whole report; `train` and `evaluation` count tokens, `datasets` rows of files.
+
+    Attributes:
+        lengths: of all samples before truncation.
+        notes: what else a user should know, a line each.
+    """
 
     datasets: list[DatasetReport]
     train: TokenReport
     evaluation: TokenReport | None = None
-    lengths: LengthReport | None = None  # of all samples before truncation
-    notes: list[str] = field(default_factory=list)  # what else a user should know, a line each
+    lengths: LengthReport | None = None
+    notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterable[str]:
         """Write the report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""

@@ -52,12 +52,16 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the rows of a data set read."""
+    """How the rows of a data set read.
+
+    Attributes:
+        ranking: rows are preference pairs.
+    """
 
     formatting: Formatting = "alpaca"
     columns: Columns = Columns()
     tags: Tags = Tags()
-    ranking: bool = False  # rows are preference pairs
+    ranking: bool = False
 
 
 OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")

@@ -35,35 +35,54 @@ MOST_READ = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RowDocument:
-    """One document of a row."""
+    """One document of a row.
 
-    where: str  # file and line of its sample; "" where only prepared rows are left of it
+    Attributes:
+        where: file and line of its sample; "" where only prepared rows are left of it.
+        start: tokens of its text before it, where a long text is cut into several documents.
+        length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
+    """
+
+    where: str
     document: Document
-    start: int = 0  # tokens of its text before it, where a long text is cut into several documents
-    length: int = 0  # tokens of the sample before truncation; 0 where nothing is cut away, or it is not known
+    start: int = 0
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """One row."""
+    """One row.
 
-    name: str  # its data set, "" where a row has samples of several
-    number: int  # counted from 1, of the usable rows of its data set, or of all packed ones
-    documents: tuple[RowDocument, ...]  # one; two of a pair, chosen and rejected; or all of a packed row
+    Attributes:
+        name: its data set, "" where a row has samples of several.
+        number: counted from 1, of the usable rows of its data set, or of all packed ones.
+        documents: one; two of a pair, chosen and rejected; or all of a packed row.
+    """
+
+    name: str
+    number: int
+    documents: tuple[RowDocument, ...]
 
 
 @dataclass(slots=True)
 class Preview:
-    """What is shown."""
+    """What is shown.
+
+    Attributes:
+        read: rows of files that were read for it.
+        total: rows that were made of them; those of the longest data set, where each has rows of its own.
+        bad: those of them that cannot be trained on, with their places.
+        unfilled: placeholders in the rows that no setting fills.
+        notes: what makes the rows, and how those shown were chosen.
+    """
 
     arrangement: Arrangement
     rows: list[PreviewRow] = field(default_factory=list)
-    read: int = 0  # rows of files that were read for it
-    total: int = 0  # rows that were made of them; those of the longest data set, where each has rows of its own
-    # rows that cannot be trained on, with their places
+    read: int = 0
+    total: int = 0
     bad: list[tuple[str, RowError]] = field(default_factory=list)
-    unfilled: set[str] = field(default_factory=set)  # placeholders in the rows that no setting fills
-    notes: list[str] = field(default_factory=list)  # what makes the rows, and how those shown were chosen
+    unfilled: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
 
 def read_preview(

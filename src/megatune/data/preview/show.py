@@ -32,13 +32,20 @@ _VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """The text of tokens that decode only together: mostly one, several where they share a character."""
+    """The text of tokens that decode only together: mostly one, several where they share a character.
 
-    start: int  # start and stop: places of the tokens in their document
+    Attributes:
+        start, stop: places of the tokens in their document.
+        text: as the tokenizer decodes it.
+        special: one of the tokenizer's own marks, such as <|im_end|>, and not a part of the text.
+        trained: they count in the loss.
+    """
+
+    start: int
     stop: int
-    text: str  # as the tokenizer decodes it
-    special: bool  # one of the tokenizer's own marks, such as <|im_end|>, and not a part of the text
-    trained: bool  # they count in the loss
+    text: str
+    special: bool
+    trained: bool
 
 
 def show_preview(

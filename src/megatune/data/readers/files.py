@@ -51,23 +51,36 @@ _JSON_NAMES = {bool: "a boolean", str: "a string", int: "a number", float: "a nu
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a file from which reading can continue."""
+    """A place in a file from which reading can continue.
 
-    row: int  # number of rows before it
-    # bytes before it in a file of lines (of the decompressed text where the file is compressed); 0 elsewhere
+    Attributes:
+        row: number of rows before it.
+        offset: bytes before it in a file of lines (of the decompressed text where the file is compressed); 0 elsewhere.
+        line: lines before it in a file of lines; 0 elsewhere.
+    """
+
+    row: int
     offset: int = 0
-    line: int = 0  # lines before it in a file of lines; 0 elsewhere
+    line: int = 0
 
 
 @dataclass(slots=True)  # not frozen: that would double the time to make one
 class RawRow:
-    """One row of a file as it was read."""
+    """One row of a file as it was read.
 
-    where: str  # "FILE:LINE" for files of lines and CSV (the line it begins on), "FILE:row N" (from 1) for others
-    fields: dict[str, object]  # the row's columns; empty where there is an `error`
-    error: RowError | None = None  # why the row cannot be read, None where it can
-    raw: str = ""  # the text of a row that cannot be read, with bytes that are no UTF-8 as \xNN; "" where it can
-    next: Position = Position(0)  # the position after this row
+    Attributes:
+        where: "FILE:LINE" for files of lines and CSV (the line it begins on), "FILE:row N" (from 1) for others.
+        fields: the row's columns; empty where there is an `error`.
+        error: why the row cannot be read, None where it can.
+        raw: the text of a row that cannot be read, with bytes that are no UTF-8 as \\xNN; "" where it can.
+        next: the position after this row.
+    """
+
+    where: str
+    fields: dict[str, object]
+    error: RowError | None = None
+    raw: str = ""
+    next: Position = Position(0)
 
 
 def json_type(value: object) -> str:

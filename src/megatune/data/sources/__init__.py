@@ -45,11 +45,16 @@ class SourcePosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSource(Form):
-    """One data set, resolved: the files, and the form of their rows."""
+    """One data set, resolved: the files, and the form of their rows.
+
+    Attributes:
+        files: read in this order; all of one kind. Files of a hub lie in its library's cache.
+        num_samples: rows to draw, None for all; more than there are repeats rows.
+    """
 
     name: str
-    files: tuple[Path, ...]  # read in this order; all of one kind. Files of a hub lie in its library's cache
-    num_samples: int | None = None  # rows to draw, None for all; more than there are repeats rows
+    files: tuple[Path, ...]
+    num_samples: int | None = None
 
     def rows(self) -> Iterator[RawRow]:
         """Read every row of every file, in order."""
@@ -97,12 +102,19 @@ def resolve_datasets(names: Sequence[str], dataset_dir: str | Path, stage: str) 
 
 @dataclass(frozen=True, slots=True)
 class _DatasetDir:
-    """What dataset_dir names."""
+    """What dataset_dir names.
 
-    where: str  # dataset_info.json, as messages name it; ONLINE where every name is a hub's id
-    info: Mapping[str, Any]  # the entries of dataset_info.json
-    folder: Path | None = None  # None where it is on a hub
-    repository: Repository | None = None  # None where it is not
+    Attributes:
+        where: dataset_info.json, as messages name it; ONLINE where every name is a hub's id.
+        info: the entries of dataset_info.json.
+        folder: None where it is on a hub.
+        repository: None where it is not.
+    """
+
+    where: str
+    info: Mapping[str, Any]
+    folder: Path | None = None
+    repository: Repository | None = None
 
     def path(self, name: str) -> Path | None:
         """Return the path of something that exists, from here or from dataset_dir."""

@@ -44,12 +44,19 @@ _PATH_CHARACTERS = re.compile(r"[/.\\]")
 
 @dataclass(frozen=True, slots=True)
 class DatasetReference:
-    """One item of `dataset`, parsed."""
+    """One item of `dataset`, parsed.
 
-    name: str  # a name of dataset_info.json, a path or a hub's id
-    hub: Hub | None = None  # where its prefix says so
-    subsets: tuple[str, ...] = ()  # () where none is named; ("all",) is every subset there is
-    num_samples: int | None = None  # rows to draw
+    Attributes:
+        name: a name of dataset_info.json, a path or a hub's id.
+        hub: where its prefix says so.
+        subsets: () where none is named; ("all",) is every subset there is.
+        num_samples: rows to draw.
+    """
+
+    name: str
+    hub: Hub | None = None
+    subsets: tuple[str, ...] = ()
+    num_samples: int | None = None
 
 
 def parse_reference(text: str, known: Callable[[str], bool]) -> DatasetReference:
@@ -96,14 +103,22 @@ def _bad_reference(text: str, what: str) -> MegatuneError:
 
 @dataclass(frozen=True, slots=True)
 class DatasetEntry:
-    """One data set of dataset_info.json."""
+    """One data set of dataset_info.json.
 
-    where: str  # the file and the name, as messages say it
-    hub: Hub | None  # the hub that has it; None where it is a file or folder beside dataset_info.json
-    place: str  # the id on the hub, or the name of the file or folder
-    subsets: tuple[str, ...]  # () for the default one
+    Attributes:
+        where: the file and the name, as messages say it.
+        hub: the hub that has it; None where it is a file or folder beside dataset_info.json.
+        place: the id on the hub, or the name of the file or folder.
+        subsets: () for the default one.
+        folder: "" for all folders.
+    """
+
+    where: str
+    hub: Hub | None
+    place: str
+    subsets: tuple[str, ...]
     split: str
-    folder: str  # "" for all folders
+    folder: str
     form: Form
     num_samples: int | None
 

@@ -30,24 +30,44 @@ FILL_BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of a run."""
+    """The steps of a run.
 
-    world_size: int  # processes of the run
-    world_from: str  # "num_processes", or "smallest" for as few as hold the model
-    data_parallel_size: int  # replicas that share the rows of a step
+    Attributes:
+        world_size: processes of the run.
+        world_from: "num_processes", or "smallest" for as few as hold the model.
+        data_parallel_size: replicas that share the rows of a step.
+        global_batch_size: rows of a step.
+        tokens_per_step: without padding, on average.
+        total: steps of the run.
+        epochs: passes over the rows in these steps.
+        computed: tokens of the batches of epoch 0, padding included.
+    """
+
+    world_size: int
+    world_from: str
+    data_parallel_size: int
     micro_batch_size: int
     accumulation: int
-    global_batch_size: int  # rows of a step
+    global_batch_size: int
     per_epoch: int
-    tokens_per_step: float  # without padding, on average
-    total: int  # steps of the run
-    epochs: float  # passes over the rows in these steps
-    computed: int  # tokens of the batches of epoch 0, padding included
+    tokens_per_step: float
+    total: int
+    epochs: float
+    computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What `megatune data stats` reports."""
+    """What `megatune data stats` reports.
+
+    Attributes:
+        fill: int [FILL_BINS], in equal bins from 0 to 1: packed rows by how full they are, or, without packing, the
+            steps of epoch 0 by the share of real tokens in their batches.
+        dataset_tokens: tokens an epoch trains of each data set of `dataset`, copies included.
+        tokenizer_size: tokens that the tokenizer knows.
+        vocab_size: rows of the model's embedding; None where the model's config cannot be read.
+        directory: the prepared rows.
+    """
 
     stage: str
     template: str | None
@@ -55,13 +75,11 @@ class Statistics:
     arrangement: Arrangement
     report: DataReport
     steps: Steps
-    # int [FILL_BINS], in equal bins from 0 to 1: packed rows by how full they are, or, without packing, the steps of
-    # epoch 0 by the share of real tokens in their batches
     fill: tuple[int, ...]
-    dataset_tokens: tuple[int, ...]  # tokens an epoch trains of each data set of `dataset`, copies included
-    tokenizer_size: int  # tokens that the tokenizer knows
-    vocab_size: int | None  # rows of the model's embedding; None where the model's config cannot be read
-    directory: str  # the prepared rows
+    dataset_tokens: tuple[int, ...]
+    tokenizer_size: int
+    vocab_size: int | None
+    directory: str
 
     @property
     def padding_share(self) -> float:

@@ -37,23 +37,37 @@ _PLACEHOLDER = re.compile(r"\{\{[A-Za-z_]+\}\}|\{[A-Za-z_]+\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTemplate:
-    """A chat format as texts around {content}."""
+    """A chat format as texts around {content}.
+
+    Attributes:
+        user: a user's message, up to where the assistant starts.
+        assistant: an answer, with what ends it.
+        system: the system message, with the tools on offer.
+        calls: an answer that only calls tools; "" is like any other answer.
+        observation: like `user`, for tools' answers; several are joined by `observation_separator`. "" takes none.
+        prefix: at the start of every conversation.
+        default_system: for conversations without a system message.
+        tool_format: None refuses conversations with tools.
+        thinks: the model reasons before it answers.
+        special_tokens: what must be one token each, or the tokenizer is not for this template.
+        system_in_question: the system message is written into the last message of the user, before its text.
+        trims: roles whose text loses the white space around it.
+    """
 
     name: str
-    user: str  # a user's message, up to where the assistant starts
-    assistant: str  # an answer, with what ends it
-    system: str  # the system message, with the tools on offer
-    calls: str = ""  # an answer that only calls tools; "" is like any other answer
-    # like `user`, for tools' answers; several are joined by `observation_separator`. "" takes none
+    user: str
+    assistant: str
+    system: str
+    calls: str = ""
     observation: str = ""
     observation_separator: str = "\n"
-    prefix: str = ""  # at the start of every conversation
-    default_system: str = ""  # for conversations without a system message
-    tool_format: ToolFormat | None = None  # None refuses conversations with tools
-    thinks: bool = False  # the model reasons before it answers
-    special_tokens: tuple[str, ...] = ()  # what must be one token each, or the tokenizer is not for this template
-    system_in_question: bool = False  # the system message is written into the last message of the user, before its text
-    trims: tuple[str, ...] = ()  # roles whose text loses the white space around it
+    prefix: str = ""
+    default_system: str = ""
+    tool_format: ToolFormat | None = None
+    thinks: bool = False
+    special_tokens: tuple[str, ...] = ()
+    system_in_question: bool = False
+    trims: tuple[str, ...] = ()
 
     def bound(self, bos_token: str, eos_token: str) -> NamedTemplate:
         """Put a tokenizer's own tokens in the place of {bos} and {eos}."""

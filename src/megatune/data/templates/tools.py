@@ -27,17 +27,22 @@ def _answer_plain(content: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A way of writing tools."""
+    """A way of writing tools.
+
+    Attributes:
+        offer: the text that describes the tools.
+        calls: the text of an assistant's calls, of which the first is the conversation's call `number`.
+        answer: what replaces {content} where a tool answers the conversation's call `number`.
+        offer_before_question: the offer is written before the last message of the user, not after the system message.
+        joiner: between what the assistant says and its calls.
+    """
 
     name: str
-    offer: Callable[[Sequence[Tool]], str]  # the text that describes the tools
-    # the text of an assistant's calls, of which the first is the conversation's call `number`
+    offer: Callable[[Sequence[Tool]], str]
     calls: Callable[[Sequence[ToolCall], int], str]
-    # what replaces {content} where a tool answers the conversation's call `number`
     answer: Callable[[str, int], str] = _answer_plain
-    # the offer is written before the last message of the user, not after the system message
     offer_before_question: bool = False
-    joiner: str = "\n"  # between what the assistant says and its calls
+    joiner: str = "\n"
 
 
 def tool_schema(tool: Tool) -> Tool:

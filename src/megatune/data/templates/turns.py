@@ -39,22 +39,31 @@ _THINKING_PROBE = Conversation((PROBE.messages[0], Message("assistant", "<think>
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the assistant and the text before it."""
+    """One answer of the assistant and the text before it.
 
-    prompt: tuple[str, ...]  # pieces of text up to where the assistant starts
-    completion: tuple[str, ...]  # pieces of text that the assistant writes, with the token that ends its turn
-    trained: bool = True  # False where the completion is masked (`Message.trained`)
+    Attributes:
+        prompt: pieces of text up to where the assistant starts.
+        completion: pieces of text that the assistant writes, with the token that ends its turn.
+        trained: False where the completion is masked (`Message.trained`).
+    """
+
+    prompt: tuple[str, ...]
+    completion: tuple[str, ...]
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How reasoning is written, for templates of models that think before they answer."""
+    """How reasoning is written, for templates of models that think before they answer.
 
-    # True: an answer without reasoning gets an empty thought, trained. False: reasoning is taken out and the empty
-    # thought belongs to the prompt. None: reasoning stays where there is some; where there is none, the empty thought
-    # belongs to the prompt
+    Attributes:
+        enable: True: an answer without reasoning gets an empty thought, trained. False: reasoning is taken out and
+            the empty thought belongs to the prompt. None: reasoning stays where there is some; where there is none,
+            the empty thought belongs to the prompt.
+        drop_history: answers before the last question lose their reasoning, as the model sees them when it is used.
+    """
+
     enable: bool | None = True
-    # answers before the last question lose their reasoning, as the model sees them when it is used
     drop_history: bool = False
 
 
