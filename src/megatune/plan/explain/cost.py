@@ -90,24 +90,26 @@ def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
 
     None where no case could be planned.
     """
-    compared, refused, answer = False, "", None
+    compared, refused, found = False, "", None
     for ground in grounds:
         if ground.case is None:
             continue
         for companions in COMPANIONS:
-            case = _laid_over(ground.case, info, companions)
-            if case is None:
+            same = all(value_of(ground.case, path) == value for path, value in companions.items())
+            if companions and (same or info.path in companions):
+                continue
+            if (case := _changed(ground.case, companions)) is None:
                 continue
             effects, why = _effects(info, case)
             now = value_of(case, info.path)
             if not all(effect.is_none for effect in effects):
                 return Weighed(ground, companions, now, tuple(effects))
             compared = compared or bool(effects)
-            if not companions and (answer is None or info.group == "experts"):
-                refused, answer = why, Weighed(ground, {}, now, ())
-    if answer is None or compared or _unread(info, answer.ground):
-        return answer
-    return replace(answer, refused=refused or info.expected)
+            if not companions and (found is None or info.group == "experts"):
+                refused, found = why, Weighed(ground, {}, now, ())
+    if found is None or compared or _unread(info, found.ground.case):
+        return found
+    return replace(found, refused=refused or info.expected)
 
 
 def against(case: Case, path: str, value: Any) -> Effect | None:
@@ -178,23 +180,13 @@ def _moved_layer(case: Case) -> list[str]:
     return ["E" + "|".join(f"t*{count}" for count in chunks) + "L"]
 
 
-# --- cases -----------------------------------------------------------------------------------------------------------
-
-
-def _laid_over(case: Case, info: SettingInfo, companions: Mapping[str, Any]) -> Case | None:
-    """Return the case with companions; None where they change nothing, concern the setting itself, or are not valid."""
-    if not companions:
-        return case
-    if info.path in companions or all(value_of(case, path) == value for path, value in companions.items()):
-        return None
-    return _changed(case, companions)
-
-
 def _changed(case: Case, changes: Mapping[str, Any]) -> Case | None:
     """Return the case with other settings, and the same rows in a step where these can be split.
 
     Settings that a rule has against the new values go back to their defaults, a few at most.
     """
+    if not changes:
+        return case
     settings = with_settings(case.settings, changes)
     for _ in range(_MOST_REPAIRS):
         new = _same_rows(case, settings, changes)
@@ -235,15 +227,14 @@ def _beside(case: Case, other: Case, path: str) -> dict[str, Any]:
     return {each: value for each, value in new.items() if value != setting_of(case.settings, each)}
 
 
-def _unread(info: SettingInfo, ground: Ground) -> bool:
+def _unread(info: SettingInfo, case: Case | None) -> bool:
     """Return whether the planner says the same with other text, or other names, that no rule has looked at."""
-    case = ground.case
     samples = {str: "text", list: [0.5] if info.items is float else ["text"], dict: {"name": 1}}
-    kind = next((kind for kind in samples if kind in info.kinds), None)
-    if case is None or kind is None or info.choices:
+    sample = next((samples[kind] for kind in samples if kind in info.kinds), None)
+    if case is None or sample is None or info.choices:
         return False
     try:
-        other = estimate(replace(case, settings=with_settings(case.settings, {info.path: samples[kind]})))
+        other = estimate(replace(case, settings=with_settings(case.settings, {info.path: sample})))
     except ValueError:
         return False
     return Effect(None, {}, estimate(case), other).is_none
