@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _PLAIN = str.maketrans(
     {"×": "x", "·": "-", "±": "+/-", "→": "->", "█": "#", "▏": "|", "─": "-", "…": "...", "≤": "<=", "–": "-"}
 )
-
-
 # Of each part, in a sentence and at the head of a narrow column.
 _PARTS = {
     "weights": ("weights", "weights"),
@@ -149,7 +147,7 @@ def change(ratio: float, more: str, less: str, same: str) -> str:
 
 
 def fullest(planned: Estimate) -> str:
-    """Hold the fullest stage against the device: `23.4 of 79.2 GiB`, with its number where there are several."""
+    """Compare the fullest stage with the device: `23.4 of 79.2 GiB`, with its number where there are several."""
     stage, memory = planned.fullest, planned.case.machine.device.memory
     unit = bytes_unit(stage.total)
     which = f" {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else ""
@@ -228,12 +226,10 @@ def slow_precision(question: Question) -> str:
 def trained_words(case: Case) -> str:
     """Say what is trained, and in which precision."""
     trainable = case.settings.finetuning
-    if trainable.finetuning_type == "lora":
+    is_lora, text = trainable.finetuning_type == "lora", "full fine-tuning"
+    if is_lora:
         text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_layers)}"
-    else:
-        text = "full fine-tuning"
-    has_vision = case.model.architecture.vision is not None
-    if has_vision:
+    if has_vision := case.model.architecture.vision is not None:
         parts = {
             "vision tower": trainable.freeze_vision_tower,
             "projector": trainable.freeze_multi_modal_projector,
@@ -241,6 +237,6 @@ def trained_words(case: Case) -> str:
         }
         frozen = ", ".join(name for name, is_frozen in parts.items() if is_frozen)
         text += f", frozen: {frozen}" if frozen else ""
-    if trainable.finetuning_type == "lora" or has_vision:
+    if is_lora or has_vision:
         text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"
