@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
@@ -50,13 +51,7 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
     except (OSError, ValueError, LookupError, TypeError):
         return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
     killed = any("out-of-memory killer" in each.why and "main memory" in each.why for each in said)
-    return Ended(
-        exit_code=exit_code,
-        rank=rank,
-        what=said[0].what if said else "",
-        out_of_memory=exit_code == ExitCode.OUT_OF_MEMORY or killed,
-        traceback=trace,
-    )
+    return Ended(exit_code, rank, said[0].what if said else "", exit_code == ExitCode.OUT_OF_MEMORY or killed, trace)
 
 
 def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
@@ -94,7 +89,11 @@ def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     endings: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
     what = f"{folder}: {ended.what or endings.get(ended.exit_code, 'how it ended is not noted')}"
     peaks = [each.peak for each in read_rank_memory(folder / "launch")]
-    measured = [*_step(folder), *([size(max(peaks))] if any(peaks) else [])]
+    steps = [each for each in metrics(folder) if "grad_norm" in each]
+    measured = []
+    with contextlib.suppress(LookupError, TypeError, ArithmeticError, statistics.StatisticsError):
+        measured.append(f"{seconds(statistics.median(each['seconds'] / each['num_steps'] for each in steps))} a step")
+    measured += [size(max(peaks))] if any(peaks) else []
     if measured:
         what += f"; it took {' and '.join(measured)}"
     fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start notes its plan"
@@ -107,14 +106,6 @@ def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     else:
         end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
     return MegatuneError(Finding(f"{what}; {end}", why=why, fix=fix), ExitCode.INPUT)
-
-
-def _step(folder: Path) -> list[str]:
-    steps = [each for each in metrics(folder) if "grad_norm" in each]
-    try:
-        return [f"{seconds(statistics.median(each['seconds'] / each['num_steps'] for each in steps))} a step"]
-    except (LookupError, TypeError, ArithmeticError, statistics.StatisticsError):
-        return []
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
