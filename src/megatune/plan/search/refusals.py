@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from megatune.config.rules import check
 from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import divisors, nearest
 from megatune.config.settings import ParallelSettings
 from megatune.errors import Finding
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.search.request import Refusal
 from megatune.plan.search.space import Space
 
@@ -27,11 +29,11 @@ def refusals(space: Space) -> tuple[Refusal, ...]:
     for what, layout in _impossible(space):
         examples.setdefault(what, layout)
         counts[what] += 1
-    found = []
-    for what, count in counts.most_common():
-        example = _finding(space, examples[what])
-        found.append(Refusal(what=what, why=example.why, count=count, example=example))
-    return tuple(found)
+    findings = {what: _finding(space, layout) for what, layout in examples.items()}
+    return tuple(
+        Refusal(what=what, why=findings[what].why, count=count, example=findings[what])
+        for what, count in counts.most_common()
+    )
 
 
 def _impossible(space: Space) -> Iterator[tuple[str, Mapping[str, int]]]:
@@ -70,21 +72,13 @@ def _impossible_experts(space: Space, layout: Mapping[str, int]) -> Iterator[tup
 def _finding(space: Space, layout: Mapping[str, int]) -> Finding:
     """Return what the rules say about a layout, or, as no rule knows of a global batch, what is wrong with that."""
     request = space.request
-    base = request.settings
     parallel = ParallelSettings.model_validate({**layout, "sequence_parallel": 1 < layout[_TP] <= space.cutoff})
-    settings = base.model_copy(
-        update={"parallel": parallel, "run": base.run.model_copy(update={"num_processes": None})}
-    )
-    named = {f"parallel.{key}" for key in layout}
-    found = check(settings, request.model.architecture, request.world_size, origins=dict.fromkeys(named, "plan"))
-    about = [finding for finding in found if finding.where]
-    if about:
-        return Finding(about[0].what, "", about[0].why, about[0].fix)
+    settings = with_settings(request.settings, {"run.num_processes": None}).model_copy(update={"parallel": parallel})
+    origins = {f"parallel.{key}": "plan" for key in layout}
+    found = check(settings, request.model.architecture, request.world_size, origins=origins)
+    if about := next((finding for finding in found if finding.where), None):
+        return replace(about, where="")
     dp = request.world_size // (layout[_TP] * layout[_PP] * layout[_CP])
     valid = nearest(request.rows, (max(request.rows // dp, 1) * dp, (request.rows // dp + 1) * dp))
-    return Finding(
-        f"a global batch of {request.rows} rows on {dp} data-parallel processes",
-        "",
-        "every process takes as many rows of a step",
-        f"ask for a global batch of {valid}",
-    )
+    what = f"a global batch of {request.rows} rows on {dp} data-parallel processes"
+    return Finding(what, "", "every process takes as many rows of a step", f"ask for a global batch of {valid}")
