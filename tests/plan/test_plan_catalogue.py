@@ -14,7 +14,6 @@ from megatune.plan.catalogue import (
     LINKS,
     cpu_machine,
     device_by_driver_name,
-    find_device,
     find_machine,
     machine_assumptions,
 )
@@ -77,7 +76,7 @@ def test_names_are_of_one_device_each() -> None:
     ],
 )
 def test_what_people_type(typed: str, name: str) -> None:
-    assert find_device(typed) is DEVICES[name]
+    assert find_machine(typed).device is DEVICES[name]
 
 
 def test_driver_names() -> None:
@@ -166,23 +165,23 @@ def test_own_file(tmp_path: Path) -> None:
     assert other.device.flops["float32"] == 10.5e12
     assert (other.link.name, other.link.bandwidth) == ("wire", 40e9)
     assert other.network.bandwidth == 100e9 / 8 * 2 / 8
-    assert find_device("a100").name == "a100-80g"
+    assert find_machine("a100").device.name == "a100-80g"
 
 
 def test_own_file_by_environment_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home" / ".config" / "megatune" / "devices.yaml"
     home.parent.mkdir(parents=True)
     home.write_text("devices: {here: {like: h100-80g}}")
-    assert find_device("here").name == "here"
+    assert find_machine("here").device.name == "here"
     named = tmp_path / "named.yaml"
     named.write_text("devices: {there: {like: h100-80g}}")
     monkeypatch.setenv("MEGATUNE_DEVICES", str(named))
-    assert find_device("there").name == "there"
+    assert find_machine("there").device.name == "there"
     with pytest.raises(MegatuneError, match="no device 'here'"):
-        find_device("here")
+        find_machine("here")
     monkeypatch.setenv("MEGATUNE_DEVICES", str(tmp_path / "none.yaml"))
     with pytest.raises(MegatuneError, match="MEGATUNE_DEVICES: cannot read"):
-        find_device("h100")
+        find_machine("h100")
 
 
 WRONG = """\

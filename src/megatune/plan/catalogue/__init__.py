@@ -1,13 +1,7 @@
 """Devices, links and well-known models, by name."""
 
 from megatune.plan.catalogue.devices import DEVICES, LINKS
-from megatune.plan.catalogue.find import (
-    cpu_machine,
-    device_by_driver_name,
-    find_device,
-    find_machine,
-    machine_assumptions,
-)
+from megatune.plan.catalogue.find import cpu_machine, device_by_driver_name, find_machine, machine_assumptions
 from megatune.plan.catalogue.models import MODELS, find_model
 
 __all__ = [
@@ -16,7 +10,6 @@ __all__ = [
     "MODELS",
     "cpu_machine",
     "device_by_driver_name",
-    "find_device",
     "find_machine",
     "find_model",
     "machine_assumptions",
