@@ -13,9 +13,8 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings
 from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.search import recompute
-from megatune.plan.search.candidate import Candidate, Frontier
+from megatune.plan.search.candidate import Candidate, Frontier, SearchRequest, SearchResult
 from megatune.plan.search.refusals import refusals
-from megatune.plan.search.request import SearchRequest, SearchResult
 from megatune.plan.search.space import NUM_RESHAPED, CandidateBatch, CandidateLayout, Space
 from megatune.plan.time import micro_batch_seconds
 

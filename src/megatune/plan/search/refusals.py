@@ -12,7 +12,7 @@ from megatune.config.rules.problem import divisors, nearest
 from megatune.config.settings import ParallelSettings
 from megatune.errors import Finding
 from megatune.plan.changes.variation import with_settings
-from megatune.plan.search.request import Refusal
+from megatune.plan.search.candidate import Refusal
 from megatune.plan.search.space import Space
 
 _TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"

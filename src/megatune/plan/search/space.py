@@ -12,8 +12,7 @@ from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import divisors
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings
 from megatune.plan.search import recompute
-from megatune.plan.search.candidate import Candidate
-from megatune.plan.search.request import SearchRequest
+from megatune.plan.search.candidate import Candidate, SearchRequest
 
 MOST_VIRTUAL_STAGES = 8
 LARGEST_MICRO_BATCH = 32
