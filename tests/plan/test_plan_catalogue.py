@@ -10,7 +10,6 @@ import pytest
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import (
-    DEVICES,
     LINKS,
     cpu_machine,
     device_by_driver_name,
@@ -76,7 +75,7 @@ def test_names_are_of_one_device_each() -> None:
     ],
 )
 def test_what_people_type(typed: str, name: str) -> None:
-    assert find_machine(typed).device is DEVICES[name]
+    assert find_machine(typed).device is CATALOGUE_DEVICES[name].device
 
 
 def test_driver_names() -> None:
@@ -155,10 +154,10 @@ def test_own_file(tmp_path: Path) -> None:
     file.write_text(OWN)
     machine = find_machine("a100", devices_file=file)
     assert machine.device == dataclasses.replace(
-        DEVICES["a100-80g"],
+        CATALOGUE_DEVICES["a100-80g"].device,
         name="mine",
         memory=int(78.5 * 2**30),
-        flops={**DEVICES["a100-80g"].flops, "bfloat16": 300e12},
+        flops={**CATALOGUE_DEVICES["a100-80g"].device.flops, "bfloat16": 300e12},
     )
     assert (machine.gpus_per_node, machine.network.bandwidth, machine.network.latency) == (4, 1e9, pytest.approx(3e-5))
     other = find_machine("other", devices_file=file)

@@ -119,7 +119,7 @@ def _write(found: Answer, options: argparse.Namespace) -> None:
 
         written += [str(path) for path in draw(found, Path(options.figures))]
     if options.output is not None and found.best is not None:
-        from megatune.plan.search.winner import winner_yaml
+        from megatune.plan.launch_lines import winner_yaml
 
         text = winner_yaml(found.best, found.question.origins)
         try:

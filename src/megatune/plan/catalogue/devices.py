@@ -195,4 +195,3 @@ _TABLE = (
     _device("b200-180g", "blackwell", 178.35, (2250, 2250, 75), 8000, "nvlink5", "ib-400", ("b200",), ("NVIDIA B200",)),
 )  # fmt: skip
 CATALOGUE_DEVICES: dict[str, CatalogueDevice] = {entry.device.name: entry for entry in _TABLE}
-DEVICES: dict[str, Device] = {name: entry.device for name, entry in CATALOGUE_DEVICES.items()}

@@ -24,13 +24,7 @@ _MOST_REPAIRS = 4
 
 @dataclass(frozen=True)
 class Effect:
-    """A value of a setting against another.
-
-    Attributes:
-        value: the new one.
-        beside: what else had to change for it, by "group.name".
-        before, after: the planner's answers.
-    """
+    """Another value of a setting, what else had to change beside it, by "group.name", and the plans of both."""
 
     value: Any
     beside: Mapping[str, Any]
@@ -45,10 +39,9 @@ class Effect:
     @property
     def part(self) -> tuple[str, int]:
         """The part of memory that changes most, and by how many bytes; of each one's fullest stage."""
-        changes = {
-            part: getattr(self.after.fullest, part) - getattr(self.before.fullest, part) for part in MEMORY_PARTS
-        }
-        return max(changes.items(), key=lambda change: abs(change[1]))
+        before, after = self.before.fullest, self.after.fullest
+        changes = ((part, getattr(after, part) - getattr(before, part)) for part in MEMORY_PARTS)
+        return max(changes, key=lambda change: abs(change[1]))
 
     @property
     def same_rows(self) -> bool:
@@ -68,13 +61,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A setting in a case.
+    """A setting's value now in a case, and the effects of others; () where the setting has none.
 
     Attributes:
-        ground: the case.
-        companions: what was laid over it so that the setting has an effect.
-        now: the setting's value there.
-        effects: of other values; () where the setting has none.
+        companions: settings changed in the case so that the setting has an effect.
         refused: why a value was not compared, where none could be.
     """
 
@@ -86,10 +76,8 @@ class Weighed:
 
 
 def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
-    """Find the first case in which the setting changes memory or time; where it never does, one without effects.
-
-    None where no case could be planned.
-    """
+    """Find the first case in which the setting changes memory or time; where it never does, one without effects; None
+    where no case could be planned."""
     compared, refused, found = False, "", None
     for ground in grounds:
         if ground.case is None:

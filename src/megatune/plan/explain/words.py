@@ -74,12 +74,7 @@ def columns_of(text: str) -> int:
 
 
 def wrapped(text: str, indent: str = "", first: str = "") -> str:
-    """Wrap a paragraph in lines of `WIDTH`.
-
-    Args:
-        indent: before each line.
-        first: before the first line; "" is `indent`.
-    """
+    """Wrap a paragraph in lines of `WIDTH`, with `indent` before each, or `first` before the first one."""
     head = first or indent
     if text.isascii():
         return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)

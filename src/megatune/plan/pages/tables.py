@@ -37,8 +37,7 @@ SLOWEST = 4.0
 def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterator[str]:
     """Print a row for each part and a column for each stage, or a row for each stage where there are many; the verdict.
 
-    Args:
-        lead: words before the heading.
+    `lead` are words before the heading.
     """
     unit, stages = bytes_unit(estimate.fullest.total), estimate.stages
     parts = [part for part in MEMORY_PARTS if any(getattr(stage, part) for stage in stages)]
@@ -69,12 +68,8 @@ def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterato
 
 
 def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_steps: int | None = None) -> Iterator[str]:
-    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the data takes.
-
-    Args:
-        dataset_tokens: of the whole run; None where unknown.
-        max_steps: of the run, where the settings say so; used where the tokens are not known.
-    """
+    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the run takes: by the
+    tokens of its data, or where these are not known by its steps."""
     time = estimate.time
     # Two of three published measurements of such cases lay within this factor: an uncertainty of 0.25 is 1.25.
     unit, factor = seconds_unit(time.total), 1 + time.uncertainty

@@ -100,11 +100,7 @@ def count(number: int, noun: str) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,), gap: str = "  ") -> Iterator[str]:
-    """Align rows under each other, numbers to the right.
-
-    Args:
-        left: columns of words, aligned at their left.
-    """
+    """Align rows under each other, numbers to the right, the columns of words in `left` to the left."""
     rows, left = list(rows), frozenset(left)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -28,13 +28,8 @@ _ROW_STEP = 64  # tokens; lengths between are not worth telling apart
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A run that may start.
-
-    Attributes:
-        settings: valid ones.
-        planned: None where nobody knows the machine, or memory_check is off.
-        lines: what to tell the user, under the same names as the lines that a run begins with.
-    """
+    """A run that may start: valid settings; its plan, None where nobody knows the machine or memory_check is off; and
+    lines for the user, under the same names as the lines that a run begins with."""
 
     settings: Settings
     planned: Estimate | None = None

@@ -41,29 +41,12 @@ class _Run:
     memory: list[RankMemory]
 
 
-def diagnose(folder: str | Path) -> list[str]:
-    """Say what became of a run, as lines for a terminal.
-
-    Args:
-        folder: its output_dir.
+def diagnose(folder: Path) -> list[str]:
+    """Say what became of a run, from its output_dir, as lines for a terminal.
 
     Raises:
         MegatuneError: INPUT, where it is no run's, or nothing was planned for it.
     """
-    run = _read(Path(folder))
-    outcomes = {
-        "finished": "finished",
-        "stopped": "stopped on request; the same command resumes it",
-        "failed": "failed",
-        "running": "did not come to an end, or is still running",
-    }
-    head = f"{folder}: {run.ended.what or outcomes[run.record.outcome]}"
-    if run.ended.out_of_memory:
-        return [head, *_out_of_memory(run)]
-    return [head, *verdict(run.record), *_memory_apart(run), *_pace(run)]
-
-
-def _read(folder: Path) -> _Run:
     if not (folder / "run.yaml").is_file() and not (folder / PLAN_NAME).is_file():
         why = "there is no run.yaml in it" if folder.is_dir() else "there is no such folder"
         finding = Finding(f"{folder} is not the folder of a run", why=why, fix="give the output_dir of a run")
@@ -77,7 +60,17 @@ def _read(folder: Path) -> _Run:
     world_size = record.case.world_size
     # An earlier run of more ranks may have left notes of those that are not in this one.
     memory = [each for each in read_rank_memory(folder / "launch") if each.rank < world_size]
-    return _Run(folder, record, how_it_ended(folder / "launch", world_size), memory)
+    run = _Run(folder, record, how_it_ended(folder / "launch", world_size), memory)
+    outcomes = {
+        "finished": "finished",
+        "stopped": "stopped on request; the same command resumes it",
+        "failed": "failed",
+        "running": "did not come to an end, or is still running",
+    }
+    head = f"{folder}: {run.ended.what or outcomes[run.record.outcome]}"
+    if run.ended.out_of_memory:
+        return [head, *_out_of_memory(run)]
+    return [head, *verdict(run.record), *_memory_apart(run), *_pace(run)]
 
 
 def ran_out_of_memory(folder: Path) -> bool:

@@ -14,8 +14,7 @@ from megatune.config.settings import Settings
 from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.search import recompute
 from megatune.plan.search.candidate import Candidate, Frontier, SearchRequest, SearchResult
-from megatune.plan.search.refusals import refusals
-from megatune.plan.search.space import NUM_RESHAPED, CandidateBatch, CandidateLayout, Space
+from megatune.plan.search.space import NUM_RESHAPED, CandidateBatch, CandidateLayout, Space, refusals
 from megatune.plan.time import micro_batch_seconds
 
 _NUM_TOO_LARGE = 10
@@ -45,12 +44,8 @@ def search(request: SearchRequest) -> SearchResult:
 
 @dataclass
 class _Point:
-    """A layout and batch.
-
-    Attributes:
-        state: no way to interleave or to recompute it takes fewer bytes.
-        shortest: nor less time than this, which is quickly known, or than `seconds`, which is nearer.
-    """
+    """A layout and batch. No way to interleave or recompute it takes fewer bytes than `state`, nor fewer seconds than
+    `shortest`, which is quickly known, or than `seconds`, which is nearer."""
 
     space: Space
     layout: CandidateLayout
