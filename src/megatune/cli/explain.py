@@ -97,11 +97,10 @@ def _key(key: str, words: list[str], args: argparse.Namespace, language: Languag
     from megatune.plan.explain.settings import explain_key, knows
 
     grounds: list[Ground] = []
-    if knows(key):  # otherwise the answer needs no planner
-        if words:
-            grounds = [_ground(load(words[0], words[1:]), args)]
-        else:
-            grounds = default_grounds(args.model, args.gpus, args.gpu)
+    if knows(key) and words:  # what is not known needs no planner
+        grounds = [_ground(load(words[0], words[1:]), args)]
+    elif knows(key):
+        grounds = default_grounds(args.model, args.gpus, args.gpu)
     print(explain_key(key, grounds, language))
     return ExitCode.DONE
 

@@ -23,12 +23,8 @@ _MANY_QUEUES = ("blackwell", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A run to start.
-
-    Attributes:
-        file: the YAML that `megatune train` runs, as every machine names it.
-        master_addr: name or address of the first machine, as the others reach it.
-    """
+    """A run to start: the YAML that `megatune train` runs, as every machine names it, and the address of the first
+    machine, as the others reach it."""
 
     file: str
     settings: Settings
@@ -51,14 +47,10 @@ class Launch:
         size = self.processes_per_node
         if self.world_size % size:
             near = self.world_size // size * size
-            raise MegatuneError(
-                Finding(
-                    f"{self.world_size} GPUs do not fill machines of {self.machine.gpus_per_node}",
-                    why="torchrun starts as many processes on every machine",
-                    fix=f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {self.world_size}",
-                ),
-                ExitCode.SETTINGS,
-            )
+            what = f"{self.world_size} GPUs do not fill machines of {self.machine.gpus_per_node}"
+            why = "torchrun starts as many processes on every machine"
+            fix = f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {self.world_size}"
+            raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
         return self.world_size // size
 
 
@@ -75,30 +67,24 @@ def torchrun_lines(launch: Launch) -> tuple[str, ...]:
         return (command if fits else f"{command} num_processes={launch.world_size}",)
     stands = f"# {FIRST_MACHINE} stands for the first machine: its name or address, as the others reach it"
     named = launch.master_addr != FIRST_MACHINE
-    environment = (*environment_lines(launch), *suggested_lines(launch), *(() if named else (stands,)))
+    environment = (*environment_lines(launch), *_suggested_lines(launch), *(() if named else (stands,)))
+    addr, port = shlex.quote(launch.master_addr), str(launch.master_port)
     return tuple(
-        "\n".join(
-            (*environment, _torchrun(launch, str(rank), shlex.quote(launch.master_addr), str(launch.master_port)))
-        )
-        for rank in range(launch.num_nodes)
+        "\n".join((*environment, _torchrun(launch, str(rank), addr, port))) for rank in range(launch.num_nodes)
     )
 
 
 def environment_lines(launch: Launch) -> tuple[str, ...]:
     """Return what must be set where torchrun starts the processes; megatune's own launcher sets it itself."""
     parallel = launch.settings.parallel
-    overlaps = (
-        parallel.tensor_model_parallel_size > 1
-        or parallel.context_parallel_size > 1
-        or parallel.overlap_grad_reduce
-        or parallel.overlap_param_gather
-    )
+    splits = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
+    overlaps = splits or parallel.overlap_grad_reduce or parallel.overlap_param_gather
     if launch.machine.device.generation in _MANY_QUEUES or not overlaps:
         return ()
     return ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels run in launch order, which overlaps count on",)
 
 
-def suggested_lines(launch: Launch) -> tuple[str, ...]:
+def _suggested_lines(launch: Launch) -> tuple[str, ...]:
     """Return what may be set, commented out: NCCL finds most of it itself."""
     if launch.machine.device.generation == "cpu":
         return ("# export GLOO_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other",)
@@ -132,7 +118,7 @@ def sbatch_file(launch: Launch, *, job_name: str = "megatune") -> str:
         "set -euo pipefail",
         "",
     ]
-    environment = [*environment_lines(launch), *suggested_lines(launch)]
+    environment = [*environment_lines(launch), *_suggested_lines(launch)]
     # The port is the job's own, so that two jobs that share a machine do not meet.
     meeting = [
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -193,11 +179,8 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
     settings = estimate.case.settings
     if all(origin == "default" for origin in origins.values()):
         return _short(estimate.case)
-    infos = all_settings()
     chosen = {
-        path: "plan"
-        for path in _CHOSEN
-        if origins.get(path, "default") != "default" or setting_of(settings, path) != infos[path].default
+        path: "plan" for path in _CHOSEN if origins.get(path, "default") != "default" or _is_written(settings, path)
     }
     return dump(settings, {**origins, **chosen})
 
@@ -221,8 +204,7 @@ def _short(case: Case) -> str:
     """Write only what differs from the defaults, and comments in place of what is not known."""
     settings = case.settings
     lines = [f"# {case.model.name} on {case.world_size} processes, a global batch of {case.global_batch_size} rows"]
-    missing = [entry for entry in _PLACEHOLDERS if not _is_written(settings, entry[0])]
-    if missing:
+    if missing := [entry for entry in _PLACEHOLDERS if not _is_written(settings, entry[0])]:
         lines.append("# To be filled in:")
         lines += [
             f"{f'# {LLAMAFACTORY.key_of(path)}: {example}':<52}  # {note.format(name=case.model.name)}"

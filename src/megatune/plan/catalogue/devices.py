@@ -31,7 +31,6 @@ class CatalogueLink:
         ports: how many a machine has, shared by its devices; None for one (of a network) or all (inside a machine) a
             device, which shares them with no other.
         between_machines: it is a network.
-        what: for people.
     """
 
     link: Link
@@ -98,14 +97,7 @@ class Peaks(dict[str, float]):
 
 @dataclass(frozen=True, slots=True)
 class CatalogueDevice:
-    """A device, and the machines it usually is in.
-
-    Attributes:
-        network: that most machines of this kind have.
-        aliases: other names that people type.
-        driver_names: what the driver calls it.
-        gpus_per_node: of most machines of this kind.
-    """
+    """A device, network and GPUs of most machines of this kind, other names that people type, and the driver's."""
 
     device: Device
     network: str

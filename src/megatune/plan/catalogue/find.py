@@ -98,10 +98,7 @@ def machine_assumptions(
 
 
 def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
-    """Return this host, its memory and cores shared evenly by the processes of a run.
-
-    Speeds are rough: one core of 3 GHz with AVX2 and one memory channel's traffic for every core of a process.
-    """
+    """Return this host, its memory and cores shared evenly by the processes of a run; speeds, by core, are rough."""
     share = cores / processes
     device = Device(
         name="cpu",

@@ -23,12 +23,7 @@ _CHANGES_NUMBERS = {"data.cutoff_len", "optimizer.exp_avg_dtype", "optimizer.exp
 
 @dataclass(frozen=True)
 class Fix:
-    """A change of settings.
-
-    Attributes:
-        changes: values by "group.name".
-        before, after: what the planner says without it and with it.
-    """
+    """A change of settings, values by "group.name", and the plans before and after it."""
 
     changes: Changes
     before: Estimate
@@ -58,10 +53,8 @@ class Fix:
 def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[Fix]:
     """Find the cheapest changes after which the run fits, by time; those that help most where none is enough.
 
-    Single changes come before pairs of them, and those that leave the run's numbers as they are before others.
-
-    Args:
-        room: bytes that a rank may hold; None for the device's memory, less what the planner may be off.
+    Single changes come before pairs of them, and those that leave the run's numbers as they are before others. `room`
+    are the bytes that a rank may hold; None for the device's memory, less what the planner may be off.
     """
     room = int(TIGHT * before.case.machine.device.memory) if room is None else room
 

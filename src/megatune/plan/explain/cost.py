@@ -101,10 +101,7 @@ def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
 
 
 def against(case: Case, path: str, value: Any) -> Effect | None:
-    """Compare the case as it is with the same with `value`; None where that cannot be.
-
-    What else differs, `Effect.beside`, is of the other case.
-    """
+    """Compare the case as it is with the same with `value`, whose `Effect.beside` is; None where that cannot be."""
     other = _changed(case, {path: value})
     if other is None:
         return None
@@ -169,10 +166,8 @@ def _moved_layer(case: Case) -> list[str]:
 
 
 def _changed(case: Case, changes: Mapping[str, Any]) -> Case | None:
-    """Return the case with other settings, and the same rows in a step where these can be split.
-
-    Settings that a rule has against the new values go back to their defaults, a few at most.
-    """
+    """Return the case with other settings, and the same rows in a step where these can be split. A few settings at most
+    that a rule has against the new values go back to their defaults."""
     if not changes:
         return case
     settings = with_settings(case.settings, changes)

@@ -106,10 +106,8 @@ def default_grounds(model: str | None = None, gpus: int | None = None, gpu: str 
 
 
 def _usual(model: PlannedModel, world_size: int | None, machine: Machine) -> Case:
-    """Return a model as it is usually trained, on the GPUs named or on as few as it fits on in a usual layout.
-
-    Where none fits it is the layout that takes least memory.
-    """
+    """Return a model as it is usually trained, on the GPUs named or on as few as it fits on in a usual layout; where
+    none fits, in the layout that takes least memory."""
     fewest = DEFAULT_GPUS if model.architecture.moe is None else 2 * DEFAULT_GPUS
     worlds = [world_size] if world_size else [fewest * 2**power for power in range(_DOUBLINGS + 1)]
     planned: list[Estimate] = []

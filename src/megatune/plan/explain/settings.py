@@ -163,11 +163,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Settings, Architecture | None], bool]], 
 
 
 def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language = "en") -> tuple[str, list[Finding]]:
-    """Explain every setting that is written, in the order of the groups, and remarks; for a terminal.
-
-    Returns:
-        The text, and what is wrong with the file.
-    """
+    """Explain every setting that is written, for a terminal; return the text, and what is wrong with the file."""
     words, case = words_of(language), ground.case
     written = {path for path, origin in loaded.origins.items() if origin != "default"}
     findings = loaded.check(ground.architecture, ground.world_size)

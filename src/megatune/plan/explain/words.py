@@ -91,12 +91,8 @@ def wrapped(text: str, indent: str = "", first: str = "") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """One language; the defaults are English. What is in braces is filled in.
-
-    Attributes:
-        colon, comma, stop, parentheses: as the language writes them.
-        parts: of memory, by their names in `StageMemory`.
-    """
+    """One language; the defaults are English. What is in braces is filled in; `parts` are of memory, by their names in
+    `StageMemory`."""
 
     colon: str = ": "
     comma: str = ", "

@@ -36,9 +36,7 @@ SLOWEST = 4.0
 
 def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterator[str]:
     """Print a row for each part and a column for each stage, or a row for each stage where there are many; the verdict.
-
-    `lead` are words before the heading.
-    """
+    `lead` are words before the heading."""
     unit, stages = bytes_unit(estimate.fullest.total), estimate.stages
     parts = [part for part in MEMORY_PARTS if any(getattr(stage, part) for stage in stages)]
     yield f"{lead}Memory, {unit.name}, of " + ("each rank" if len(stages) == 1 else "each stage's fullest rank")

@@ -199,10 +199,9 @@ def machine_words(machine: Machine, world_size: int) -> str:
     """Write 32 × a100-80g: 4 nodes of 8, nvlink-3 inside, ib-200 between."""
     device, per_node = machine.device, machine.gpus_per_node
     if device.generation == "cpu":
-        return f"{count(world_size, 'process')[:-1] + 'es' if world_size > 1 else '1 process'} on this machine's CPU"
+        return f"{world_size:,} process{'es' * (world_size > 1)} on this machine's CPU"
     if world_size <= per_node:
-        inside = f", {machine.link.name}" if world_size > 1 else ""
-        return f"{world_size} × {device.name}{inside}"
+        return f"{world_size} × {device.name}" + (f", {machine.link.name}" if world_size > 1 else "")
     nodes = -(-world_size // per_node)
     within = f" of {per_node}, {machine.link.name} inside" if per_node > 1 else " of 1"
     return f"{world_size:,} × {device.name}: {nodes:,} nodes{within}, {machine.network.name} between"

@@ -20,15 +20,8 @@ _KINDS = ("error", "unavailable", "collective")  # what started the others first
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended; all empty where nobody noted it.
-
-    Attributes:
-        exit_code: of the run; None where nobody noted one.
-        rank: that failed first.
-        what: the failure in a sentence, "" where there was none.
-        out_of_memory: whether it wanted memory that was not there.
-        traceback: of the rank that failed.
-    """
+    """How a run ended: its exit code, the rank that failed first, the failure in a sentence, whether it ran out of
+    memory, and that rank's traceback; all empty where nobody noted it."""
 
     exit_code: int | None = None
     rank: int | None = None
@@ -38,12 +31,8 @@ class Ended:
 
 
 def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
-    """Read report.json, or where torchrun started the ranks by what they noted themselves.
-
-    Args:
-        launch: OUTPUT/launch.
-        world_size: ranks from this one on are of an earlier, larger run.
-    """
+    """Read OUTPUT/launch/report.json, or where torchrun started the ranks what they noted themselves; those from
+    `world_size` on are of an earlier, larger run."""
     try:
         report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
         said = [Finding(**each) for each in report["findings"]]
@@ -81,9 +70,7 @@ def _of_rank(noted: dict[str, Any]) -> Ended:
 def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     """Say how the run in `folder` ended, what it measured, why there is no plan to compare with, and what can be done.
 
-    Args:
-        folder: an output_dir with a run.yaml.
-        error: what reading its plan raised.
+    `error` is what reading its plan raised.
     """
     ended = how_it_ended(folder / "launch")
     endings: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}

@@ -162,10 +162,8 @@ _STATE = 0.1  # of the device's memory
 
 
 def _warnings(planned: Estimate, idle_gpus: int) -> list[str]:
-    """Return what is worth a word to a run that fits, in one sentence or two each.
-
-    On a CPU, where runs are tried and not paid for, that is only that memory is tight.
-    """
+    """Return what is worth a word to a run that fits; on a CPU, where runs are tried and not paid for, only that memory
+    is tight."""
     case = planned.case
     found, share = [], planned.fullest.total / case.machine.device.memory
     if share > TIGHT:
@@ -188,8 +186,7 @@ def _single_precision(planned: Estimate) -> Iterator[str]:
     """fp32 on a GPU, where bf16 gains 5 % or more."""
     if planned.case.settings.precision.params_dtype != "float32":
         return
-    better = fix(planned, {"precision.bf16": True})
-    if better is not None and better.gain >= _TIME:
+    if (better := fix(planned, {"precision.bf16": True})) is not None and better.gain >= _TIME:
         yield f"this run computes in fp32: {better}"
 
 

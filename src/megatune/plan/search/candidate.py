@@ -69,14 +69,8 @@ class SearchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A group of layouts that cannot be, for one reason.
-
-    Attributes:
-        what: what all of them have in common.
-        why: the reason, as the rules give it.
-        count: how many layouts of the machine's processes are among them.
-        example: the rules' finding about one of them, whose fix is the nearest valid value.
-    """
+    """Layouts that cannot be: what they have in common, why, as the rules say, how many of the machine's processes they
+    are, and the rules' finding about one of them, whose fix is the nearest valid value."""
 
     what: str
     why: str

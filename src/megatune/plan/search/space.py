@@ -237,10 +237,8 @@ _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
 def refusals(space: Space) -> tuple[Refusal, ...]:
-    """Group the layouts that the rules refuse by the first reason, the largest group first.
-
-    They are of all the processes' layouts with tensor parallelism inside a machine.
-    """
+    """Group the layouts that the rules refuse by the first reason, the largest group first: of all the processes'
+    layouts with tensor parallelism inside a machine."""
     examples: dict[str, Mapping[str, int]] = {}
     counts: Counter[str] = Counter()
     for what, layout in _impossible(space):
