@@ -10,13 +10,12 @@ import pytest
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import (
-    LINKS,
     cpu_machine,
     device_by_driver_name,
     find_machine,
     machine_assumptions,
 )
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS, GENERATIONS
+from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS, GENERATIONS, LINKS
 from megatune.plan.catalogue.find import plain_name
 from megatune.plan.catalogue.own import own_catalogue
 

@@ -226,11 +226,8 @@ def _fit_memory(runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _identified(shares: list[list[float]], names: tuple[str, str], what: str) -> tuple[list[str], dict[str, str]]:
-    """Return which of two unknowns the runs determine, the first one by preference, and why not the others.
-
-    Args:
-        shares: of each unknown, how much of each run's measurement it moves, relative.
-    """
+    """Return which of two unknowns the runs determine, the first one by preference, and why not the others, by how much
+    each moves each run's measurement, relative."""
     known, left = [], {}
     for name, share in zip(names, shares, strict=True):
         if not share or max(share) < _SEEN:

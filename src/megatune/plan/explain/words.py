@@ -32,8 +32,7 @@ def language_of(environment: Mapping[str, str]) -> Language:
 
 
 class Texts(NamedTuple):
-    """What is said of a setting in one language: what it is, how it works, when to change it, its type with range and
-    unit, and what each choice does."""
+    """What a setting is, how it works, when to change it, its type with range and unit, and what each choice does."""
 
     what: str
     how: str

@@ -119,10 +119,8 @@ def _head(found: Answer, width: int) -> Iterator[str]:
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
     tokens = f"{count(question.case.sequence_length, 'token')} a row"
-    if len(rows) + len(tokens) > width - 11:
-        yield from (*entry("batch", f"{rows},"), *entry("", tokens))
-    else:
-        yield from entry("batch", f"{rows}, {tokens}")
+    is_wide = len(rows) + len(tokens) > width - 11
+    yield from (*entry("batch", f"{rows},"), *entry("", tokens)) if is_wide else entry("batch", f"{rows}, {tokens}")
 
 
 def _searched(found: Answer, top: int, width: int) -> Iterator[str]:

@@ -176,11 +176,8 @@ class Frontier:
         return position > 0 and self.candidates[position - 1].seconds <= seconds * _TOLERANCE
 
     def add(self, candidate: Candidate, shortest: float = 0.0) -> None:
-        """Add a candidate that none dominates, and remove what it dominates.
-
-        Args:
-            shortest: seconds that it takes at least; they may spare computing its own.
-        """
+        """Add a candidate that none dominates, and remove what it dominates. It takes at least the seconds `shortest`,
+        which may spare computing its own."""
         memory = candidate.bytes
         before = bisect_right(self._bytes, memory)
         fastest = self.candidates[before - 1].seconds if before else math.inf

@@ -159,8 +159,7 @@ class _Search:
                 heappush(queue, (point.seconds, True, number, point))
 
     def _may_be_better(self, point: _Point, seconds: float) -> bool:
-        """Return whether it may be ranked, or be on the frontier, if it takes so long; once it may not, it never
-        may."""
+        """Return whether it may be ranked, or be on the frontier, if it takes so long; if not, it never may later."""
         if not self._may_be_ranked(seconds) and self.frontier.dominates(point.state, seconds):
             return False
         miss = self._misses.get(point.layout)
