@@ -28,9 +28,8 @@ def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     for path, value in changes.items():
         group, _, name = path.partition(".")
         groups.setdefault(group, {})[name] = value
-    return settings.model_copy(
-        update={group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
-    )
+    update = {group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
+    return settings.model_copy(update=update)
 
 
 def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case] | None:

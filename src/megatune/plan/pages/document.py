@@ -26,10 +26,8 @@ def standing_notes(question: Question) -> Iterator[str]:
     """List what every plan takes for granted, and what this one cannot be trained with."""
     machine = question.machine
     device, dtype = machine.device, question.settings.precision.params_dtype
-    yield (
-        f"{device.name}: {size(device.memory)} can be used, {device.flops[dtype] / 1e12:,.4g} TFLOP/s in "
-        f"{dtype}, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
-    )
+    speed = f"{device.flops[dtype] / 1e12:,.4g} TFLOP/s in {dtype}, {device.bandwidth / 1e9:,.4g} GB/s"
+    yield f"{device.name}: {size(device.memory)} can be used, {speed} of memory bandwidth"
     yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
     if device.generation == "cpu":
         yield f"framework: a process takes {CPU_PROCESS >> 20:,} MiB before it makes a model"

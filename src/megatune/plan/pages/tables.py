@@ -79,10 +79,8 @@ def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_step
             rows.append([TIME_WORDS[part], unit.of(seconds), f"{share:.1%}", "█" * round(30 * share)])
     likely = f"likely {unit.of(time.total / factor)} to {unit.of(time.total * factor)}"
     yield from ("  " + line for line in columns([*rows, ["total", unit.of(time.total), "", likely]], left=(0, 3)))
-    yield (
-        f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device; "
-        f"{time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
-    )
+    rate = f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device"
+    yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
     if dataset_tokens is not None:
         seconds, what = dataset_tokens / time.tokens_per_second, f"{amount(dataset_tokens)} tokens"
     elif max_steps is not None and max_steps > 0:

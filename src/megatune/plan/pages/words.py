@@ -154,9 +154,8 @@ def parts(stage: StageMemory) -> str:
     """Write what a stage holds of 1 % or more: `weights 3.8, gradients 7.6, …`, in the total's unit."""
     unit = bytes_unit(stage.total)
     sizes = {part: getattr(stage, part) for part in MEMORY_PARTS}
-    return ", ".join(
-        f"{MEMORY_WORDS[part]} {unit.of(held)}" for part, held in sizes.items() if held >= 0.01 * stage.total
-    )
+    seen = {part: held for part, held in sizes.items() if held >= 0.01 * stage.total}
+    return ", ".join(f"{MEMORY_WORDS[part]} {unit.of(held)}" for part, held in seen.items())
 
 
 def largest_part(stage: StageMemory) -> tuple[str, int]:

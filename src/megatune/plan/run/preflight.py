@@ -139,9 +139,8 @@ def _too_large(planned: Estimate) -> Finding:
             head, fixes = "the layout that fits and is fastest", [layout]
     lines = [f"{head}:", *(f"        {each}" for each in fixes)] if fixes else []
     if longest := longest_row(planned):
-        lines.append(
-            f"        cutoff_len: {longest}, the longest rows that fit: memory is planned for rows of that length"
-        )
+        rows = "the longest rows that fit: memory is planned for rows of that length"
+        lines.append(f"        cutoff_len: {longest}, {rows}")
     lines.append("        megatune plan searches all layouts for this machine, or for another one")
     least, most = map(size, least_and_most(planned.case, planned.stages))
     if may_fit(planned):
@@ -167,9 +166,8 @@ def _warnings(planned: Estimate, idle_gpus: int) -> list[str]:
     case = planned.case
     found, share = [], planned.fullest.total / case.machine.device.memory
     if share > TIGHT:
-        found.append(
-            f"memory is tight: {percent(share)} of the device's is planned, and the plan may be some percent off"
-        )
+        planned_share = f"{percent(share)} of the device's is planned"
+        found.append(f"memory is tight: {planned_share}, and the plan may be some percent off")
     if case.machine.device.generation == "cpu":
         return found
     if idle_gpus:
@@ -253,11 +251,9 @@ def _bubble(planned: Estimate) -> Iterator[str]:
     accumulation = "batch.gradient_accumulation_steps"
     more = fix(planned, {accumulation: max(4 * stages, 2 * count)})
     if more is not None and more.gain >= _TIME:
-        yield (
-            f"{few} wait for each other {percent(share)} of a step; {written(more.changes)} trains "
-            f"{percent(1 / (1 - more.gain) - 1)} more tokens a second, with {more.after.case.global_batch_size} rows in"
-            f" a step instead of {case.global_batch_size}"
-        )
+        rows = f"{more.after.case.global_batch_size} rows in a step instead of {case.global_batch_size}"
+        gain = f"{written(more.changes)} trains {percent(1 / (1 - more.gain) - 1)} more tokens a second"
+        yield f"{few} wait for each other {percent(share)} of a step; {gain}, with {rows}"
 
 
 def _nothing_to_share(planned: Estimate) -> Iterator[str]:
@@ -271,10 +267,8 @@ def _nothing_to_share(planned: Estimate) -> Iterator[str]:
     sizes = {path: setting_of(case.settings, path) for path in paths}
     best = _best(planned, ({path: size // 2} for path, size in sizes.items() if size % 2 == 0))
     if best is not None and best.gain >= _TIME:
-        yield (
-            f"there is one replica of the model, so each rank keeps its optimizer's state whole, {size(whole)};"
-            f" two would share it: {best}"
-        )
+        one = "there is one replica of the model, so each rank keeps its optimizer's state whole"
+        yield f"{one}, {size(whole)}; two would share it: {best}"
 
 
 def _recompute_not_needed(planned: Estimate) -> Iterator[str]:

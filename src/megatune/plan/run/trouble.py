@@ -120,10 +120,8 @@ def _out_of_memory(run: _Run) -> Iterator[str]:
         run.memory, key=lambda each: each.peak, default=None
     )
     stage = planned.stages[memory.stage] if memory is not None else planned.fullest
-    yield (
-        f"planned    {size(stage.total)} of {size(device.memory)} for stage {stage.stage} ({parts(stage)}), with rows"
-        f" of {planned.case.sequence_length:,} tokens"
-    )
+    held = f"{size(stage.total)} of {size(device.memory)} for stage {stage.stage} ({parts(stage)})"
+    yield f"planned    {held}, with rows of {planned.case.sequence_length:,} tokens"
     asked, doing = _failed_allocation(run.ended.what), _doing(run.ended.traceback)
     if asked or doing:
         amount = f" of {size(asked)}" if asked else ""
