@@ -34,7 +34,7 @@ class RankMemory:
     Attributes:
         stage: of the pipeline.
         joined: when it had met the others, before it built the model.
-        loaded: when model and optimizer stood, before the first step.
+        loaded: after model and optimizer were built, before the first step.
         stepped: after the first step: the optimizer's state is there, activations are gone.
         peak: most so far.
     """
