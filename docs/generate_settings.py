@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatune.plan.explain import settings_page
+from megatune.plan.explain.settings import settings_page
 
 DOCUMENTS = {"settings.md": settings_page, "settings.zh.md": lambda: settings_page("zh")}
 

@@ -44,6 +44,5 @@ def write(figure: Figure, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
-        raise MegatuneError(
-            Finding("cannot write the picture", str(path), error.strerror or str(error)), ExitCode.CANNOT_WRITE
-        ) from error
+        finding = Finding("cannot write the picture", str(path), error.strerror or str(error))
+        raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error

@@ -77,7 +77,8 @@ def test_refusals_are_translated():
 def test_chinese_is_imported_only_when_asked_for():
     script = (
         "import sys\n"
-        "from megatune.plan.explain import default_grounds, explain_key\n"
+        "from megatune.plan.explain.settings import explain_key\n"
+        "from megatune.plan.explain.ground import default_grounds\n"
         "explain_key('cutoff_len', default_grounds())\n"
         "print([name for name in sys.modules if 'chinese' in name or name in ('torch', 'numpy', 'matplotlib')])\n"
         "explain_key('cutoff_len', default_grounds(), 'zh')\n"

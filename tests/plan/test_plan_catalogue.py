@@ -10,15 +10,12 @@ import pytest
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import (
-    DEVICES,
-    LINKS,
     cpu_machine,
     device_by_driver_name,
-    find_device,
     find_machine,
     machine_assumptions,
 )
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS, GENERATIONS
+from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS, GENERATIONS, LINKS
 from megatune.plan.catalogue.find import plain_name
 from megatune.plan.catalogue.own import own_catalogue
 
@@ -77,7 +74,7 @@ def test_names_are_of_one_device_each() -> None:
     ],
 )
 def test_what_people_type(typed: str, name: str) -> None:
-    assert find_device(typed) is DEVICES[name]
+    assert find_machine(typed).device is CATALOGUE_DEVICES[name].device
 
 
 def test_driver_names() -> None:
@@ -156,33 +153,33 @@ def test_own_file(tmp_path: Path) -> None:
     file.write_text(OWN)
     machine = find_machine("a100", devices_file=file)
     assert machine.device == dataclasses.replace(
-        DEVICES["a100-80g"],
+        CATALOGUE_DEVICES["a100-80g"].device,
         name="mine",
         memory=int(78.5 * 2**30),
-        flops={**DEVICES["a100-80g"].flops, "bfloat16": 300e12},
+        flops={**CATALOGUE_DEVICES["a100-80g"].device.flops, "bfloat16": 300e12},
     )
     assert (machine.gpus_per_node, machine.network.bandwidth, machine.network.latency) == (4, 1e9, pytest.approx(3e-5))
     other = find_machine("other", devices_file=file)
     assert other.device.flops["float32"] == 10.5e12
     assert (other.link.name, other.link.bandwidth) == ("wire", 40e9)
     assert other.network.bandwidth == 100e9 / 8 * 2 / 8
-    assert find_device("a100").name == "a100-80g"
+    assert find_machine("a100").device.name == "a100-80g"
 
 
 def test_own_file_by_environment_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home" / ".config" / "megatune" / "devices.yaml"
     home.parent.mkdir(parents=True)
     home.write_text("devices: {here: {like: h100-80g}}")
-    assert find_device("here").name == "here"
+    assert find_machine("here").device.name == "here"
     named = tmp_path / "named.yaml"
     named.write_text("devices: {there: {like: h100-80g}}")
     monkeypatch.setenv("MEGATUNE_DEVICES", str(named))
-    assert find_device("there").name == "there"
+    assert find_machine("there").device.name == "there"
     with pytest.raises(MegatuneError, match="no device 'here'"):
-        find_device("here")
+        find_machine("here")
     monkeypatch.setenv("MEGATUNE_DEVICES", str(tmp_path / "none.yaml"))
     with pytest.raises(MegatuneError, match="MEGATUNE_DEVICES: cannot read"):
-        find_device("h100")
+        find_machine("h100")
 
 
 WRONG = """\

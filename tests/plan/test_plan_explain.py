@@ -18,13 +18,10 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import find_machine
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
-from megatune.plan.explain import Ground, default_grounds, explain_file, explain_key, ground_of_file, language_of
-from megatune.plan.explain.chinese import CHINESE
 from megatune.plan.explain.cost import against, value_of, weigh
-from megatune.plan.explain.key import settings_page
-from megatune.plan.explain.language import WIDTH, columns_of, wrapped
-from megatune.plan.explain.sentences import signed_bytes
-from megatune.plan.explain.words import ENGLISH
+from megatune.plan.explain.ground import Ground, default_grounds, ground_of_file
+from megatune.plan.explain.settings import explain_file, explain_key, settings_page
+from megatune.plan.explain.words import WIDTH, columns_of, language_of, signed_bytes, words_of, wrapped
 
 GROUNDS = default_grounds()
 INFOS = all_settings()
@@ -243,5 +240,6 @@ def test_values_that_are_compared_are_those_that_people_try() -> None:
 
 def test_every_word_is_in_both_languages() -> None:
     """English is the default of each field, so that a Chinese word left out would show."""
-    same = [each.name for each in fields(ENGLISH) if getattr(ENGLISH, each.name) == getattr(CHINESE, each.name)]
+    english, chinese = words_of("en"), words_of("zh")
+    same = [each.name for each in fields(english) if getattr(english, each.name) == getattr(chinese, each.name)]
     assert not same

@@ -14,8 +14,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from megatune.config.load import Loaded
-    from megatune.plan.explain import Ground, Language
-    from megatune.plan.machine import Machine
+    from megatune.plan.explain.ground import Ground
+    from megatune.plan.explain.words import Language
 
 _EPILOG = """    megatune explain recompute_granularity
     megatune explain recompute_granularity run.yaml        its cost in this file
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
     """
-    from megatune.plan.explain import language_of, settings_page
-    from megatune.plan.explain.key import knows
+    from megatune.plan.explain.settings import knows, settings_page
+    from megatune.plan.explain.words import language_of
     from megatune.plan.run.record import PLAN_NAME
 
     args = args.parser.parse_intermixed_args(args.words)  # options between and behind the words, too
@@ -92,66 +92,54 @@ def run(args: argparse.Namespace) -> int:
 
 def _key(key: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
     """Explain one setting, in the case of a file where one is named."""
-    from megatune.plan.explain import default_grounds, explain_key
-    from megatune.plan.explain.key import knows
+    from megatune.config.load import load
+    from megatune.plan.explain.ground import default_grounds
+    from megatune.plan.explain.settings import explain_key, knows
 
     grounds: list[Ground] = []
-    if knows(key):  # otherwise the answer needs no planner
-        if words:
-            grounds = [_ground(_loaded(words[0], words[1:]), args)]
-        else:
-            grounds = default_grounds(args.model, args.gpus, args.gpu)
+    if knows(key) and words:  # what is not known needs no planner
+        grounds = [_ground(load(words[0], words[1:]), args)]
+    elif knows(key):
+        grounds = default_grounds(args.model, args.gpus, args.gpu)
     print(explain_key(key, grounds, language))
     return ExitCode.DONE
 
 
 def _file(name: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
-    from megatune.plan.explain import explain_file
+    from megatune.config.load import load
+    from megatune.plan.explain.settings import explain_file
 
-    loaded = _loaded(name, words)
+    loaded = load(name, words)
     text, findings = explain_file(name, loaded, _ground(loaded, args), language)
     print(text)
     return ExitCode.SETTINGS if findings else ExitCode.DONE
 
 
-def _loaded(name: str, words: list[str]) -> Loaded:
-    from megatune.config.load import load
-
-    return load(name, words)
-
-
 def _ground(loaded: Loaded, args: argparse.Namespace) -> Ground:
     """Return the case of a file, on the machines that are named, on this one, or on usual ones."""
+    from megatune.cli.this_machine import this_machine
+    from megatune.launch.devices import count_gpus
     from megatune.plan.catalogue import find_machine
-    from megatune.plan.explain import ground_of_file
-    from megatune.plan.explain.ground import DEFAULT_GPU
+    from megatune.plan.explain.ground import DEFAULT_GPU, ground_of_file
 
     if args.model is not None:
         settings = loaded.settings
         model = settings.model.model_copy(update={"model_name_or_path": args.model})
         loaded = replace(loaded, settings=settings.model_copy(update={"model": model}))
-    machine = find_machine(args.gpu) if args.gpu else _this_machine()
+    machine = find_machine(args.gpu) if args.gpu else None
+    if not args.gpu and (count := count_gpus(os.environ)):
+        machine, _ = this_machine(count, count)  # None where the catalogue does not know its GPUs
     return ground_of_file(loaded, machine or find_machine(DEFAULT_GPU), args.gpus, is_assumed=machine is None)
 
 
-def _this_machine() -> Machine | None:
-    """Return this machine, where it has GPUs that the catalogue knows."""
-    from megatune.cli.this_machine import this_machine
-    from megatune.launch.devices import count_gpus
-
-    count = count_gpus(os.environ)
-    return this_machine(count, count)[0] if count else None
-
-
 def _run_folder(folder: Path) -> int:
+    from megatune.plan.run.trouble import diagnose
+
     if not (folder / "run.yaml").is_file():
         fix = "name the output_dir of a run, a settings file, or a setting"
         if (folder.absolute().parent / "run.yaml").is_file():
             fix = f"megatune explain {folder.parent}: that is the run's"
-        raise MegatuneError(
-            Finding(f"{folder} is not the folder of a run: it has no run.yaml", fix=fix), ExitCode.INPUT
-        )
-    from megatune.plan.run.trouble import diagnose
-
+        finding = Finding(f"{folder} is not the folder of a run: it has no run.yaml", fix=fix)
+        raise MegatuneError(finding, ExitCode.INPUT)
     print("\n".join(diagnose(folder)))
     return ExitCode.DONE

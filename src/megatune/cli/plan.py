@@ -90,17 +90,18 @@ def run(args: argparse.Namespace) -> int:
         findings += [Finding(f"{word!r} says nothing to --calibrate") for word in given if word is not None]
         return _calibrate(options, findings)
 
-    from megatune.cli.plan_question import ask
+    from megatune.cli.plan_question import QuestionReader
     from megatune.plan.answer import answer
-    from megatune.plan.pages.document import document
 
-    question = ask(options, words, findings)
+    question = QuestionReader(options, words, findings).question()
     gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
     try:
         found = answer(question)
     finally:
         gc.enable()
     if options.json:
+        from megatune.plan.pages.document import document
+
         print(document(found, options.top))
     else:
         from megatune.plan.pages.whole import show
@@ -118,7 +119,7 @@ def _write(found: Answer, options: argparse.Namespace) -> None:
 
         written += [str(path) for path in draw(found, Path(options.figures))]
     if options.output is not None and found.best is not None:
-        from megatune.plan.search.winner import winner_yaml
+        from megatune.plan.launch_lines import winner_yaml
 
         text = winner_yaml(found.best, found.question.origins)
         try:
@@ -136,13 +137,11 @@ def _write(found: Answer, options: argparse.Namespace) -> None:
 def _launch(found: Answer, options: argparse.Namespace) -> list[str]:
     from megatune.plan.launch_lines import Launch, sbatch_file, torchrun_lines
 
-    own = found.own if found.own is not None and options.output is None else None
-    chosen = own or found.best
+    chosen = (found.own if options.output is None else None) or found.best
     if chosen is None:
         return []
-    file = options.output or found.question.file or "best.yaml"
-    launch = Launch(file=file, settings=chosen.case.settings, machine=chosen.case.machine,
-                    world_size=chosen.case.world_size)  # fmt: skip
+    case, file = chosen.case, options.output or found.question.file or "best.yaml"
+    launch = Launch(file=file, settings=case.settings, machine=case.machine, world_size=case.world_size)
     if options.launch == "slurm":
         return ["", "# A file for sbatch", sbatch_file(launch)]
     lines = torchrun_lines(launch)

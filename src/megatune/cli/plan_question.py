@@ -1,4 +1,4 @@
-"""The command line of `megatune plan` as a question: all flags, settings, the model and the machines held together."""
+"""The command line of `megatune plan` as a question: flags, settings, the model and the machines, checked together."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import amount, count
 from megatune.plan.question import Asked, Question, image_tokens, read_settings
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # What a plan does without; rules about it have nothing to say here.
-_NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path", "run.num_processes")
+_NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
 _ROWS = 64
 _EXAMPLES = {"gpus": "8", "gpus_per_node": "8", "seq": "4096", "global_batch": "64", "image_tokens": "441", "top": "10",
              "document_length": "512", "dataset_tokens": "1B, 250M or 3000000"}  # fmt: skip
@@ -34,21 +35,15 @@ _AMOUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _OLD = ("volta", "turing")
 
 
-def ask(options: argparse.Namespace, words: Arguments, findings: list[Finding]) -> Question:
-    """Read everything, and report all that is wrong at once.
+@dataclass
+class QuestionReader:
+    """Reads everything, and reports all that is wrong at once.
 
     Args:
         options: flags of the verb, as text; `top` becomes a number.
         findings: what was found wrong on the way here.
-
-    Raises:
-        MegatuneError: SETTINGS, or INPUT where only a model, a device or a file is not there.
     """
-    return _Reader(options, words, list(findings)).question()
 
-
-@dataclass
-class _Reader:
     options: argparse.Namespace
     words: Arguments
     findings: list[Finding]
@@ -57,16 +52,19 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
 
     def question(self) -> Question:
-        """Read the flags, the settings, the model and the machine, and hold them against each other."""
+        """Read the flags, the settings, the model and the machine, and check them together.
+
+        Raises:
+            MegatuneError: SETTINGS, or INPUT where only a model, a device or a file is not there.
+        """
         source = self.words.source
         self.file = source if source is not None and source.endswith((".yaml", ".yml")) else None
         self._numbers()
-        asked = self._settings()
-        name = self._model_name(asked)
-        of_hub = asked.loaded.settings.model
-        model = None
-        if name is not None:
-            model = self._found(lambda: find_model(name, of_hub.model_revision, of_hub.cache_dir))
+        cutoff = [] if self.options.seq is None else ["--cutoff_len", str(self.options.seq)]
+        arguments = replace(self.words, flags=[*self.words.flags, *cutoff])
+        asked = read_settings(self.file, arguments, self.options.trainable)
+        self.findings += asked.loaded.findings
+        model = self._model(asked.loaded.settings)
         world, machine = self._machine(asked.loaded.settings)
         placed = asked.loaded.for_world(world)
         self.findings += placed.findings[len(asked.loaded.findings) :]
@@ -74,7 +72,7 @@ class _Reader:
         assert model is not None
         assert machine is not None
         assert world is not None
-        return self._held_together(Asked(placed), model, machine, world)
+        return self._checked(Asked(placed), model, machine, world)
 
     def _numbers(self) -> None:
         """Turn flags that are numbers into numbers."""
@@ -104,26 +102,16 @@ class _Reader:
             return None
         return int(value) if whole else value
 
-    def _settings(self) -> Asked:
-        flags = list(self.words.flags)
-        if self.options.seq is not None:
-            flags += ["--cutoff_len", str(self.options.seq)]
-        asked = read_settings(self.file, replace(self.words, flags=flags), self.options.trainable)
-        self.findings += asked.loaded.findings
-        return asked
-
-    def _model_name(self, asked: Asked) -> str | None:
-        written = asked.loaded.settings.model.model_name_or_path
+    def _model(self, settings: Settings) -> PlannedModel | None:
+        written, hub = settings.model.model_name_or_path, settings.model
         name = written if self.file is not None else self.words.source or written
-        if name is None:
-            what = "model_name_or_path is missing" if self.file else "what is to be planned?"
-            fix = (
-                "write model_name_or_path: FOLDER, or an id on a hub"
-                if self.file
-                else "megatune plan FILE.yaml, or megatune plan MODEL"
-            )
-            self.findings.append(Finding(what, self.file or "", fix=fix))
-        return name
+        if name is not None:
+            return self._found(lambda: find_model(name, hub.model_revision, hub.cache_dir))
+        what, fix = "what is to be planned?", "megatune plan FILE.yaml, or megatune plan MODEL"
+        if self.file:
+            what, fix = "model_name_or_path is missing", "write model_name_or_path: FOLDER, or an id on a hub"
+        self.findings.append(Finding(what, self.file or "", fix=fix))
+        return None
 
     def _found(self, find: Callable[[], T]) -> T | None:
         try:
@@ -192,19 +180,16 @@ class _Reader:
             self.missing.append(Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE"))
         return world, machine
 
-    def _held_together(self, asked: Asked, model: PlannedModel, machine: Machine, world: int) -> Question:
-        """Return the question, after the rules of the layout were held against the model and the world."""
+    def _checked(self, asked: Asked, model: PlannedModel, machine: Machine, world: int) -> Question:
+        """Return the question, after the rules of the layout were checked for the model and the world."""
         plans_own = self.file is not None or asked.has_layout
         settings, rows = self._batch(self._precision(asked, machine), asked, world, plans_own)
         if self.file is None:
             is_known = Path(model.name).expanduser().is_dir() or is_hub_id(model.name)
-            given = model.name if is_known else None
-            named = settings.model.model_copy(update={"model_name_or_path": given})
-            settings = settings.model_copy(update={"model": named})
+            settings = with_settings(settings, {"model.model_name_or_path": model.name if is_known else None})
         if plans_own:
             # A model that is only named is planned for rows longer than it was trained on, with a note.
-            longer = {"data.cutoff_len"} if self.file is None else set()
-            left_out = {*_NOT_HERE[:-1], *longer}
+            left_out = {*_NOT_HERE, *(["data.cutoff_len"] if self.file is None else [])}
             planned = replace(asked.loaded, settings=settings)
             self.findings += planned.check_rules(model.architecture, world, rules=PLAN_RULES, leave_out=left_out)
         limit = model.architecture.max_position_embeddings
@@ -248,8 +233,7 @@ class _Reader:
             return settings
         dtype = "fp16" if machine.device.generation in _OLD else "bf16"
         self.notes.append(f"{dtype}: true, which this device computes fastest")
-        precision = settings.precision.model_copy(update={dtype: True})
-        return settings.model_copy(update={"precision": precision})
+        return with_settings(settings, {f"precision.{dtype}": True})
 
     def _batch(self, settings: Settings, asked: Asked, world: int, plans_own: bool) -> tuple[Settings, int]:
         """Return the settings with the batch that was asked for, and rows of a step."""

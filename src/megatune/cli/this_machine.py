@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 def this_machine(
     processes: int, num_gpus: int, calibration: str | Path | None = None, env: Mapping[str, str] = os.environ
 ) -> tuple[Machine | None, str]:
-    """Describe this machine, with the factors that were fitted to it, if there are any.
+    """Describe this machine, with the factors that were fitted to it; or return None and why it cannot be planned for.
 
     Args:
         processes: of the run, on this machine.
         num_gpus: that it shows (`launch.devices.count_gpus`), 0 to compute on the CPU.
         calibration: a file of `megatune plan --calibrate`; None takes the one of this device.
-
-    Returns:
-        The machine, or None and why it cannot be planned for.
 
     Raises:
         MegatuneError: INPUT, where the calibration cannot be read.

@@ -1,12 +1,18 @@
-"""The commands that start a planned run: a line for each machine, or a file for Slurm."""
+"""What starts a planned run: a line for each machine, or a file for Slurm; and its settings file."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatune.config.settings import Settings
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.resolved import dump
+from megatune.config.settings import Settings, all_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.case import Case
+from megatune.plan.changes.variation import setting_of
+from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -17,12 +23,8 @@ _MANY_QUEUES = ("blackwell", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A run to start.
-
-    Attributes:
-        file: the YAML that `megatune train` runs, as every machine names it.
-        master_addr: name or address of the first machine, as the others reach it.
-    """
+    """A run to start: the YAML that `megatune train` runs, as every machine names it, and the address of the first
+    machine, as the others reach it."""
 
     file: str
     settings: Settings
@@ -45,14 +47,10 @@ class Launch:
         size = self.processes_per_node
         if self.world_size % size:
             near = self.world_size // size * size
-            raise MegatuneError(
-                Finding(
-                    f"{self.world_size} GPUs do not fill machines of {self.machine.gpus_per_node}",
-                    why="torchrun starts as many processes on every machine",
-                    fix=f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {self.world_size}",
-                ),
-                ExitCode.SETTINGS,
-            )
+            what = f"{self.world_size} GPUs do not fill machines of {self.machine.gpus_per_node}"
+            why = "torchrun starts as many processes on every machine"
+            fix = f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {self.world_size}"
+            raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
         return self.world_size // size
 
 
@@ -69,30 +67,24 @@ def torchrun_lines(launch: Launch) -> tuple[str, ...]:
         return (command if fits else f"{command} num_processes={launch.world_size}",)
     stands = f"# {FIRST_MACHINE} stands for the first machine: its name or address, as the others reach it"
     named = launch.master_addr != FIRST_MACHINE
-    environment = (*environment_lines(launch), *suggested_lines(launch), *(() if named else (stands,)))
+    environment = (*environment_lines(launch), *_suggested_lines(launch), *(() if named else (stands,)))
+    addr, port = shlex.quote(launch.master_addr), str(launch.master_port)
     return tuple(
-        "\n".join(
-            (*environment, _torchrun(launch, str(rank), shlex.quote(launch.master_addr), str(launch.master_port)))
-        )
-        for rank in range(launch.num_nodes)
+        "\n".join((*environment, _torchrun(launch, str(rank), addr, port))) for rank in range(launch.num_nodes)
     )
 
 
 def environment_lines(launch: Launch) -> tuple[str, ...]:
     """Return what must be set where torchrun starts the processes; megatune's own launcher sets it itself."""
     parallel = launch.settings.parallel
-    overlaps = (
-        parallel.tensor_model_parallel_size > 1
-        or parallel.context_parallel_size > 1
-        or parallel.overlap_grad_reduce
-        or parallel.overlap_param_gather
-    )
+    splits = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
+    overlaps = splits or parallel.overlap_grad_reduce or parallel.overlap_param_gather
     if launch.machine.device.generation in _MANY_QUEUES or not overlaps:
         return ()
     return ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels run in launch order, which overlaps count on",)
 
 
-def suggested_lines(launch: Launch) -> tuple[str, ...]:
+def _suggested_lines(launch: Launch) -> tuple[str, ...]:
     """Return what may be set, commented out: NCCL finds most of it itself."""
     if launch.machine.device.generation == "cpu":
         return ("# export GLOO_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other",)
@@ -126,7 +118,7 @@ def sbatch_file(launch: Launch, *, job_name: str = "megatune") -> str:
         "set -euo pipefail",
         "",
     ]
-    environment = [*environment_lines(launch), *suggested_lines(launch)]
+    environment = [*environment_lines(launch), *_suggested_lines(launch)]
     # The port is the job's own, so that two jobs that share a machine do not meet.
     meeting = [
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -144,3 +136,86 @@ def _torchrun(launch: Launch, node_rank: str, addr: str, port: str) -> str:
         f"torchrun --nnodes {launch.num_nodes} --node_rank {node_rank} --nproc_per_node {launch.processes_per_node}"
         f" --master_addr {addr} --master_port {port} -m megatune train {shlex.quote(launch.file)}"
     )
+
+
+# --- the settings file -----------------------------------------------------------------------------------------------
+
+# What a search decides.
+_CHOSEN = (
+    "run.num_processes",
+    "batch.per_device_train_batch_size",
+    "batch.gradient_accumulation_steps",
+    *(path for path in all_settings() if path.startswith(("parallel.", "recompute."))),
+)
+# Written from a bare model even where they are the defaults: they are what was asked for.
+_ALWAYS = (
+    "batch.per_device_train_batch_size",
+    "batch.gradient_accumulation_steps",
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+)
+_PLACEHOLDERS = (
+    ("model.model_name_or_path", "FOLDER", "the Hugging Face checkpoint of {name}"),
+    ("data.dataset", "NAME", "one or more of the names in dataset_info.json, which lies in dataset_dir"),
+    ("run.output_dir", "FOLDER", "for checkpoints, logs and the final model"),
+    ("optimizer.learning_rate", "1.0e-5", "5.0e-5 where nothing is written"),
+    ("optimizer.num_train_epochs", "3.0", "as many where nothing is written"),
+)
+
+
+def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
+    """Write a settings file that `megatune train` runs.
+
+    Args:
+        origins: "group.name" -> where a user wrote it, as `Loaded.origins`. Where some were written in a file, the text
+            holds every setting; where none was, only those that differ from the defaults, and comments in place of
+            what only the user knows.
+
+    Raises:
+        MegatuneError: SETTINGS, with everything that is planned and cannot be trained yet.
+    """
+    if findings := _not_built(estimate.case):
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    settings = estimate.case.settings
+    if all(origin == "default" for origin in origins.values()):
+        return _short(estimate.case)
+    chosen = {
+        path: "plan" for path in _CHOSEN if origins.get(path, "default") != "default" or _is_written(settings, path)
+    }
+    return dump(settings, {**origins, **chosen})
+
+
+def _not_built(case: Case) -> list[Finding]:
+    """Say what can be planned, and not trained."""
+    problems = []
+    if case.settings.finetuning.finetuning_type == "lora":
+        problems.append(("training LoRA adapters is not built yet", "plan without --output, or full training"))
+    if case.model.architecture.vision is not None:
+        problems.append(("training vision-language models is not built yet", "plan without --output"))
+    elif case.settings.finetuning.freeze_language_model:
+        problems.append(("a frozen language model leaves nothing to train", "plan without freeze_language_model"))
+    return [
+        Finding(f"no settings file for {case.model.name}: {what}", why="it is planned only", fix=fix)
+        for what, fix in problems
+    ]
+
+
+def _short(case: Case) -> str:
+    """Write only what differs from the defaults, and comments in place of what is not known."""
+    settings = case.settings
+    lines = [f"# {case.model.name} on {case.world_size} processes, a global batch of {case.global_batch_size} rows"]
+    if missing := [entry for entry in _PLACEHOLDERS if not _is_written(settings, entry[0])]:
+        lines.append("# To be filled in:")
+        lines += [
+            f"{f'# {LLAMAFACTORY.key_of(path)}: {example}':<52}  # {note.format(name=case.model.name)}"
+            for path, example, note in missing
+        ]
+    asked = {path: "asked for" for path in all_settings() if _is_written(settings, path)}
+    written = dump(settings, {**asked, **dict.fromkeys(_CHOSEN, "plan")}).splitlines()
+    keys = {LLAMAFACTORY.key_of(path) for path in all_settings() if path in _ALWAYS or _is_written(settings, path)}
+    lines += [line for line in written if line.partition(":")[0] in keys]
+    return "\n".join(lines) + "\n"
+
+
+def _is_written(settings: Settings, path: str) -> bool:
+    return bool(setting_of(settings, path) != all_settings()[path].default)

@@ -9,16 +9,17 @@ and moves apart from what the other factor scales.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.calibration.report import CalibrationReport, PredictionErrors, RunError
 from megatune.plan.case import Case
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration
+from megatune.plan.pages.words import columns, percent, size
 from megatune.plan.run.record import RunRecord, comparable, read_records
 
 _SEEN = 0.1  # share of the measured that a factor must scale, to be fitted
@@ -26,7 +27,56 @@ _APART = 0.05  # how far two factors' shares must move apart between runs, to be
 _HUBER = 0.2  # residual from which a run counts less
 _PULL = 0.003  # weight of the pull towards 1, of one run's weight
 _RANGE = (0.02, 50.0)
-_NAMES = ("compute", "communication", "activations", "framework")
+_ERRORS = tuple((of, when) for of in ("time", "memory") for when in ("before", "after", "left_out"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationReport:
+    """Factors, and how much better they predict the runs they were fitted to.
+
+    Attributes:
+        runs: names of folders, with the step it resumed from where there are several processes in one.
+        errors: of each run, predicted over measured, less 1; None where nothing was measured. Of the "time" of a step
+            and the "memory" of the fullest rank, "before", "after", and "left_out" of the runs that were fitted.
+        left: why a factor was left as it is, of those that the runs could not tell, by its name in `Calibration`.
+    """
+
+    device: str
+    calibration: Calibration
+    runs: tuple[str, ...]
+    errors: Mapping[tuple[str, str], Sequence[float | None]]
+    left: Mapping[str, str]
+
+    def median(self, of: str, when: str) -> float | None:
+        """Return the median size of an error over all runs."""
+        known = [abs(error) for error in self.errors[of, when] if error is not None]
+        return statistics.median(known) if known else None
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report for a terminal."""
+        found, several = self.calibration, len(self.runs) > 1
+        beside = f"{size(abs(found.framework))} {'more' if found.framework >= 0 else 'less'}"
+        values = {
+            "compute": f"computing takes {found.compute:.2f} times as long as planned",
+            "communication": f"exchanges take {found.communication:.2f} times as long",
+            "activations": f"activations and loss take {found.activations:.2f} times as much",
+            "framework": f"{beside} a rank beside tensors",
+        }
+        yield f"{self.device}, fitted to {found.num_runs} run{'s' * (found.num_runs != 1)}"
+        for name, text in values.items():
+            yield f"  {name:<14} {f'as it is: {self.left[name]}' if name in self.left else text}"
+
+        def shown(error: float | None, sign: str = "+") -> str:
+            return "—" if error is None else (sign if error > 0 else "") + percent(error)
+
+        head = ("error of", "step before", "after", "left out", "memory before", "after", "left out")
+        errors = zip(*(self.errors[each] for each in _ERRORS), strict=True)
+        rows = [head, *((name, *map(shown, each)) for name, each in zip(self.runs, errors, strict=True))]
+        if several:
+            rows.append(("median size", *(shown(self.median(*each), sign="") for each in _ERRORS)))
+        yield from columns(rows)
+        if several:
+            yield "left out: predicted with factors that were fitted to the other runs"
 
 
 @dataclass(frozen=True)
@@ -48,10 +98,10 @@ class _Run:
         stages = estimate(_calibrated(self.longest, calibration)).stages
         return [float(comparable(stages[stage], self.counted)) for stage, _ in self.memory]
 
-    def time_error(self, calibration: Calibration) -> float | None:
-        return self.step(calibration) / self.seconds - 1 if self.seconds else None
-
-    def memory_error(self, calibration: Calibration) -> float | None:
+    def error(self, of: str, calibration: Calibration) -> float | None:
+        """Return predicted over measured "time" or "memory", less 1; None where it was not measured."""
+        if of == "time":
+            return self.step(calibration) / self.seconds - 1 if self.seconds else None
         return max(self.stages(calibration)) / max(size for _, size in self.memory) - 1 if self.memory else None
 
 
@@ -70,20 +120,15 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
         what = f"the runs are of several devices: {', '.join(devices)}"
         raise MegatuneError(Finding(what, fix="calibrate each device with its own runs"), ExitCode.INPUT)
     calibration, left = _fit(measured)
-    found = []
+    errors: dict[tuple[str, str], list[float | None]] = {each: [] for each in _ERRORS}
     for index, run in enumerate(measured):
         others = measured[:index] + measured[index + 1 :]
-        fits = {"before": Calibration(), "after": calibration, **({"left_out": _fit(others)[0]} if others else {})}
-        time = PredictionErrors(**{when: run.time_error(each) for when, each in fits.items()})
-        memory = PredictionErrors(**{when: run.memory_error(each) for when, each in fits.items()})
-        found.append(RunError(name=run.name, time=time, memory=memory))
-    return CalibrationReport(
-        device=devices[0],
-        calibration=calibration,
-        runs=tuple(found),
-        fitted=tuple(name for name in _NAMES if name not in left),
-        left=left,
-    )
+        fits = {"before": Calibration(), "after": calibration, "left_out": _fit(others)[0] if others else None}
+        for of, when in _ERRORS:
+            fitted = fits[when]
+            errors[of, when].append(None if fitted is None else run.error(of, fitted))
+    names = tuple(run.name for run in measured)
+    return CalibrationReport(device=devices[0], calibration=calibration, runs=names, errors=errors, left=left)
 
 
 def _measured(runs: Sequence[str | Path]) -> list[_Run]:
@@ -181,11 +226,8 @@ def _fit_memory(runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _identified(shares: list[list[float]], names: tuple[str, str], what: str) -> tuple[list[str], dict[str, str]]:
-    """Return which of two unknowns the runs determine, the first one by preference, and why not the others.
-
-    Args:
-        shares: of each unknown, how much of each run's measurement it moves, relative.
-    """
+    """Return which of two unknowns the runs determine, the first one by preference, and why not the others, by how much
+    each moves each run's measurement, relative."""
     known, left = [], {}
     for name, share in zip(names, shares, strict=True):
         if not share or max(share) < _SEEN:

@@ -24,17 +24,14 @@ def default_path(device: str, env: Mapping[str, str] = os.environ) -> Path:
     return user_folder(env) / "calibration" / f"{device}.yaml"
 
 
-def write(calibration: Calibration, path: str | Path, device: str = "") -> None:
-    """Write the factors, whole or not at all.
-
-    Args:
-        device: that they were fitted to; "" leaves it out.
+def write(calibration: Calibration, path: str | Path, device: str) -> None:
+    """Write the factors fitted to a device, whole or not at all.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
     """
     path = Path(path)
-    content = {**({"device": device} if device else {}), **asdict(calibration)}
+    content = {"device": device, **asdict(calibration)}
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,15 +61,9 @@ def calibration_for(device: str, path: str | Path | None = None) -> Calibration:
         return read(default) if default.is_file() else Calibration()
     content = _content(Path(path))
     if content.get("device", device) != device:
-        raise MegatuneError(
-            Finding(
-                f"was fitted to {content['device']}",
-                str(path),
-                f"this plan is for {device}",
-                "leave --calibration out, or give the file of this device",
-            ),
-            ExitCode.INPUT,
-        )
+        fix = "leave --calibration out, or give the file of this device"
+        finding = Finding(f"was fitted to {content['device']}", str(path), f"this plan is for {device}", fix)
+        raise MegatuneError(finding, ExitCode.INPUT)
     return _factors(content, path)
 
 
@@ -80,9 +71,8 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MegatuneError(
-            Finding("there is no such file", str(path), fix="megatune plan --calibrate RUN writes one"), ExitCode.INPUT
-        ) from None
+        finding = Finding("there is no such file", str(path), fix="megatune plan --calibrate RUN writes one")
+        raise MegatuneError(finding, ExitCode.INPUT) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         mark, why = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
         where = f"{path}:{mark.line + 1}" if mark else str(path)

@@ -21,7 +21,7 @@ from megatune.plan.catalogue.devices import (
     split_ports,
 )
 from megatune.plan.catalogue.own import own_catalogue
-from megatune.plan.machine import Calibration, Device, Link, Machine
+from megatune.plan.machine import Device, Link, Machine
 
 T = TypeVar("T")
 
@@ -31,24 +31,13 @@ _NOISE = re.compile(r"\b(?:nvidia|tesla|geforce|quadro)\b")
 _CORE_FLOPS = 96e9
 # Of one channel of memory, which is about what one core can read.
 _CORE_BANDWIDTH = 12e9
+_FIX = "give one of these, or its numbers in a file: --devices FILE (docs/devices.md)"
 
 
 def plain_name(name: str) -> str:
     """Return a device's name as it is compared: "NVIDIA A100-SXM4-80GB" -> "a100sxm480g"."""
     words = re.sub(r"[^a-z0-9]+", " ", _NOISE.sub(" ", name.lower()))
     return re.sub(r"\b(\d+)gb\b", r"\1g", words).replace(" ", "")
-
-
-def find_device(name: str, devices_file: str | Path | None = None) -> Device:
-    """Find the device of this name: of the catalogue, an alias ("a100", "4090"), or what its driver calls it.
-
-    Args:
-        devices_file: YAML with devices of one's own (`own_catalogue`).
-
-    Raises:
-        MegatuneError: INPUT, with the nearest names; or what is wrong with the file.
-    """
-    return _entry(name, own_catalogue(devices_file).devices).device
 
 
 def device_by_driver_name(name: str) -> Device | None:
@@ -65,17 +54,18 @@ def find_machine(
     link: str | None = None,
     network: str | None = None,
     devices_file: str | Path | None = None,
-    calibration: Calibration | None = None,
 ) -> Machine:
     """Return machines with this device; what is None is as most machines of the kind have it (`machine_assumptions`).
 
     Args:
+        gpu: a device's name in the catalogue, an alias ("a100", "4090"), or what its driver calls it.
         link: what joins the devices of one machine, by its name in the catalogue.
         network: what joins machines: "ib-400" is one port a device, "ib-400x4" four ports a machine, shared by its
             devices, "ethernet-25g" one port a machine.
+        devices_file: YAML with devices of one's own (`own_catalogue`).
 
     Raises:
-        MegatuneError: INPUT, with everything that is not known and the nearest names.
+        MegatuneError: INPUT, with everything that is not known and the nearest names; or what is wrong with the file.
     """
     own = own_catalogue(devices_file)
     findings: list[Finding] = []
@@ -91,33 +81,24 @@ def find_machine(
     found_network = _collect(findings, lambda: _link(between, links, size, network=True))
     if entry is None or found_link is None or found_network is None or findings:
         raise MegatuneError(findings, ExitCode.INPUT)
-    return Machine(
-        device=entry.device,
-        gpus_per_node=size,
-        link=found_link,
-        network=found_network,
-        calibration=calibration or Calibration(),
-    )
+    return Machine(device=entry.device, gpus_per_node=size, link=found_link, network=found_network)
 
 
 def machine_assumptions(
     machine: Machine, *, gpus_per_node: int | None = None, link: str | None = None, network: str | None = None
 ) -> tuple[str, ...]:
     """Say what `find_machine` assumed where it was given None, one line each, with the flag that says otherwise."""
-    inside, between = machine.link, machine.network
+    inside, between = (f"{each.name}, {each.bandwidth / 1e9:.3g} GB/s" for each in (machine.link, machine.network))
     lines = (
         (gpus_per_node, f"{machine.gpus_per_node} GPUs a machine (--gpus_per_node)"),
-        (link, f"GPUs of a machine joined by {inside.name}, {_gigabytes(inside)} each way (--link)"),
-        (network, f"machines joined by {between.name}, {_gigabytes(between)} a GPU each way (--network)"),
+        (link, f"GPUs of a machine joined by {inside} each way (--link)"),
+        (network, f"machines joined by {between} a GPU each way (--network)"),
     )
     return tuple(text for given, text in lines if given is None)
 
 
 def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
-    """Return this host, its memory and cores shared evenly by the processes of a run.
-
-    Speeds are rough: one core of 3 GHz with AVX2 and one memory channel's traffic for every core of a process.
-    """
+    """Return this host, its memory and cores shared evenly by the processes of a run; speeds, by core, are rough."""
     share = cores / processes
     device = Device(
         name="cpu",
@@ -129,10 +110,6 @@ def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
     )
     network = replace(LINKS["ethernet-10g"], bandwidth=LINKS["ethernet-10g"].bandwidth / processes)
     return Machine(device=device, gpus_per_node=processes, link=LINKS["loopback"], network=network)
-
-
-def _gigabytes(link: Link) -> str:
-    return f"{link.bandwidth / 1e9:.3g} GB/s"
 
 
 def _collect(findings: list[Finding], find: Callable[[], T]) -> T | None:
@@ -152,22 +129,13 @@ def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
     wanted = plain_name(name)
     if entry := by_name.get(wanted):
         return entry
-    near = list(dict.fromkeys(by_name[each].device.name for each in _nearest(wanted, by_name)))
-    raise MegatuneError(
-        Finding(
-            f"gpu: there is no device {name!r} in the catalogue",
-            why=f"nearest: {', '.join(near)}" if near else f"it has {', '.join(entries)}",
-            fix="give one of these, or its numbers in a file: --devices FILE (docs/devices.md)",
-        ),
-        ExitCode.INPUT,
-    )
-
-
-def _nearest(wanted: str, names: Mapping[str, object]) -> list[str]:
-    """Return the names most like it, those of its chip first."""
+    # The names most like it, those of its chip first.
     chip = re.match(r"[a-z]+\d{1,3}", wanted)
-    same = [name for name in names if chip and name.startswith(chip[0])]
-    return [*same[:4], *difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)]
+    near = [each for each in by_name if chip and each.startswith(chip[0])][:4]
+    near += difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.5)
+    listed = ", ".join(dict.fromkeys(by_name[each].device.name for each in near))
+    why = f"nearest: {listed}" if near else f"it has {', '.join(entries)}"
+    raise MegatuneError(Finding(f"gpu: there is no device {name!r} in the catalogue", "", why, _FIX), ExitCode.INPUT)
 
 
 def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, network: bool) -> Link:
@@ -177,14 +145,8 @@ def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, 
     base, ports = split_ports(name, links)
     if base not in of_kind or (ports and not network):
         near = difflib.get_close_matches(base, of_kind, n=3, cutoff=0.4) or of_kind
-        raise MegatuneError(
-            Finding(
-                f"{kind}: there is no {kind} {name!r} in the catalogue",
-                why=f"nearest: {', '.join(near)}",
-                fix="give one of these, or its numbers in a file: --devices FILE (docs/devices.md)",
-            ),
-            ExitCode.INPUT,
-        )
+        what, why = f"{kind}: there is no {kind} {name!r} in the catalogue", f"nearest: {', '.join(near)}"
+        raise MegatuneError(Finding(what, "", why, _FIX), ExitCode.INPUT)
     entry = links[base]
     ports = ports or entry.ports
     if ports is None:

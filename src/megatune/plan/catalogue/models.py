@@ -31,14 +31,6 @@ def _published() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
     return models
 
 
-@functools.cache
-def _by_name() -> dict[str, str]:
-    """Return repositories by every name that `find_model` knows."""
-    return {
-        _plain(name): repository for repository, (aliases, _) in _published().items() for name in (repository, *aliases)
-    }
-
-
 def _plain(name: str) -> str:
     """Return a model's name as it is compared: "meta-llama/Meta-Llama-3-8B-Instruct" -> "llama38b"."""
     short = name.lower().replace("_", "-").rstrip("/").split("/")[-1].removeprefix("meta-")
@@ -62,7 +54,7 @@ def find_model(name_or_path: str | Path, revision: str = MAIN, cache_dir: str | 
         config, where = read_config(open_model(str(path), revision).config_dir()), str(path / "config.json")
     elif path.is_file():
         config, where = _read_file(path), str(path)
-    elif (repository := _by_name().get(_plain(name))) is not None and revision == MAIN:
+    elif (repository := _BY_NAME.get(_plain(name))) is not None and revision == MAIN:
         config, where = _published()[repository][1], repository
     elif not is_hub_id(name):
         raise _unknown(name)
@@ -91,10 +83,8 @@ def _unknown(name: str, of_hub: MegatuneError | None = None) -> MegatuneError:
     what = f"model {name!r} is neither a folder, nor a config.json, nor a name that ships with megatune"
     why = f"nearest: {', '.join(near)}" if near else f"names that ship: {', '.join(MODELS)}"
     fix = "give one of these names, the folder of the checkpoint, of which config.json is enough, or its id on a hub"
-    return MegatuneError(
-        [Finding(what, why=why, fix=fix), *(of_hub.findings if of_hub else ())],
-        of_hub.exit_code if of_hub else ExitCode.INPUT,
-    )
+    finding, exit_code = Finding(what, why=why, fix=fix), of_hub.exit_code if of_hub else ExitCode.INPUT
+    return MegatuneError([finding, *(of_hub.findings if of_hub else ())], exit_code)
 
 
 def published_names() -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -102,5 +92,7 @@ def published_names() -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((repository, aliases) for repository, (aliases, _) in _published().items())
 
 
+# Repositories by every name that `find_model` knows.
+_BY_NAME = {_plain(each): model for model, (aliases, _) in _published().items() for each in (model, *aliases)}
 # Names of the well-known models, without their organisation.
 MODELS: tuple[str, ...] = tuple(repository.split("/")[-1] for repository in _published())

@@ -132,20 +132,19 @@ class _Reader:
         return found
 
     def _entries(self, parts: dict[str, yaml.Node], part: str, keys: tuple[str, ...]) -> list[_Fields]:
-        if part not in parts:
-            return []
+        nodes = self._mapping(parts[part], part) if part in parts else {}
         return [
             _Fields(name, self._where(node), self._mapping(node, f"{part}: {name}", keys))
-            for name, node in self._mapping(parts[part], part).items()
+            for name, node in nodes.items()
         ]
 
     def _number(self, fields: _Fields, key: str) -> float | None:
-        """A number above 0; None where it is absent or refused."""
-        if (node := fields.nodes.get(key)) is None:
-            return None
-        return self._positive(node, f"{fields.name}: {key}")
+        return self._positive(fields.nodes.get(key), f"{fields.name}: {key}")
 
-    def _positive(self, node: yaml.Node, what: str) -> float | None:
+    def _positive(self, node: yaml.Node | None, what: str) -> float | None:
+        """Return a number above 0; None where it is absent or refused."""
+        if node is None:
+            return None
         data = self._data(node)
         if isinstance(data, bool) or not isinstance(data, int | float) or not (0 < data < math.inf):
             self._refuse(node, f"{what}: {data!r} is no number above 0")
@@ -195,19 +194,17 @@ class _Reader:
         before = len(self.findings)
         like = self._choice(fields, "like", devices)
         base = devices[like] if like else None
-        kinds: dict[bool, list[str]] = {False: [], True: []}
-        for name, each in links.items():
-            kinds[each.between_machines].append(name)
+        inside, between = ([name for name in links if links[name].between_machines == kind] for kind in (False, True))
         memory, bandwidth = self._number(fields, "memory_gib"), self._number(fields, "bandwidth_gb_per_s")
         numbers: dict[str, Any] = {
             "generation": self._choice(fields, "generation", GENERATIONS),
             "memory": None if memory is None else int(memory * 2**30),
             "flops": self._peaks(fields, base),
             "bandwidth": None if bandwidth is None else bandwidth * 1e9,
-            "link": self._choice(fields, "link", kinds[False]),
+            "link": self._choice(fields, "link", inside),
         }
         machine: dict[str, Any] = {
-            "network": self._choice(fields, "network", kinds[True]),
+            "network": self._choice(fields, "network", between),
             "gpus_per_node": self._count(fields, "gpus_per_node"),
         }
         aliases = self._texts(fields, "aliases")
@@ -215,8 +212,7 @@ class _Reader:
             self._require(fields, ("generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "link"))
         if len(self.findings) > before:
             return None
-        numbers = {key: value for key, value in numbers.items() if value is not None}
-        machine = {key: value for key, value in machine.items() if value is not None}
+        numbers, machine = ({key: each[key] for key in each if each[key] is not None} for each in (numbers, machine))
         if base is None:
             device = Device(name=fields.name, **numbers)
             return CatalogueDevice(device=device, aliases=aliases, **{"network": "ethernet-25g", **machine})

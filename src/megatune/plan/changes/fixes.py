@@ -23,12 +23,7 @@ _CHANGES_NUMBERS = {"data.cutoff_len", "optimizer.exp_avg_dtype", "optimizer.exp
 
 @dataclass(frozen=True)
 class Fix:
-    """A change of settings.
-
-    Attributes:
-        changes: values by "group.name".
-        before, after: what the planner says without it and with it.
-    """
+    """A change of settings, values by "group.name", and the plans before and after it."""
 
     changes: Changes
     before: Estimate
@@ -58,10 +53,8 @@ class Fix:
 def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[Fix]:
     """Find the cheapest changes after which the run fits, by time; those that help most where none is enough.
 
-    Single changes come before pairs of them, and those that leave the run's numbers as they are before others.
-
-    Args:
-        room: bytes that a rank may hold; None for the device's memory, less what the planner may be off.
+    Single changes come before pairs of them, and those that leave the run's numbers as they are before others. `room`
+    are the bytes that a rank may hold; None for the device's memory, less what the planner may be off.
     """
     room = int(TIGHT * before.case.machine.device.memory) if room is None else room
 
@@ -76,7 +69,8 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
         # A pair of which one half is enough offers nothing new.
         halves = [each for each, found in useful if not fits(found)]
         pairs = ({**one, **other} for one, other in combinations(halves, 2) if not one.keys() & other.keys())
-        enough += _distinct(sorted(filter(fits, _fixes(before, pairs)), key=_cost))
+        both = filter(None, (fix(before, each) for each in pairs))
+        enough += _distinct(sorted(filter(fits, both), key=_cost))
     if not enough:
         enough = _distinct(sorted((found for _, found in useful), key=lambda found: -found.saving))
     return enough[:count]
@@ -84,7 +78,7 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
 
 def speedups(before: Estimate, count: int = 3) -> list[Fix]:
     """Find the changes that gain most time and still fit."""
-    asked = _fixes(before, filter(None, _less_time(before.case)))
+    asked = filter(None, (fix(before, each) for each in _less_time(before.case) if each))
     found = [each for each in asked if each.after.fits and each.gain >= _LEAST_GAIN]
     return _distinct(sorted(found, key=_cost))[:count]
 
@@ -157,18 +151,12 @@ def _distinct(found: Iterable[Fix]) -> list[Fix]:
 
 def fix(before: Estimate, changes: Changes) -> Fix | None:
     """Judge one change; None where it cannot be made."""
-    return next(iter(_fixes(before, [changes])), None)
+    found = varied(before.case, changes)
+    return None if found is None else Fix(found[0], before, estimate(found[1]))
 
 
 def _cost(found: Fix) -> tuple[bool, float]:
     return not found.keeps_numbers, -found.after.time.tokens_per_second
-
-
-def _fixes(before: Estimate, candidates: Iterable[Changes]) -> Iterator[Fix]:
-    for candidate in candidates:
-        if (found := varied(before.case, candidate)) is not None:
-            changes, case = found
-            yield Fix(changes, before, estimate(case))
 
 
 def _less_memory(case: Case) -> Iterator[Changes]:

@@ -28,16 +28,12 @@ def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     for path, value in changes.items():
         group, _, name = path.partition(".")
         groups.setdefault(group, {})[name] = value
-    return settings.model_copy(
-        update={group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
-    )
+    update = {group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
+    return settings.model_copy(update=update)
 
 
 def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case] | None:
-    """Change settings of a case, and keep the rows of a step.
-
-    Args:
-        changes: values by "group.name". Where they do not say gradient_accumulation_steps, it follows from the rows.
+    """Change settings of a case, by "group.name", and keep the rows of a step: gradient_accumulation_steps follows.
 
     Returns:
         What differs from the case, the accumulation with it, and the new case; None where nothing does, or where a

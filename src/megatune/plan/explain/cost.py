@@ -24,13 +24,7 @@ _MOST_REPAIRS = 4
 
 @dataclass(frozen=True)
 class Effect:
-    """A value of a setting against another.
-
-    Attributes:
-        value: the new one.
-        beside: what else had to change for it, by "group.name".
-        before, after: the planner's answers.
-    """
+    """Another value of a setting, what else had to change beside it, by "group.name", and the plans of both."""
 
     value: Any
     beside: Mapping[str, Any]
@@ -45,10 +39,9 @@ class Effect:
     @property
     def part(self) -> tuple[str, int]:
         """The part of memory that changes most, and by how many bytes; of each one's fullest stage."""
-        changes = {
-            part: getattr(self.after.fullest, part) - getattr(self.before.fullest, part) for part in MEMORY_PARTS
-        }
-        return max(changes.items(), key=lambda change: abs(change[1]))
+        before, after = self.before.fullest, self.after.fullest
+        changes = ((part, getattr(after, part) - getattr(before, part)) for part in MEMORY_PARTS)
+        return max(changes, key=lambda change: abs(change[1]))
 
     @property
     def same_rows(self) -> bool:
@@ -68,13 +61,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A setting in a case.
+    """A setting's value now in a case, and the effects of others; () where the setting has none.
 
     Attributes:
-        ground: the case.
-        companions: what was laid over it so that the setting has an effect.
-        now: the setting's value there.
-        effects: of other values; () where the setting has none.
+        companions: settings changed in the case so that the setting has an effect.
         refused: why a value was not compared, where none could be.
     """
 
@@ -86,35 +76,32 @@ class Weighed:
 
 
 def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
-    """Find the first case in which the setting changes memory or time; where it never does, one without effects.
-
-    None where no case could be planned.
-    """
-    compared, refused, answer = False, "", None
+    """Find the first case in which the setting changes memory or time; where it never does, one without effects; None
+    where no case could be planned."""
+    compared, refused, found = False, "", None
     for ground in grounds:
         if ground.case is None:
             continue
         for companions in COMPANIONS:
-            case = _laid_over(ground.case, info, companions)
-            if case is None:
+            same = all(value_of(ground.case, path) == value for path, value in companions.items())
+            if companions and (same or info.path in companions):
+                continue
+            if (case := _changed(ground.case, companions)) is None:
                 continue
             effects, why = _effects(info, case)
             now = value_of(case, info.path)
             if not all(effect.is_none for effect in effects):
                 return Weighed(ground, companions, now, tuple(effects))
             compared = compared or bool(effects)
-            if not companions and (answer is None or info.group == "experts"):
-                refused, answer = why, Weighed(ground, {}, now, ())
-    if answer is None or compared or _unread(info, answer.ground):
-        return answer
-    return replace(answer, refused=refused or info.expected)
+            if not companions and (found is None or info.group == "experts"):
+                refused, found = why, Weighed(ground, {}, now, ())
+    if found is None or compared or _unread(info, found.ground.case):
+        return found
+    return replace(found, refused=refused or info.expected)
 
 
 def against(case: Case, path: str, value: Any) -> Effect | None:
-    """Compare the case as it is with the same with `value`; None where that cannot be.
-
-    What else differs, `Effect.beside`, is of the other case.
-    """
+    """Compare the case as it is with the same with `value`, whose `Effect.beside` is; None where that cannot be."""
     other = _changed(case, {path: value})
     if other is None:
         return None
@@ -178,23 +165,11 @@ def _moved_layer(case: Case) -> list[str]:
     return ["E" + "|".join(f"t*{count}" for count in chunks) + "L"]
 
 
-# --- cases -----------------------------------------------------------------------------------------------------------
-
-
-def _laid_over(case: Case, info: SettingInfo, companions: Mapping[str, Any]) -> Case | None:
-    """Return the case with companions; None where they change nothing, concern the setting itself, or are not valid."""
-    if not companions:
-        return case
-    if info.path in companions or all(value_of(case, path) == value for path, value in companions.items()):
-        return None
-    return _changed(case, companions)
-
-
 def _changed(case: Case, changes: Mapping[str, Any]) -> Case | None:
-    """Return the case with other settings, and the same rows in a step where these can be split.
-
-    Settings that a rule has against the new values go back to their defaults, a few at most.
-    """
+    """Return the case with other settings, and the same rows in a step where these can be split. A few settings at most
+    that a rule has against the new values go back to their defaults."""
+    if not changes:
+        return case
     settings = with_settings(case.settings, changes)
     for _ in range(_MOST_REPAIRS):
         new = _same_rows(case, settings, changes)
@@ -235,15 +210,14 @@ def _beside(case: Case, other: Case, path: str) -> dict[str, Any]:
     return {each: value for each, value in new.items() if value != setting_of(case.settings, each)}
 
 
-def _unread(info: SettingInfo, ground: Ground) -> bool:
+def _unread(info: SettingInfo, case: Case | None) -> bool:
     """Return whether the planner says the same with other text, or other names, that no rule has looked at."""
-    case = ground.case
     samples = {str: "text", list: [0.5] if info.items is float else ["text"], dict: {"name": 1}}
-    kind = next((kind for kind in samples if kind in info.kinds), None)
-    if case is None or kind is None or info.choices:
+    sample = next((samples[kind] for kind in samples if kind in info.kinds), None)
+    if case is None or sample is None or info.choices:
         return False
     try:
-        other = estimate(replace(case, settings=with_settings(case.settings, {info.path: samples[kind]})))
+        other = estimate(replace(case, settings=with_settings(case.settings, {info.path: sample})))
     except ValueError:
         return False
     return Effect(None, {}, estimate(case), other).is_none

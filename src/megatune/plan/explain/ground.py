@@ -71,8 +71,6 @@ COMPANIONS: tuple[Mapping[str, Any], ...] = (
     {"experts.moe_expert_capacity_factor": 1.5},
     {"finetuning.finetuning_type": "lora"},
 )
-
-
 Assumed: TypeAlias = Literal["", "case", "machines"]
 
 
@@ -108,21 +106,18 @@ def default_grounds(model: str | None = None, gpus: int | None = None, gpu: str 
 
 
 def _usual(model: PlannedModel, world_size: int | None, machine: Machine) -> Case:
-    """Return a model as it is usually trained, on the GPUs named or on as few as it fits on in a usual layout.
-
-    Where none fits it is the layout that takes least memory.
-    """
+    """Return a model as it is usually trained, on the GPUs named or on as few as it fits on in a usual layout; where
+    none fits, in the layout that takes least memory."""
     fewest = DEFAULT_GPUS if model.architecture.moe is None else 2 * DEFAULT_GPUS
     worlds = [world_size] if world_size else [fewest * 2**power for power in range(_DOUBLINGS + 1)]
-    smallest: list[Estimate] = []
-    cases: list[Case] = []
+    planned: list[Estimate] = []
     for world in worlds:
         cases = _usual_cases(model, world, machine)
-        planned = [estimate(case) for case in cases if not problems(case)]
-        if fitting := next((each for each in planned if each.fits), None):
+        new = [estimate(case) for case in cases if not problems(case)]
+        if fitting := next((each for each in new if each.fits), None):
             return fitting.case
-        smallest = sorted((*smallest, *planned), key=lambda each: each.fullest.total)[:1]
-    return smallest[0].case if smallest else cases[-1]
+        planned += new
+    return min(planned, key=lambda each: each.fullest.total).case if planned else cases[-1]
 
 
 def _usual_cases(model: PlannedModel, world: int, machine: Machine) -> list[Case]:
@@ -145,11 +140,7 @@ def _usual_cases(model: PlannedModel, world: int, machine: Machine) -> list[Case
 
 
 def ground_of_file(
-    loaded: Loaded,
-    machine: Machine,
-    world_size: int | None = None,
-    *,
-    is_assumed: bool = False,
+    loaded: Loaded, machine: Machine, world_size: int | None = None, *, is_assumed: bool = False
 ) -> Ground:
     """Return the case of a settings file.
 
@@ -170,8 +161,7 @@ def ground_of_file(
         return Ground(None, assumed, error.findings[0].what)
     world = asked or size * -(-DEFAULT_GPUS // size)
     settings = loaded.for_world(world).settings
-    case = Case(model=model, settings=settings, world_size=world, machine=machine)
-    return _plannable(case, assumed)
+    return _plannable(Case(model=model, settings=settings, world_size=world, machine=machine), assumed)
 
 
 def _plannable(case: Case, assumed: Assumed) -> Ground:

@@ -1,22 +1,97 @@
-"""Headings, connecting words and phrases of cost, in English; `chinese` has the same in Chinese."""
+"""Texts of explanations in English and Chinese: of settings, headings and connecting words, and costs in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+import textwrap
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatune.plan.explain.language import Language
-from megatune.plan.pages.words import MEMORY_WORDS
+import yaml
+
+from megatune.config.setting import SettingInfo
+from megatune.config.values import shown
+from megatune.plan.changes.variation import written
+from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.explain.cost import Effect, Weighed
+from megatune.plan.explain.ground import Ground
+from megatune.plan.pages.words import MEMORY_WORDS, bytes_unit, layout_words, percent, seconds, size
+
+Language: TypeAlias = Literal["en", "zh"]
+_HARDLY_BYTES, _HARDLY_TIME = 2**20, 0.0005
+
+
+def language_of(environment: Mapping[str, str]) -> Language:
+    """Return Chinese where LC_ALL, LC_MESSAGES or LANG, the first that is set, begins with zh."""
+    said = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := environment.get(name))), "")
+    return "zh" if said.lower().startswith("zh") else "en"
+
+
+class Texts(NamedTuple):
+    """What a setting is, how it works, when to change it, its type with range and unit, and what each choice does."""
+
+    what: str
+    how: str
+    when: str
+    type: str
+    values: Mapping[str, str]
+
+
+def texts_of(info: SettingInfo, language: Language) -> Texts:
+    """Return a setting's texts in a language."""
+    if language == "en":
+        unit = f" ({info.unit})" if info.unit else ""
+        return Texts(info.advice, info.how, info.when, info.expected + unit, info.values)
+    from megatune.config.chinese import phrases, translations
+
+    text = translations()[info.path]
+    unit = f"（单位：{phrases('units')[info.unit].removeprefix('个').strip()}）" if info.unit else ""
+    return Texts(text.what, text.how, text.when, info.expected_in(phrases("types")) + unit, text.values)
+
+
+def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:
+    """Say why a known key is refused, and what to write instead."""
+    if language == "en":
+        return why, fix
+    from megatune.config.chinese import phrases
+
+    return phrases("refusals").get(why, why), phrases("fixes").get(fix, fix)
+
+
+WIDTH = 100
+# What does not begin a line.
+_CLOSING = "，。；：、）！？”%"
+
+
+def columns_of(text: str) -> int:
+    """Count the columns that a text takes."""
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
+
+
+def wrapped(text: str, indent: str = "", first: str = "") -> str:
+    """Wrap a paragraph in lines of `WIDTH`, with `indent` before each, or `first` before the first one."""
+    head = first or indent
+    if text.isascii():
+        return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+    lines, line, used = [], head, columns_of(head)
+    # Words of other scripts with their space, and single Chinese characters, stay together.
+    for word in re.findall(r"[^\s\u2e80-\uffef]+\s*|[\u2e80-\uffef]\s*|\s+", text):
+        if used + columns_of(word.rstrip()) > WIDTH and word[0] not in _CLOSING and line.strip():
+            lines.append(line.rstrip())
+            line, used, word = indent, columns_of(indent), word.lstrip()
+        line += word
+        used += columns_of(word)
+    return "\n".join([*lines, line.rstrip()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """One language; the defaults are English. What is in braces is filled in.
-
-    Attributes:
-        colon, comma, stop, parentheses: as the language writes them.
-        parts: of memory, by their names in `StageMemory`.
-    """
+    """One language; the defaults are English. What is in braces is filled in; `parts` are of memory, by their names in
+    `StageMemory`."""
 
     colon: str = ": "
     comma: str = ", "
@@ -96,13 +171,89 @@ refused with this reason.
     the_rest: str = "the rest"
 
 
-ENGLISH = Words()
-
-
+@cache
 def words_of(language: Language) -> Words:
-    """Return the words of a language."""
+    """Return the words of a language; the Chinese ones are read from `chinese.yaml`."""
     if language == "en":
-        return ENGLISH
-    from megatune.plan.explain.chinese import CHINESE
+        return Words()
+    return Words(**yaml.safe_load(Path(__file__).with_name("chinese.yaml").read_text(encoding="utf-8")))
 
-    return CHINESE
+
+def ground_line(ground: Ground, words: Words) -> str:
+    """Name the case: model, machines, layout, and the rows of a step."""
+    assert ground.case is not None
+    case = ground.case
+    text = words.ground.format(
+        model=case.model.name, gpus=case.world_size, gpu=case.machine.device.name, layout=layout_words(case)
+    )
+    text += words.comma + words.tokens.format(rows=f"{case.global_batch_size:,}", tokens=f"{case.sequence_length:,}")
+    return text + (words.parentheses.format(words.assumed[ground.assumed]) if ground.assumed else "")
+
+
+def cost_lines(info: SettingInfo, weighed: Weighed | None, grounds: Sequence[Ground], words: Words) -> Iterator[str]:
+    """Say what the setting costs: the case, the value now, and other values against it."""
+    if weighed is None:
+        yield words.not_planned.format(why=grounds[0].why_not)
+        return
+    if weighed.refused:
+        yield ground_line(weighed.ground, words) + words.colon.rstrip()
+        yield words.not_compared if weighed.refused == info.expected else words.not_here.format(why=weighed.refused)
+        return
+    if not weighed.effects and info.path != "model.model_name_or_path":
+        yield words.none
+        return
+    line = ground_line(weighed.ground, words)
+    if weighed.companions:
+        line += words.comma + words.beside.format(changes=written(weighed.companions))
+    yield line + words.colon.rstrip()
+    case = weighed.ground.case
+    assert case is not None
+    before = weighed.effects[0].before if weighed.effects else estimate(case)
+    value = shown(weighed.now) if weighed.effects else case.model.name
+    yield words.now.format(value=value, memory=fullest(before, words), seconds=seconds(before.time.total))
+    for effect in weighed.effects:
+        yield shown(effect.value) + words.colon + effect_words(effect, words)
+    yield words.uncertainty.format(percent=percent(before.time.uncertainty))
+
+
+def against_words(effect: Effect, value: Any, words: Words) -> str:
+    """Put an effect against what else the setting could be."""
+    other = shown(value)
+    if effect.beside:
+        other += words.parentheses.format(words.beside.format(changes=written(effect.beside)))
+    text = words.against.format(value=other, effect=effect_words(replace(effect, beside={}), words))
+    return text.replace("） ", "）")
+
+
+def effect_words(effect: Effect, words: Words) -> str:
+    """Put an effect in a line: memory, time, what else had to change, and whether it fits."""
+    memory = words.no_memory
+    if abs(effect.memory) >= _HARDLY_BYTES:
+        memory = words.memory.format(change=signed_bytes(effect.memory))
+        part, change = effect.part
+        if abs(change) >= _HARDLY_BYTES and effect.after.fullest.stage == effect.before.fullest.stage:
+            memory += words.parentheses.format(f"{words.parts[part]} {signed_bytes(change)}")
+    time = words.no_time
+    if abs(effect.time) >= _HARDLY_TIME:
+        share = ("+" if effect.time > 0 else "−") + percent(abs(effect.time))  # −12 %, or ×2.4 from the double on
+        share = f"×{1 + effect.time:.1f}" if effect.time >= 1 else share
+        time = (words.step_time if effect.same_rows else words.token_time).format(change=share)
+    parts = [memory, time]
+    if effect.beside:
+        parts.append(words.beside.format(changes=written(effect.beside)))
+    if not effect.after.fits:
+        parts.append(words.does_not_fit)
+    return words.comma.join(parts)
+
+
+def fullest(planned: Estimate, words: Words) -> str:
+    """Write `58.2 of 79.2 GiB on the fullest stage`."""
+    total, memory = planned.fullest.total, planned.case.machine.device.memory
+    unit = bytes_unit(total)
+    text = words.fullest.format(size=unit.of(total), device=unit.with_name(memory))
+    return text if planned.fits else text + words.comma + words.does_not_fit
+
+
+def signed_bytes(number: int) -> str:
+    """Write a change of memory: +3.1 GiB."""
+    return ("+" if number > 0 else "−") + size(abs(number))

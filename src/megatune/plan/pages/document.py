@@ -15,11 +15,10 @@ from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.memory.workspace import COMMUNICATOR, CONTEXT, CPU_PROCESS
-from megatune.plan.pages.words import bytes_unit, count, layout_words
+from megatune.plan.pages.words import count, layout_words, size
 from megatune.plan.question import Question
 from megatune.plan.routing import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.schedule import bubble_share
-from megatune.plan.search import SearchResult
 from megatune.plan.time.estimate import TIME_PARTS
 
 
@@ -27,18 +26,15 @@ def standing_notes(question: Question) -> Iterator[str]:
     """List what every plan takes for granted, and what this one cannot be trained with."""
     machine = question.machine
     device, dtype = machine.device, question.settings.precision.params_dtype
-    unit = bytes_unit(device.memory)
-    yield (
-        f"{device.name}: {unit.with_name(device.memory)} can be used, {device.flops[dtype] / 1e12:,.4g} TFLOP/s in "
-        f"{dtype}, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
-    )
+    speed = f"{device.flops[dtype] / 1e12:,.4g} TFLOP/s in {dtype}, {device.bandwidth / 1e9:,.4g} GB/s"
+    yield f"{device.name}: {size(device.memory)} can be used, {speed} of memory bandwidth"
     yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
     if device.generation == "cpu":
-        yield f"framework: a process takes {_mib(CPU_PROCESS)} before it makes a model"
+        yield f"framework: a process takes {CPU_PROCESS >> 20:,} MiB before it makes a model"
     else:
         yield (
-            f"framework: a CUDA context with its libraries takes {_mib(CONTEXT)}; communication buffers: NCCL takes "
-            f"{_mib(COMMUNICATOR)} for each group of more than one rank; neither was measured"
+            f"framework: a CUDA context with its libraries takes {CONTEXT >> 20:,} MiB; communication buffers: NCCL "
+            f"takes {COMMUNICATOR >> 20:,} MiB for each group of more than one rank; neither was measured"
         )
     yield "fragments of freed memory are not counted"
     if (moe := question.model.architecture.moe) is not None:
@@ -57,24 +53,20 @@ def standing_notes(question: Question) -> Iterator[str]:
     if runs := machine.calibration.num_runs:
         yield f"efficiencies are fitted to {count(runs, 'run')} on this device"
     else:
-        yield ("efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them")
+        yield "efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them"
     if question.settings.finetuning.finetuning_type == "lora":
         yield "LoRA can be planned, and not trained yet"
     if question.model.architecture.vision is not None:
         yield "vision-language models can be planned, and not trained yet"
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def estimate_document(estimate: Estimate) -> dict[str, Any]:
+def _planned(estimate: Estimate) -> dict[str, Any]:
     """Return one plan: memory in bytes by stage and part, seconds by part."""
     case, time = estimate.case, estimate.time
     settings = {
-        LLAMAFACTORY.key_of(f"{group}.{name}"): getattr(getattr(case.settings, group), name)
+        LLAMAFACTORY.key_of(f"{group}.{name}"): value
         for group in ("parallel", "batch", "recompute")
-        for name in type(getattr(case.settings, group)).model_fields
+        for name, value in getattr(case.settings, group)
     }
     return {
         "layout": layout_words(case),
@@ -102,21 +94,9 @@ def estimate_document(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def search_document(result: SearchResult, top: int) -> dict[str, Any]:
-    """Return what a search found."""
-    return {
-        "num_considered": result.num_considered,
-        "ranked": [estimate_document(estimate) for estimate in result.ranked[:top]],
-        "frontier": [estimate_document(estimate) for estimate in result.frontier],
-        "too_large": [estimate_document(estimate) for estimate in result.too_large[:top]],
-        "refused": [dataclasses.asdict(refusal) for refusal in result.refused],
-        "policy": list(result.policy),
-    }
-
-
 def document(found: Answer, top: int) -> str:
     """Return the whole answer; numbers in bytes and seconds."""
-    question, machine = found.question, found.question.machine
+    question, machine, result = found.question, found.question.machine, found.result
     trainable = question.settings.finetuning
     content = {
         "model": {
@@ -142,7 +122,7 @@ def document(found: Answer, top: int) -> str:
         "world_size": question.world_size,
         "global_batch_size": question.global_batch_size,
         "fits": found.fits,
-        "plan": None if found.own is None else estimate_document(found.own),
+        "plan": None if found.own is None else _planned(found.own),
         "fixes": [
             {
                 "changes": dict(fix.changes),
@@ -152,10 +132,17 @@ def document(found: Answer, top: int) -> str:
             }
             for fix in found.fixes
         ],
-        "enough": None if found.enough is None else estimate_document(found.enough),
+        "enough": None if found.enough is None else _planned(found.enough),
         "better": found.is_better,
-        "search": search_document(found.result, top),
-        "assumptions": [*question.notes, *standing_notes(question), *found.result.policy],
+        "search": {
+            "num_considered": result.num_considered,
+            "ranked": [_planned(estimate) for estimate in result.ranked[:top]],
+            "frontier": [_planned(estimate) for estimate in result.frontier],
+            "too_large": [_planned(estimate) for estimate in result.too_large[:top]],
+            "refused": [dataclasses.asdict(refusal) for refusal in result.refused],
+            "policy": list(result.policy),
+        },
+        "assumptions": [*question.notes, *standing_notes(question), *result.policy],
     }
     # Numbers that are not finite would be no JSON.
     return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)

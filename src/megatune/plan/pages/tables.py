@@ -1,10 +1,13 @@
-"""Memory by part, time by part, and layouts below each other, as tables."""
+"""Memory by part, time by part, layouts below each other, and why one plan is faster than another, as tables."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.groups.performance import RecomputeSettings
+from megatune.config.values import shown
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.pages.words import (
@@ -12,6 +15,7 @@ from megatune.plan.pages.words import (
     MEMORY_WORDS,
     SHORT_MEMORY_WORDS,
     TIME_WORDS,
+    Unit,
     amount,
     bytes_unit,
     columns,
@@ -25,21 +29,18 @@ from megatune.plan.pages.words import (
 from megatune.plan.search import SearchResult, is_tight
 from megatune.plan.time.estimate import TIME_PARTS
 
-_MOST_REFUSED, _MOST_TOO_LARGE = 4, 3
+_MOST_REFUSED, _MOST_TOO_LARGE, _MOST_OF_FRONTIER = 4, 3, 8
 # Times the time of the fastest: what is slower would press the others together in a picture.
 SLOWEST = 4.0
 
 
 def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterator[str]:
     """Print a row for each part and a column for each stage, or a row for each stage where there are many; the verdict.
-
-    Args:
-        lead: words before the heading.
-    """
+    `lead` are words before the heading."""
     unit, stages = bytes_unit(estimate.fullest.total), estimate.stages
     parts = [part for part in MEMORY_PARTS if any(getattr(stage, part) for stage in stages)]
     yield f"{lead}Memory, {unit.name}, of " + ("each rank" if len(stages) == 1 else "each stage's fullest rank")
-    layers, total = ([f"{stage.num_layers}" for stage in stages], [unit.of(stage.total) for stage in stages])
+    layers, total = [f"{stage.num_layers}" for stage in stages], [unit.of(stage.total) for stage in stages]
     sizes = [[unit.of(held) if held else "0" for held in (getattr(stage, part) for stage in stages)] for part in parts]
     head = [["", *(f"stage {stage.stage}" for stage in stages)]] if len(stages) > 1 else []
     named = [[MEMORY_WORDS[part], *held] for part, held in zip(parts, sizes, strict=True)]
@@ -65,12 +66,8 @@ def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterato
 
 
 def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_steps: int | None = None) -> Iterator[str]:
-    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the data takes.
-
-    Args:
-        dataset_tokens: of the whole run; None where unknown.
-        max_steps: of the run, where the settings say so; used where the tokens are not known.
-    """
+    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the run takes: by the
+    tokens of its data, or where these are not known by its steps."""
     time = estimate.time
     # Two of three published measurements of such cases lay within this factor: an uncertainty of 0.25 is 1.25.
     unit, factor = seconds_unit(time.total), 1 + time.uncertainty
@@ -82,10 +79,8 @@ def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_step
             rows.append([TIME_WORDS[part], unit.of(seconds), f"{share:.1%}", "█" * round(30 * share)])
     likely = f"likely {unit.of(time.total / factor)} to {unit.of(time.total * factor)}"
     yield from ("  " + line for line in columns([*rows, ["total", unit.of(time.total), "", likely]], left=(0, 3)))
-    yield (
-        f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device; "
-        f"{time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
-    )
+    rate = f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device"
+    yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
     if dataset_tokens is not None:
         seconds, what = dataset_tokens / time.tokens_per_second, f"{amount(dataset_tokens)} tokens"
     elif max_steps is not None and max_steps > 0:
@@ -125,13 +120,11 @@ def ranked_lines(estimates: Sequence[Estimate], width: int = 80, first: int = 1)
     yield from ("  " + line for line in lines)
 
 
-def frontier_lines(result: SearchResult, width: int = 80, most: int = 8) -> Iterator[str]:
+def frontier_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
     """Print the layouts that no other is both faster and smaller than."""
-    frontier = worth_seeing(result.frontier)
-    if len(frontier) < 2:
-        return
-    yield "Memory against time: each is the fastest of those that take no more memory"
-    yield from ranked_lines(spread(frontier, most), width, first=0)
+    if len(frontier := worth_seeing(result.frontier)) > 1:
+        yield "Memory against time: each is the fastest of those that take no more memory"
+        yield from ranked_lines(spread(frontier, _MOST_OF_FRONTIER), width, first=0)
 
 
 def worth_seeing(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -149,9 +142,8 @@ def spread(estimates: Sequence[Estimate], most: int) -> list[Estimate]:
 
 def refused_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
     """Say why other layouts are not among those ranked."""
-    if not result.refused:
-        return
-    yield "What cannot be"
+    if result.refused:
+        yield "What cannot be"
     for refusal in result.refused[:_MOST_REFUSED]:
         text = f"{count(refusal.count, 'layout')}: {refusal.what}"
         yield from wrapped(text + (f" ({refusal.why})" if refusal.why else ""), width)
@@ -170,3 +162,81 @@ def too_large_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
 def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
     """Wrap a paragraph, its first line indented less than the others."""
     return textwrap.wrap(text, max(width, 40), initial_indent=indent, subsequent_indent=indent + "    ")
+
+
+# --- two plans next to each other -----------------------------------------------------------------------------------
+
+# Settings whose difference explains a part's.
+_CAUSES = {
+    "compute": ("tensor_model_parallel_size", "per_device_train_batch_size", "expert_tensor_parallel_size",
+                "pipeline_model_parallel_size"),
+    "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    "tensor_parallel": ("tensor_model_parallel_size", "sequence_parallel"),
+    "context_parallel": ("context_parallel_size", "cp_comm_type"),
+    "expert_parallel": ("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    "pipeline": ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+                 "gradient_accumulation_steps"),
+    "data_parallel": ("overlap_grad_reduce", "overlap_param_gather", "tensor_model_parallel_size",
+                      "pipeline_model_parallel_size"),
+    "optimizer": ("use_distributed_optimizer", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+}  # fmt: skip
+_MOST_REASONS = 4
+_WORTH_SAYING = 0.02  # of the step
+
+
+def _changed_settings(mine: Estimate, other: Estimate) -> dict[str, tuple[object, object]]:
+    """Return the keys of layout, batch and recomputation that differ, with both values."""
+    changed = {
+        LLAMAFACTORY.key_of(f"{group}.{name}"): (before, after)
+        for group in ("parallel", "batch", "recompute")
+        for name, before in getattr(mine.case.settings, group)
+        if before != (after := getattr(getattr(other.case.settings, group), name))
+    }
+    first, second = (_effective(estimate.case.settings.recompute) for estimate in (mine, other))
+    return {key: values for key, values in changed.items() if key not in first or first[key] != second[key]}
+
+
+def _effective(recompute: RecomputeSettings) -> dict[str, object]:
+    """Return what the settings of recomputation amount to: null is one of the values."""
+    full = recompute.recompute_granularity == "full"
+    block = full and recompute.recompute_method == "block"
+    return {
+        "recompute_method": "block" if block else "uniform" if full else None,
+        "recompute_num_layers": recompute.recompute_num_layers or (1 if full and not block else None),
+        "recompute_modules": recompute.recompute_modules if recompute.recompute_granularity == "selective" else None,
+    }
+
+
+def comparison_lines(mine: Estimate, better: Estimate, width: int = 80) -> Iterator[str]:
+    """Print what to write, both plans next to each other, and the largest reasons."""
+    changed = _changed_settings(mine, better)
+    yield from (f"  {key}: {shown(after)}" for key, (_, after) in changed.items())
+    yield "Why, part by part:"
+    unit = seconds_unit(max(mine.time.total, better.time.total))
+    memory = bytes_unit(max(mine.fullest.total, better.fullest.total))
+    rows = [["", "yours", "better", "change"]]
+    for part in (*TIME_PARTS, "total"):
+        first, second = getattr(mine.time, part), getattr(better.time, part)
+        if first or second:
+            rows.append(_row(TIME_WORDS.get(part, "step"), unit, first, second))
+    for part in (*MEMORY_PARTS, "total"):
+        first, second = getattr(mine.fullest, part), getattr(better.fullest, part)
+        if abs(second - first) >= 0.1 * memory.size or part == "total":
+            rows.append(_row(MEMORY_WORDS.get(part, "fullest rank"), memory, first, second))
+    yield from ("  " + line for line in columns(rows))
+    # The parts that change most, each with the settings behind it.
+    gains = {part: getattr(mine.time, part) - getattr(better.time, part) for part in TIME_PARTS}
+    for part in sorted(gains, key=lambda part: -abs(gains[part]))[:_MOST_REASONS]:
+        if abs(gains[part]) < _WORTH_SAYING * mine.time.total:
+            continue
+        causes = [(key, *changed[key]) for key in changed if key in _CAUSES.get(part, ())]
+        why = ", ".join(f"{key} {shown(before)} → {shown(after)}" for key, before, after in causes)
+        saved = f"{'saves' if gains[part] > 0 else 'costs'} {unit.with_name(abs(gains[part]))}"
+        # Arrows are two characters in ASCII.
+        yield from wrapped(f"{TIME_WORDS[part]} {saved}{': ' if why else ''}{why}", width - 2)
+
+
+def _row(name: str, unit: Unit, first: float, second: float) -> list[str]:
+    change = second - first
+    text = "0.00" if abs(change) < 0.005 * unit.size else f"{'+' if change > 0 else ''}{unit.of(change)}"
+    return [f"{name}, {unit.name}", unit.of(first), unit.of(second), text]

@@ -13,9 +13,9 @@ from megatune.plan.answer import Answer
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.pages import terminal
-from megatune.plan.pages.comparison import comparison_lines
 from megatune.plan.pages.document import standing_notes
 from megatune.plan.pages.tables import (
+    comparison_lines,
     distinct,
     frontier_lines,
     memory_lines,
@@ -28,12 +28,12 @@ from megatune.plan.pages.tables import (
 from megatune.plan.pages.terminal import Line, StyledText
 from megatune.plan.pages.words import (
     amount,
-    bytes_unit,
     count,
     layout_words,
     machine_words,
     plain,
     recompute_words,
+    size,
     slow_precision,
     trained_words,
 )
@@ -99,14 +99,14 @@ def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") ->
 def _head(found: Answer, width: int) -> Iterator[str]:
     """Say what is planned."""
     question, model = found.question, found.question.model
-    size = num_parameters(model.architecture)
+    parameters = num_parameters(model.architecture)
     if (vision := model.architecture.vision) is not None:
-        size += vision.num_parameters + vision.num_projector_parameters
+        parameters += vision.num_parameters + vision.num_projector_parameters
 
     def entry(name: str, text: str) -> list[str]:
         return textwrap.wrap(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
 
-    yield f"model    {model.name}, {amount(size)} parameters"
+    yield f"model    {model.name}, {amount(parameters)} parameters"
     yield from entry("trained", trained_words(question.case))
     yield from entry("", slow_precision(question))
     yield from entry("devices", machine_words(question.machine, question.world_size))
@@ -119,15 +119,12 @@ def _head(found: Answer, width: int) -> Iterator[str]:
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
     tokens = f"{count(question.case.sequence_length, 'token')} a row"
-    if len(rows) + len(tokens) > width - 11:
-        yield from (*entry("batch", f"{rows},"), *entry("", tokens))
-    else:
-        yield from entry("batch", f"{rows}, {tokens}")
+    is_wide = len(rows) + len(tokens) > width - 11
+    yield from (*entry("batch", f"{rows},"), *entry("", tokens)) if is_wide else entry("batch", f"{rows}, {tokens}")
 
 
 def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
-    result, memory = found.result, found.question.machine.device.memory
-    held = bytes_unit(memory).with_name(memory)
+    result, held = found.result, size(found.question.machine.device.memory)
     if result.best is None:
         yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were judged."
         yield from wrapped(f"What needs less: {_LESS_MEMORY}.", width, "")
@@ -142,9 +139,8 @@ def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
 def _enough(found: Answer, width: int) -> Iterator[str]:
     """Say how many devices would do."""
     if (enough := found.enough) is not None:
-        fullest, case = enough.fullest.total, enough.case
-        size = bytes_unit(fullest).with_name(fullest)
-        layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {size} each"
+        case, held = enough.case, size(enough.fullest.total)
+        layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {held} each"
         text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
         yield from wrapped(text, width, "")
 
@@ -167,8 +163,7 @@ def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
 
 
 def _listed(notes: Iterable[str], width: int) -> Iterator[str]:
-    for note in notes:
-        yield from wrapped(f"- {note}", width)
+    return (line for note in notes for line in wrapped(f"- {note}", width))
 
 
 def show(found: Answer, top: int) -> None:
@@ -188,10 +183,8 @@ def show(found: Answer, top: int) -> None:
         if page.heading:
             console.print(Text(page.heading, style="bold"))
         for line in page.lines:
-            text = Text()
-            for piece in line:
-                text.append(plain(piece.text) if narrow else piece.text, style=piece.style or None)
-            console.print(text, soft_wrap=True)
+            pieces = ((plain(piece.text) if narrow else piece.text, piece.style) for piece in line)
+            console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
 def as_text(page: Page) -> str:

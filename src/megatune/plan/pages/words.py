@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _PLAIN = str.maketrans(
     {"×": "x", "·": "-", "±": "+/-", "→": "->", "█": "#", "▏": "|", "─": "-", "…": "...", "≤": "<=", "–": "-"}
 )
-
-
 # Of each part, in a sentence and at the head of a narrow column.
 _PARTS = {
     "weights": ("weights", "weights"),
@@ -102,11 +100,7 @@ def count(number: int, noun: str) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,), gap: str = "  ") -> Iterator[str]:
-    """Align rows under each other, numbers to the right.
-
-    Args:
-        left: columns of words, aligned at their left.
-    """
+    """Align rows under each other, numbers to the right, the columns of words in `left` to the left."""
     rows, left = list(rows), frozenset(left)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -149,7 +143,7 @@ def change(ratio: float, more: str, less: str, same: str) -> str:
 
 
 def fullest(planned: Estimate) -> str:
-    """Hold the fullest stage against the device: `23.4 of 79.2 GiB`, with its number where there are several."""
+    """Compare the fullest stage with the device: `23.4 of 79.2 GiB`, with its number where there are several."""
     stage, memory = planned.fullest, planned.case.machine.device.memory
     unit = bytes_unit(stage.total)
     which = f" {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else ""
@@ -160,9 +154,8 @@ def parts(stage: StageMemory) -> str:
     """Write what a stage holds of 1 % or more: `weights 3.8, gradients 7.6, …`, in the total's unit."""
     unit = bytes_unit(stage.total)
     sizes = {part: getattr(stage, part) for part in MEMORY_PARTS}
-    return ", ".join(
-        f"{MEMORY_WORDS[part]} {unit.of(held)}" for part, held in sizes.items() if held >= 0.01 * stage.total
-    )
+    seen = {part: held for part, held in sizes.items() if held >= 0.01 * stage.total}
+    return ", ".join(f"{MEMORY_WORDS[part]} {unit.of(held)}" for part, held in seen.items())
 
 
 def largest_part(stage: StageMemory) -> tuple[str, int]:
@@ -205,10 +198,9 @@ def machine_words(machine: Machine, world_size: int) -> str:
     """Write 32 × a100-80g: 4 nodes of 8, nvlink-3 inside, ib-200 between."""
     device, per_node = machine.device, machine.gpus_per_node
     if device.generation == "cpu":
-        return f"{count(world_size, 'process')[:-1] + 'es' if world_size > 1 else '1 process'} on this machine's CPU"
+        return f"{world_size:,} process{'es' * (world_size > 1)} on this machine's CPU"
     if world_size <= per_node:
-        inside = f", {machine.link.name}" if world_size > 1 else ""
-        return f"{world_size} × {device.name}{inside}"
+        return f"{world_size} × {device.name}" + (f", {machine.link.name}" if world_size > 1 else "")
     nodes = -(-world_size // per_node)
     within = f" of {per_node}, {machine.link.name} inside" if per_node > 1 else " of 1"
     return f"{world_size:,} × {device.name}: {nodes:,} nodes{within}, {machine.network.name} between"
@@ -228,12 +220,10 @@ def slow_precision(question: Question) -> str:
 def trained_words(case: Case) -> str:
     """Say what is trained, and in which precision."""
     trainable = case.settings.finetuning
-    if trainable.finetuning_type == "lora":
+    is_lora, text = trainable.finetuning_type == "lora", "full fine-tuning"
+    if is_lora:
         text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_layers)}"
-    else:
-        text = "full fine-tuning"
-    has_vision = case.model.architecture.vision is not None
-    if has_vision:
+    if has_vision := case.model.architecture.vision is not None:
         parts = {
             "vision tower": trainable.freeze_vision_tower,
             "projector": trainable.freeze_multi_modal_projector,
@@ -241,6 +231,6 @@ def trained_words(case: Case) -> str:
         }
         frozen = ", ".join(name for name, is_frozen in parts.items() if is_frozen)
         text += f", frozen: {frozen}" if frozen else ""
-    if trainable.finetuning_type == "lora" or has_vision:
+    if is_lora or has_vision:
         text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
@@ -19,15 +20,8 @@ _KINDS = ("error", "unavailable", "collective")  # what started the others first
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended; all empty where nobody noted it.
-
-    Attributes:
-        exit_code: of the run; None where nobody noted one.
-        rank: that failed first.
-        what: the failure in a sentence, "" where there was none.
-        out_of_memory: whether it wanted memory that was not there.
-        traceback: of the rank that failed.
-    """
+    """How a run ended: its exit code, the rank that failed first, the failure in a sentence, whether it ran out of
+    memory, and that rank's traceback; all empty where nobody noted it."""
 
     exit_code: int | None = None
     rank: int | None = None
@@ -37,12 +31,8 @@ class Ended:
 
 
 def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
-    """Read report.json, or where torchrun started the ranks by what they noted themselves.
-
-    Args:
-        launch: OUTPUT/launch.
-        world_size: ranks from this one on are of an earlier, larger run.
-    """
+    """Read OUTPUT/launch/report.json, or where torchrun started the ranks what they noted themselves; those from
+    `world_size` on are of an earlier, larger run."""
     try:
         report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
         said = [Finding(**each) for each in report["findings"]]
@@ -50,13 +40,7 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
     except (OSError, ValueError, LookupError, TypeError):
         return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
     killed = any("out-of-memory killer" in each.why and "main memory" in each.why for each in said)
-    return Ended(
-        exit_code=exit_code,
-        rank=rank,
-        what=said[0].what if said else "",
-        out_of_memory=exit_code == ExitCode.OUT_OF_MEMORY or killed,
-        traceback=trace,
-    )
+    return Ended(exit_code, rank, said[0].what if said else "", exit_code == ExitCode.OUT_OF_MEMORY or killed, trace)
 
 
 def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
@@ -86,15 +70,17 @@ def _of_rank(noted: dict[str, Any]) -> Ended:
 def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     """Say how the run in `folder` ended, what it measured, why there is no plan to compare with, and what can be done.
 
-    Args:
-        folder: an output_dir with a run.yaml.
-        error: what reading its plan raised.
+    `error` is what reading its plan raised.
     """
     ended = how_it_ended(folder / "launch")
     endings: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
     what = f"{folder}: {ended.what or endings.get(ended.exit_code, 'how it ended is not noted')}"
     peaks = [each.peak for each in read_rank_memory(folder / "launch")]
-    measured = [*_step(folder), *([size(max(peaks))] if any(peaks) else [])]
+    steps = [each for each in metrics(folder) if "grad_norm" in each]
+    measured = []
+    with contextlib.suppress(LookupError, TypeError, ArithmeticError, statistics.StatisticsError):
+        measured.append(f"{seconds(statistics.median(each['seconds'] / each['num_steps'] for each in steps))} a step")
+    measured += [size(max(peaks))] if any(peaks) else []
     if measured:
         what += f"; it took {' and '.join(measured)}"
     fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start notes its plan"
@@ -107,14 +93,6 @@ def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     else:
         end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
     return MegatuneError(Finding(f"{what}; {end}", why=why, fix=fix), ExitCode.INPUT)
-
-
-def _step(folder: Path) -> list[str]:
-    steps = [each for each in metrics(folder) if "grad_norm" in each]
-    try:
-        return [f"{seconds(statistics.median(each['seconds'] / each['num_steps'] for each in steps))} a step"]
-    except (LookupError, TypeError, ArithmeticError, statistics.StatisticsError):
-        return []
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ class RankMemory:
     Attributes:
         stage: of the pipeline.
         joined: when it had met the others, before it built the model.
-        loaded: when model and optimizer stood, before the first step.
+        loaded: after model and optimizer were built, before the first step.
         stepped: after the first step: the optimizer's state is there, activations are gone.
         peak: most so far.
     """
@@ -135,8 +135,14 @@ def read_rank_memory(run_dir: Path) -> list[RankMemory]:
 
 
 def dump_records(records: Sequence[RunRecord]) -> str:
-    """Return the text of a plan.json."""
-    return json.dumps({"format": FORMAT, "runs": [_to_json(record) for record in records]}, indent=1) + "\n"
+    """Return the text of a plan.json: records as they are read again, and what they say, for people and scripts."""
+    runs = []
+    for record in records:
+        names = ("planned_for_longest_row", "planned_for_mean_row")
+        summaries = {"planned": record.planned(), **dict(zip(names, record.as_trained() or (), strict=False))}
+        content = {name: _summary(planned) for name, planned in summaries.items()}
+        runs.append({**content, "record": _adapter().dump_python(record, mode="json")})
+    return json.dumps({"format": FORMAT, "runs": runs}, indent=1) + "\n"
 
 
 def read_records(path: Path) -> list[RunRecord]:
@@ -175,14 +181,6 @@ def _hashable(record: RunRecord) -> RunRecord:
     machine = record.case.machine
     device = replace(machine.device, flops=Peaks(machine.device.flops))
     return replace(record, case=replace(record.case, machine=replace(machine, device=device)))
-
-
-def _to_json(record: RunRecord) -> dict[str, Any]:
-    """Return the record as it is read again, and beside it what it says, for people and scripts."""
-    names = ("planned_for_longest_row", "planned_for_mean_row")
-    summaries = {"planned": record.planned(), **dict(zip(names, record.as_trained() or (), strict=False))}
-    summary = {name: _summary(planned) for name, planned in summaries.items()}
-    return {**summary, "record": _adapter().dump_python(record, mode="json")}
 
 
 def _summary(planned: Estimate) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,30 +33,20 @@ _CLOSE = 0.85  # of the memory that was taken for free; below it, something else
 
 @dataclass(frozen=True)
 class _Run:
-    """A run as its folder tells it."""
+    """A run as its folder says."""
 
     folder: Path
     record: RunRecord
     ended: Ended
-    memory: list[RankMemory] = field(default_factory=list)
+    memory: list[RankMemory]
 
 
-def diagnose(folder: str | Path) -> list[str]:
-    """Say what became of a run, as lines for a terminal.
-
-    Args:
-        folder: its output_dir.
+def diagnose(folder: Path) -> list[str]:
+    """Say what became of a run, from its output_dir, as lines for a terminal.
 
     Raises:
         MegatuneError: INPUT, where it is no run's, or nothing was planned for it.
     """
-    run = _read(Path(folder))
-    if run.ended.out_of_memory:
-        return [_head(run), *_out_of_memory(run)]
-    return [_head(run), *verdict(run.record), *_memory_apart(run), *_pace(run)]
-
-
-def _read(folder: Path) -> _Run:
     if not (folder / "run.yaml").is_file() and not (folder / PLAN_NAME).is_file():
         why = "there is no run.yaml in it" if folder.is_dir() else "there is no such folder"
         finding = Finding(f"{folder} is not the folder of a run", why=why, fix="give the output_dir of a run")
@@ -70,27 +60,22 @@ def _read(folder: Path) -> _Run:
     world_size = record.case.world_size
     # An earlier run of more ranks may have left notes of those that are not in this one.
     memory = [each for each in read_rank_memory(folder / "launch") if each.rank < world_size]
-    return _Run(folder, record, how_it_ended(folder / "launch", world_size), memory)
-
-
-def ran_out_of_memory(folder: Path) -> bool:
-    """Return whether the run in this folder ended so, by its launcher's report."""
-    return how_it_ended(folder / "launch").out_of_memory
-
-
-def _head(run: _Run) -> str:
-    """Say how it ended."""
-    said = {
+    run = _Run(folder, record, how_it_ended(folder / "launch", world_size), memory)
+    outcomes = {
         "finished": "finished",
         "stopped": "stopped on request; the same command resumes it",
         "failed": "failed",
         "running": "did not come to an end, or is still running",
     }
-    return f"{run.folder}: {run.ended.what or said[run.record.outcome]}"
+    head = f"{folder}: {run.ended.what or outcomes[run.record.outcome]}"
+    if run.ended.out_of_memory:
+        return [head, *_out_of_memory(run)]
+    return [head, *verdict(run.record), *_memory_apart(run), *_pace(run)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
+def ran_out_of_memory(folder: Path) -> bool:
+    """Return whether the run in this folder ended so, by its launcher's report."""
+    return how_it_ended(folder / "launch").out_of_memory
 
 
 class _Share(NamedTuple):
@@ -128,19 +113,16 @@ def _table(memory: RankMemory, stage: StageMemory, counted: str) -> Iterator[str
 def _out_of_memory(run: _Run) -> Iterator[str]:
     """Say what was there when memory ended, what was larger than planned, and what helps."""
     planned = (run.record.as_trained() or (run.record.planned(),))[0]
-    on_cpu = planned.case.machine.device.generation == "cpu"
-    counted = run.record.measured.counted if run.record.measured else "resident" if on_cpu else "allocated"
+    device = planned.case.machine.device
+    usual = "resident" if device.generation == "cpu" else "allocated"
+    counted = run.record.measured.counted if run.record.measured else usual
     memory = next((each for each in run.memory if each.rank == run.ended.rank), None) or max(
         run.memory, key=lambda each: each.peak, default=None
     )
-    device = planned.case.machine.device
     stage = planned.stages[memory.stage] if memory is not None else planned.fullest
-    yield (
-        f"planned    {size(stage.total)} of {size(device.memory)} for stage {stage.stage} ({parts(stage)}), with rows"
-        f" of {planned.case.sequence_length:,} tokens"
-    )
-    asked = _failed_allocation(run.ended.what)
-    doing = _doing(run.ended.traceback)
+    held = f"{size(stage.total)} of {size(device.memory)} for stage {stage.stage} ({parts(stage)})"
+    yield f"planned    {held}, with rows of {planned.case.sequence_length:,} tokens"
+    asked, doing = _failed_allocation(run.ended.what), _doing(run.ended.traceback)
     if asked or doing:
         amount = f" of {size(asked)}" if asked else ""
         yield f"failed     an allocation{amount}{f', {doing}' if doing else ''}"
@@ -158,11 +140,9 @@ def _out_of_memory(run: _Run) -> Iterator[str]:
 
 
 def _reason(memory: RankMemory, stage: StageMemory, available: int, asked: int, counted: str) -> str:
-    larger = [share for share in _shares(memory, stage, counted) if share.is_larger]
-    worst = max(larger, key=lambda share: share.measured - share.planned, default=None)
-    said = "nothing"
-    if worst is not None and worst.measured - worst.planned > _MATTERS * stage.total:
-        said = f"{worst.name}: {size(worst.measured - worst.planned)} more than planned"
+    larger = [(each.measured - each.planned, each.name) for each in _shares(memory, stage, counted) if each.is_larger]
+    more, name = max(larger, default=(0, ""))
+    said = f"{name}: {size(more)} more than planned" if more > _MATTERS * stage.total else "nothing"
     # What a GPU's allocator does not count is taken all the same.
     uncounted = stage.framework if counted == "allocated" else 0
     if memory.peak + asked + uncounted < _CLOSE * available:
@@ -171,9 +151,8 @@ def _reason(memory: RankMemory, stage: StageMemory, available: int, asked: int, 
             f"larger     {join} memory ended at {size(memory.peak)}, far from the {size(available)} that were planned"
             " with. Something else holds them, or a limit of the process or its container is lower"
         )
-    if said != "nothing":
-        return f"larger     {said}"
-    return f"larger     nothing by much: the plan was close to the {size(available)} that there are"
+    close = f" by much: the plan was close to the {size(available)} that there are" if said == "nothing" else ""
+    return f"larger     {said}{close}"
 
 
 # What a function of the program was about, the innermost first. Backward passes have no frames of their own.
@@ -189,11 +168,8 @@ _DOING = (
 def _doing(traceback: str) -> str:
     """Tell what the program was about when it failed from the names of files and functions; "" where they do not."""
     frames = re.findall(r'File "[^"]*?([^/"]+)\.py", line \d+, in (\w+)', traceback)
-    for file, function in reversed(frames):
-        for names, words in _DOING:
-            if re.search(names, f"{file} {function}"):
-                return words
-    return ""
+    said = (words for frame in reversed(frames) for names, words in _DOING if re.search(names, " ".join(frame)))
+    return next(said, "")
 
 
 def _failed_allocation(text: str) -> int:
@@ -215,10 +191,6 @@ def _memory_apart(run: _Run) -> Iterator[str]:
             yield from _table(memory, stage, measured.counted)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Time
-
-
 def _pace(run: _Run) -> Iterator[str]:
     """Say whether it was slow, of what a step consists, what else took time, and what helps."""
     measured, trained = run.record.measured, run.record.as_trained()
@@ -237,10 +209,8 @@ def _pace(run: _Run) -> Iterator[str]:
     yield f"slow       {ratio:.1f} times what was planned, which is ±{percent(planned.time.uncertainty)}"
     yield f"planned    {', '.join(f'{TIME_WORDS[part]} {percent(share)}' for share, part in listed)}"
     if not planned.case.machine.calibration.num_runs:
-        yield (
-            f"           `megatune plan --calibrate {run.folder}` fits the planner to this machine; what stays slow"
-            " after it is the run's"
-        )
+        fits = f"`megatune plan --calibrate {run.folder}` fits the planner to this machine"
+        yield f"           {fits}; what stays slow after it is the run's"
     yield from _listed("helps", speedups(planned))
 
 

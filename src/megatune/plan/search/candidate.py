@@ -1,4 +1,4 @@
-"""Layouts whose memory and time are computed when they are asked for, and the frontier of the best."""
+"""What is searched and what was found, layouts whose memory and time are computed when asked for, and the frontier."""
 
 from __future__ import annotations
 
@@ -8,18 +8,106 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from megatune.architecture import Architecture
-from megatune.config.settings import ParallelSettings
-from megatune.plan.case import Case
+from megatune.config.settings import ParallelSettings, Settings
+from megatune.errors import Finding
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.estimate import Estimate
+from megatune.plan.machine import Machine
 from megatune.plan.memory.estimate import StageMemory, fullest_bytes, stage_memory
 from megatune.plan.memory.tensors import stage_chunks
-from megatune.plan.search.request import TIGHT
 from megatune.plan.time import StepTime, step_time
 
+# A layout this close to the device's memory may not fit after all: the memory of a step is known to a few percent.
+TIGHT = 0.95
 # A tight layout is ranked before one that is not only where it is faster by more than this.
 _WORTH_BEING_TIGHT = 1.01
 # Differences below this are within what an estimate is worth.
 _TOLERANCE = 1.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    """What to search for.
+
+    Attributes:
+        world_size: processes of the whole run, one a device.
+        settings: what is not searched is taken from them.
+        global_batch_size: rows of a step, which every layout keeps; None takes that of the settings on this world.
+        document_length, image_tokens: as in `Case`.
+        keep: how many layouts are ranked.
+    """
+
+    model: PlannedModel
+    machine: Machine
+    world_size: int
+    settings: Settings = field(default_factory=Settings)
+    global_batch_size: int | None = None
+    document_length: float | None = None
+    image_tokens: int = 0
+    keep: int = 20
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step: the global batch that was asked for, or the settings' own on this world."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        batch = self.settings.batch
+        replicas = max(self.world_size // self.settings.parallel.model_parallel_size, 1)
+        return batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
+
+    def case(self, settings: Settings) -> Case:
+        """Return the request's case with these settings."""
+        return Case(
+            model=self.model,
+            settings=settings,
+            world_size=self.world_size,
+            machine=self.machine,
+            document_length=self.document_length,
+            image_tokens=self.image_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Layouts that cannot be: what they have in common, why, as the rules say, how many of the machine's processes they
+    are, and the rules' finding about one of them, whose fix is the nearest valid value."""
+
+    what: str
+    why: str
+    count: int
+    example: Finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What was found.
+
+    Attributes:
+        ranked: layouts that fit, the fastest first, each micro-batch of one once, with its best virtual stages and
+            recomputation; one that is tight comes after those less than 1 % slower.
+        frontier: layouts that no other one is both faster and smaller than by more than 3 %, the smallest first.
+        too_large: the nearest misses, each with the least memory its layout can do with, the smallest first.
+        refused: what cannot be, the largest group first.
+        num_considered: valid layouts and batches that were judged, by an estimate or by a bound.
+        policy: what was left out without judging it, in sentences.
+    """
+
+    ranked: tuple[Estimate, ...]
+    frontier: tuple[Estimate, ...]
+    too_large: tuple[Estimate, ...]
+    refused: tuple[Refusal, ...]
+    num_considered: int
+    policy: tuple[str, ...]
+
+    @property
+    def best(self) -> Estimate | None:
+        """The first of those that fit; None where none does."""
+        return self.ranked[0] if self.ranked else None
+
+
+def is_tight(estimate: Estimate) -> bool:
+    """Return whether the fullest rank comes within 5 % of the device's memory, or above it."""
+    return estimate.fullest.total > TIGHT * estimate.case.machine.device.memory
 
 
 class Candidate:
@@ -88,11 +176,8 @@ class Frontier:
         return position > 0 and self.candidates[position - 1].seconds <= seconds * _TOLERANCE
 
     def add(self, candidate: Candidate, shortest: float = 0.0) -> None:
-        """Add a candidate that none dominates, and remove what it dominates.
-
-        Args:
-            shortest: seconds that it takes at least; they may spare computing its own.
-        """
+        """Add a candidate that none dominates, and remove what it dominates. It takes at least the seconds `shortest`,
+        which may spare computing its own."""
         memory = candidate.bytes
         before = bisect_right(self._bytes, memory)
         fastest = self.candidates[before - 1].seconds if before else math.inf

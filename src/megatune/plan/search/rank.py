@@ -13,10 +13,8 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings
 from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.search import recompute
-from megatune.plan.search.candidate import Candidate, Frontier
-from megatune.plan.search.refusals import refusals
-from megatune.plan.search.request import SearchRequest, SearchResult
-from megatune.plan.search.space import NUM_RESHAPED, CandidateBatch, CandidateLayout, Space
+from megatune.plan.search.candidate import Candidate, Frontier, SearchRequest, SearchResult
+from megatune.plan.search.space import NUM_RESHAPED, CandidateBatch, CandidateLayout, Space, refusals
 from megatune.plan.time import micro_batch_seconds
 
 _NUM_TOO_LARGE = 10
@@ -46,12 +44,8 @@ def search(request: SearchRequest) -> SearchResult:
 
 @dataclass
 class _Point:
-    """A layout and batch.
-
-    Attributes:
-        state: no way to interleave or to recompute it takes fewer bytes.
-        shortest: nor less time than this, which is quickly known, or than `seconds`, which is nearer.
-    """
+    """A layout and batch. No way to interleave or recompute it takes fewer bytes than `state`, nor fewer seconds than
+    `shortest`, which is quickly known, or than `seconds`, which is nearer."""
 
     space: Space
     layout: CandidateLayout
@@ -165,8 +159,7 @@ class _Search:
                 heappush(queue, (point.seconds, True, number, point))
 
     def _may_be_better(self, point: _Point, seconds: float) -> bool:
-        """Return whether it may be ranked, or be on the frontier, if it takes so long; once it may not, it never
-        may."""
+        """Return whether it may be ranked, or be on the frontier, if it takes so long; if not, it never may later."""
         if not self._may_be_ranked(seconds) and self.frontier.dominates(point.state, seconds):
             return False
         miss = self._misses.get(point.layout)

@@ -1,0 +1,256 @@
+"""One setting explained, a whole settings file, and the reference of all settings in Markdown."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+
+from megatune.architecture import Architecture
+from megatune.config.dialects.dialect import Refused
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.load import Loaded
+from megatune.config.rules.finetuning import NOT_BUILT
+from megatune.config.setting import SettingInfo
+from megatune.config.settings import GROUPS, Settings, all_settings
+from megatune.config.values import shown
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.changes.variation import setting_of
+from megatune.plan.estimate import estimate
+from megatune.plan.explain.cost import against, weigh
+from megatune.plan.explain.ground import Ground
+from megatune.plan.explain.words import (
+    Language,
+    Words,
+    against_words,
+    columns_of,
+    cost_lines,
+    fullest,
+    ground_line,
+    refusal_texts,
+    texts_of,
+    words_of,
+    wrapped,
+)
+from megatune.plan.pages.words import percent, seconds
+
+_REFUSED = {**NOT_BUILT, **LLAMAFACTORY.not_built}
+
+
+def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en") -> str:
+    """Explain what a key is, how it works, when to change it, and what it costs; for a terminal.
+
+    Args:
+        key: of the dialect, or "group.name"; a dash is an underscore.
+        grounds: the cases to weigh it in: the first in which it has an effect.
+
+    Raises:
+        MegatuneError: SETTINGS, where nobody knows the key, with the nearest names.
+    """
+    name = _name(key)
+    infos, words = all_settings(), words_of(language)
+    meaning = LLAMAFACTORY.meaning_of(name)
+    path = meaning.paths[0] if meaning else name if name in infos else None
+    refused = LLAMAFACTORY.not_built.get(name)
+    if path is None and refused is None:
+        raise _unknown(key)
+    lines: list[str] = []
+    if path is not None:
+        lines += _explained(infos[path], grounds, language)
+        refused = refused or _REFUSED.get(infos[path].name)
+    if refused is not None:
+        lines += ["" if lines else name, *_refusal(name, refused, words, language)]
+    return "\n".join(lines)
+
+
+def knows(key: str) -> bool:
+    """Return whether `explain_key` has something to say of it."""
+    return LLAMAFACTORY.knows(_name(key)) or _name(key) in all_settings()
+
+
+def _name(key: str) -> str:
+    return key.removeprefix("--").replace("-", "_")
+
+
+# As plans write layouts, and people say.
+_SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "sp": "sequence_parallel",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "dp": "num_processes",
+    "lr": "learning_rate",
+}
+
+
+def _unknown(key: str) -> MegatuneError:
+    names, name = LLAMAFACTORY.names, _name(key.lower()).rpartition(".")[2]
+    near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
+    near += [] if name in _SHORT else [each for each in names if name in each and each not in near][: 3 - len(near)]
+    fix = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
+    return MegatuneError(Finding(f"unknown setting {key!r}", fix=fix), ExitCode.SETTINGS)
+
+
+def _explained(info: SettingInfo, grounds: Sequence[Ground], language: Language) -> Iterator[str]:
+    words, texts = words_of(language), texts_of(info, language)
+    names = LLAMAFACTORY.names_of(info.path)
+    yield wrapped(info.name + words.parentheses.format(f"{words.group}{words.colon}{info.group}"))
+    heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values, words.cost)
+    width = max(map(columns_of, heads)) + 2
+
+    def paragraph(heading: str, text: str, hang: int = 0) -> str:
+        return wrapped(text, indent=" " * (width + 2 + hang), first=f"  {heading}{' ' * (width - columns_of(heading))}")
+
+    yield paragraph(words.takes, texts.type)
+    yield paragraph(words.default, shown(info.default))
+    yield paragraph(words.also, f"{LLAMAFACTORY.name}{words.colon}{words.comma.join(names)}")
+    yield ""
+    yield paragraph(words.what, texts.what)
+    yield paragraph(words.how, texts.how)
+    yield paragraph(words.when, texts.when)
+    for index, (value, text) in enumerate(texts.values.items()):
+        yield paragraph("" if index else words.values, f"{value}{words.colon}{text}", hang=2)
+    yield ""
+    for index, line in enumerate(cost_lines(info, weigh(info, grounds), grounds, words)):
+        yield paragraph("" if index else words.cost, line, hang=2)
+
+
+def _refusal(key: str, refused: Refused, words: Words, language: Language) -> Iterator[str]:
+    def line(text: str) -> str:
+        return wrapped(text, indent="    ", first="  ")
+
+    why, fix = refusal_texts(refused.why, refused.fix, language)
+    values = ""
+    if refused.values is not None:
+        values = words.parentheses.format(f"{key}{words.colon}{words.comma.join(map(shown, refused.values))}")
+    yield line((words.refused_values if values else words.refused) + values + words.colon + why)
+    if refused.values is None:
+        yield line(words.passes + words.colon + words.comma.join(map(shown, [*refused.off, None])))
+    if fix:
+        yield line(words.instead + words.colon + fix.removeprefix("write ").removeprefix("写 "))
+
+
+# --- a file ----------------------------------------------------------------------------------------------------------
+
+_EXPERTS = "moe"  # needed: a model with experts
+# A setting, what it needs as a user writes it, or _EXPERTS, and whether that is there; the model is None if not known.
+_NEEDS: tuple[tuple[str, str, Callable[[Settings, Architecture | None], bool]], ...] = (
+    ("optimizer.sgd_momentum", "optimizer: sgd", lambda s, _: s.optimizer.optimizer == "sgd"),
+    *(
+        (f"optimizer.{name}", "optimizer: adam", lambda s, _: s.optimizer.optimizer == "adam")
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon")
+    ),
+    ("optimizer.num_train_epochs", "max_steps: -1", lambda s, _: s.optimizer.max_steps <= 0),
+    ("parallel.overlap_p2p_comm", "virtual_pipeline_model_parallel_size: 2",
+     lambda s, _: bool(s.parallel.virtual_stages)),
+    ("parallel.cp_comm_type", "context_parallel_size: 2", lambda s, _: s.parallel.context_parallel_size > 1),
+    ("recompute.recompute_modules", "recompute_granularity: selective",
+     lambda s, _: s.recompute.recompute_granularity == "selective"),
+    ("performance.manual_gc_interval", "manual_gc: true", lambda s, _: s.performance.manual_gc),
+    ("checkpoint.save_steps", "save_strategy: steps", lambda s, _: s.checkpoint.save_strategy == "steps"),
+    ("evaluation.eval_steps", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy == "steps"),
+    ("batch.per_device_eval_batch_size", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy != "no"),
+    ("experts.moe_aux_loss_coeff", "moe_router_load_balancing_type: aux_loss",
+     lambda s, _: s.experts.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss")),
+    ("experts.moe_router_load_balancing_type", "moe_aux_loss_coeff: 0.001",
+     lambda s, _: s.experts.moe_aux_loss_coeff > 0
+     or s.experts.moe_router_load_balancing_type in ("sinkhorn", "none")),
+    *((path, _EXPERTS, lambda _, architecture: architecture is None or architecture.moe is not None)
+      for path in all_settings() if path.startswith(("experts.", "parallel.expert_"))),
+)  # fmt: skip
+
+
+def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language = "en") -> tuple[str, list[Finding]]:
+    """Explain every setting that is written, for a terminal; return the text, and what is wrong with the file."""
+    words, case = words_of(language), ground.case
+    written = {path for path, origin in loaded.origins.items() if origin != "default"}
+    findings = loaded.check(ground.architecture, ground.world_size)
+    lines = [words.settings.format(file=name)]
+    if case is None:
+        lines.append(wrapped(f"{words.cost}{words.colon}{words.not_planned.format(why=ground.why_not)}"))
+    else:
+        whole = estimate(case)
+        text = words.whole.format(
+            ground=ground_line(ground, words),
+            memory=fullest(whole, words),
+            seconds=seconds(whole.time.total),
+            rate=f"{whole.time.tokens_per_second_per_gpu:,.0f}",
+        )
+        uncertainty = words.uncertainty.format(percent=percent(whole.time.uncertainty))
+        lines += [wrapped(text + words.stop), wrapped(uncertainty[:1].upper() + uncertainty[1:] + words.stop)]
+    if not written and not loaded.findings:  # otherwise nobody knows what it would set
+        lines += ["", words.none_set]
+    for path in sorted(written - loaded.invalid, key=lambda path: _place(loaded.origins[path])):
+        lines += ["", *_written(all_settings()[path], loaded, ground, language)]
+    remarks = [str(finding) for finding in findings]
+    for path, needs, are_met in _NEEDS:
+        value = setting_of(loaded.settings, path)
+        if path not in written or value is None or are_met(loaded.settings, ground.architecture):
+            continue
+        needs = words.experts if needs == _EXPERTS else needs
+        text, origin = words.without_effect.format(key=LLAMAFACTORY.key_of(path), needs=needs), loaded.origins[path]
+        remarks.append(f"{origin}: {text}" if _place(origin)[0] < _NO_LINE else text)
+    return "\n".join([*lines, "", words.remarks, *(remarks or [words.no_remarks])]), findings
+
+
+def _written(info: SettingInfo, loaded: Loaded, ground: Ground, language: Language) -> Iterator[str]:
+    words, texts = words_of(language), texts_of(info, language)
+    value = setting_of(loaded.settings, info.path)
+    default = words.is_default if value == info.default else f"{words.default} {shown(info.default)}"
+    number, origin = _place(loaded.origins[info.path])
+    where = words.line.format(number=number) if number < _NO_LINE else origin
+    beside = words.parentheses.format(where + words.semicolon + default)
+    yield wrapped(f"{LLAMAFACTORY.key_of(info.path)}: {shown(value)}{beside}")
+    yield wrapped(words.off.format(what=texts.what) if value is False else texts.what, indent="    ")
+    for each in value if isinstance(value, list) else [value]:
+        if not isinstance(each, dict) and (said := texts.values.get(shown(each))):
+            yield wrapped(f"{shown(each)}{words.colon}{said}", indent="    ")
+    if ground.case is None or value == info.default:
+        return
+    effect = against(ground.case, info.path, info.default)
+    if effect is not None and not effect.is_none:
+        yield wrapped(words.cost + words.colon + against_words(effect, info.default, words), indent="    ")
+
+
+_NO_LINE = 10**9
+
+
+def _place(origin: str) -> tuple[int, str]:
+    """Return the line of an origin in its file, what came from the command line behind all of them; and the origin."""
+    _, colon, line = origin.rpartition(":")
+    return (int(line) if colon and line.isdigit() else _NO_LINE), origin
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def settings_page(language: Language = "en") -> str:
+    """Return the reference of all settings: what `explain --all` prints, and the page of the documents."""
+    words = words_of(language)
+    parts = [f"# {words.title}\n\n{words.head}"]
+    for group in GROUPS:
+        infos = (info for info in all_settings().values() if info.group == group)
+        parts += [f"\n## {group}\n", *(part for info in infos for part in _section(info, words, language))]
+    return "".join([*parts, "\n", words.refused_head, *_refused_rows(words, language)])
+
+
+def _section(info: SettingInfo, words: Words, language: Language) -> Iterator[str]:
+    texts, names = texts_of(info, language), LLAMAFACTORY.names_of(info.path)
+    yield f"\n### {names[0]}\n\n{texts.type}{words.semicolon}{words.default} `{shown(info.default)}`"
+    if names[1:]:
+        yield f"{words.semicolon}{words.also} {words.comma.join(f'`{name}`' for name in names)}"
+    yield f"\n\n{texts.what}\n\n"
+    yield f"- **{words.how.capitalize()}**{words.colon}{texts.how}\n"
+    yield f"- **{words.when.capitalize()}**{words.colon}{texts.when}\n"
+    yield from (f"- `{value}`{words.colon}{text}\n" for value, text in texts.values.items())
+
+
+def _refused_rows(words: Words, language: Language) -> Iterator[str]:
+    for key, refused in sorted(_REFUSED.items()):
+        every = refused.values is None
+        values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.values or ())
+        passes = ", ".join(f"`{shown(v)}`" for v in refused.off) or ("`null`" if every else words.the_rest)
+        why, _ = refusal_texts(refused.why, refused.fix, language)
+        yield f"| `{key}` | {values} | {passes} | {why.replace('|', chr(92) + '|')} |\n"
