@@ -44,18 +44,10 @@ class LengthReport:
         edges = _edges(longest, cutoff_len)
         up_to = np.searchsorted(ordered, edges, side="right")
         p50, p90, p99 = (int(ordered[-(-len(ordered) * percent // 100) - 1]) for percent in (50, 90, 99))
-        return cls(
-            cutoff_len=cutoff_len,
-            samples=len(ordered),
-            mean=float(ordered.mean()),
-            p50=p50,
-            p90=p90,
-            p99=p99,
-            longest=longest,
-            over=len(ordered) - int(np.searchsorted(ordered, cutoff_len, side="right")),
-            edges=tuple(edges),
-            counts=tuple(int(b - a) for a, b in pairwise(up_to)),
-        )
+        over = len(ordered) - int(np.searchsorted(ordered, cutoff_len, side="right"))
+        counts = tuple(int(b - a) for a, b in pairwise(up_to))
+        mean = float(ordered.mean())
+        return cls(cutoff_len, len(ordered), mean, p50, p90, p99, longest, over, tuple(edges), counts)
 
     @property
     def share_over(self) -> float:
@@ -77,7 +69,7 @@ class LengthReport:
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:
-    """0, multiples of cutoff_len / 2^j up to twice cutoff_len at most, and the longest."""
+    """Return 0, multiples of cutoff_len / 2^j up to twice cutoff_len at most, and the longest."""
     covered = min(longest, 2 * cutoff_len)
     parts = 1
     while 2 * parts <= cutoff_len and 2 * parts * covered <= (MOST_BINS - 1) * cutoff_len:

@@ -21,12 +21,10 @@ class StepRows(Protocol):
     @property
     def is_packed(self) -> bool:
         """Whether a row holds documents side by side."""
-        ...
 
     @property
     def global_batch_size(self) -> int:
         """Rows of a step; the last step of an epoch may have fewer."""
-        ...
 
     def lengths(self, step: int) -> list[np.ndarray]:
         """Return tokens of each document of each row of the step, in the order of the global batch.
@@ -34,36 +32,26 @@ class StepRows(Protocol):
         Args:
             step: counted from 0 over the whole run.
         """
-        ...
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
         """Return the documents of some rows of the step, by their places in its global batch."""
-        ...
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
         """Extra values of these documents, by name; of the same names for all rows, and for none."""
-        ...
 
     def names(self, step: int) -> list[str]:
         """Return what reports call the rows of the step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSteps:
-    """Steps over rows that are all prepared: epoch after epoch, each in an order of its own.
-
-    Attributes:
-        seed: of the order of rows.
-        shuffle: False trains rows in their order, the same in every epoch.
-        group_by_length: shuffle so that a batch has rows of similar length.
-    """
+    """Steps over rows that are all prepared: epoch after epoch, each in an order of its own."""
 
     rows: TokenRows
     global_batch_size: int
-    seed: int = 0
-    shuffle: bool = True
-    group_by_length: bool = False
+    seed: int = 0  # of the order of rows
+    shuffle: bool = True  # False trains rows in their order, the same in every epoch
+    group_by_length: bool = False  # shuffle so that a batch has rows of similar length
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)  # by epoch
 
     @classmethod
@@ -74,7 +62,6 @@ class PreparedSteps:
 
     @property
     def is_packed(self) -> bool:
-        """See `StepRows`."""
         return self.rows.is_packed
 
     @property
@@ -83,21 +70,17 @@ class PreparedSteps:
         return steps_per_epoch(len(self.rows), self.global_batch_size)
 
     def lengths(self, step: int) -> list[np.ndarray]:
-        """See `StepRows`."""
         return [self.rows.document_lengths([row]) for row in self.row_ids(step)]
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
-        """See `StepRows`."""
         ids = self.row_ids(step)
         return [self.rows[int(ids[place])] for place in places]
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
-        """See `StepRows`."""
         ids = self.row_ids(step)
         return self.rows.extras([int(ids[place]) for place in places])
 
     def names(self, step: int) -> list[str]:
-        """See `StepRows`."""
         return [f"row {row}" for row in self.row_ids(step)]
 
     def row_ids(self, step: int) -> np.ndarray:

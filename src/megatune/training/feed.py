@@ -20,38 +20,27 @@ from megatune.training.agreement import on_rank_0
 from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage import writing
-from megatune.training.streaming import StreamFollower, check_token_ids, open_stream
+from megatune.training.streaming import StreamFollower, check_token_ids, open_stream, rows_contents
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a trainer takes rows from.
-
-    Attributes:
-        evaluation: None where nothing is evaluated.
-        lines: the report, for the banner.
-        follower: of streamed rows; None where all are prepared.
-    """
+    """What a trainer takes rows from."""
 
     rows: StepRows
-    evaluation: TokenRows | None
-    lines: Sequence[str]
-    follower: StreamFollower | None = None
+    evaluation: TokenRows | None  # None where nothing is evaluated
+    lines: Sequence[str]  # the report, for the banner
+    follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run, before its model is there.
+    """The data of a run, before its model is there."""
 
-    Attributes:
-        key: of all that determines the rows.
-        num_rows: to train; None where nobody knows.
-        feed: makes what the trainer takes rows from, of the run's steps and the model's vocabulary. Collective. Raises
-            MegatuneError where a token id is beyond the vocabulary (exit code 66), or the rows do not come.
-    """
-
-    key: str
-    num_rows: int | None
+    key: str  # of all that determines the rows
+    num_rows: int | None  # to train; None where nobody knows
+    # Makes what the trainer takes rows from, of the run's steps and the model's vocabulary. Collective. Raises
+    # MegatuneError where a token id is beyond the vocabulary (exit code 66), or the rows do not come.
     feed: Callable[[RunSchedule, int], Feed]
 
 
@@ -73,9 +62,7 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
         yield RunData(prepared.key, len(prepared.train), partial(_prepared_feed, prepared, settings, output_dir))
         return
     with closing(open_stream(context, settings, source, resumed)) as stream:
-        kept_in = output_dir if context.rank == 0 else None
-        follow = partial(StreamFollower, stream, context, output_dir=kept_in, resumed=resumed is not None)
-        yield RunData(stream.key, None, partial(_streamed_feed, stream, settings, follow))
+        yield RunData(stream.key, None, partial(_streamed_feed, stream, context, settings, resumed is not None))
 
 
 def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) -> Prepared:
@@ -88,13 +75,9 @@ def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) 
 
 def _contents(prepared: Prepared) -> dict[str, str | int]:
     contents: dict[str, str | int] = {**prepared.key_parts, KEY: prepared.key}
-    for name, rows, report in (
-        ("training", prepared.train, prepared.report.train),
-        ("evaluation", prepared.evaluation, prepared.report.evaluation),
-    ):
-        if rows is not None and report is not None:
-            contents |= {f"{name} rows": report.rows, f"{name} tokens": report.tokens}
-            contents[f"the digest of the {name} rows"] = rows.digest
+    contents |= rows_contents(prepared.report.train, prepared.train, "training ")
+    if prepared.evaluation is not None and prepared.report.evaluation is not None:
+        contents |= rows_contents(prepared.report.evaluation, prepared.evaluation, "evaluation ")
     return contents
 
 
@@ -115,10 +98,10 @@ def _prepared_feed(
 
 
 def _streamed_feed(
-    stream: Stream, settings: Settings, follow: Callable[..., StreamFollower], schedule: RunSchedule, vocab_size: int
+    stream: Stream, context: RankContext, settings: Settings, resumed: bool, schedule: RunSchedule, vocab_size: int
 ) -> Feed:
     size, data = schedule.global_batch_size, settings.data
-    follower = follow(global_batch_size=size, total_steps=schedule.total_steps, vocab_size=vocab_size)
+    follower = StreamFollower(stream, context, settings, schedule, vocab_size, resumed=resumed)
     evaluation = follower.evaluation()
     order = "in the order of the data" if data.disable_shuffling else "shuffled"
     lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]

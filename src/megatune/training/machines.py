@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -26,12 +27,12 @@ def wait_for_machines(context: RankContext, name: str, note: str | None) -> str:
     """
     if note is not None:
         groups.post(f"{name}/{context.node_rank}", note)
-    own = _posted(context, f"{name}/{context.node_rank}")
+    own = wait_for_note(context, f"{name}/{context.node_rank}")
     if context.rank == 0:  # asks for all, so that the store is not asked for each by each rank
-        for node_rank in range(_num_machines(context)):
-            _posted(context, f"{name}/{node_rank}")
+        for node_rank in range(num_machines(context)):
+            wait_for_note(context, f"{name}/{node_rank}")
         groups.post(f"{name}/all", "")
-    _posted(context, f"{name}/all")
+    wait_for_note(context, f"{name}/all")
     return own
 
 
@@ -45,7 +46,7 @@ def check_same(context: RankContext, what: str, contents: Mapping[str, str | int
     Raises:
         MegatuneError: DATA, on every rank, naming the machines that differ from most of them, and in what.
     """
-    if _num_machines(context) == 1:
+    if num_machines(context) == 1:
         return
     machines: dict[str, list[str]] = {}  # by their contents, in order of node rank
     found = [one for one in groups.gather((context.node_rank, socket.gethostname(), contents)) if one[2] is not None]
@@ -54,12 +55,9 @@ def check_same(context: RankContext, what: str, contents: Mapping[str, str | int
         if (name := f"{host} (node rank {node_rank})") not in names:
             names.append(name)
     most = max(machines, key=lambda one: len(machines[one]))
-    findings = [
-        _difference(what, machines[most], names, json.loads(most), json.loads(other))
-        for other, names in machines.items()
-        if other != most
-    ]
-    if findings:
+    names, expected = machines.pop(most), json.loads(most)
+    if machines:
+        findings = [_difference(what, names, other, expected, json.loads(raw)) for raw, other in machines.items()]
         raise MegatuneError(findings, ExitCode.DATA)
 
 
@@ -67,8 +65,8 @@ def _difference(
     what: str,
     names: Sequence[str],
     other_names: Sequence[str],
-    expected: Mapping[str, str | int],
-    contents: Mapping[str, str | int],
+    expected: Mapping[str, Any],
+    contents: Mapping[str, Any],
 ) -> Finding:
     differences = [name for name in {**expected, **contents} if expected.get(name) != contents.get(name)]
     words = [
@@ -85,20 +83,19 @@ def _difference(
         fix = (
             "copy the data sets and the model's folder to that machine again, or keep them where all machines read them"
         )
-    return Finding(
-        f"machines have different {what}: {', '.join(other_names)} {'differs' if len(other_names) == 1 else 'differ'} "
-        f"from {', '.join(names)}",
-        why=f"{'; '.join(words)}; {cause}",
-        fix=fix,
-    )
+    differ = "differs" if len(other_names) == 1 else "differ"
+    what = f"machines have different {what}: {', '.join(other_names)} {differ} from {', '.join(names)}"
+    return Finding(what, why=f"{'; '.join(words)}; {cause}", fix=fix)
 
 
-def _num_machines(context: RankContext) -> int:
+def num_machines(context: RankContext) -> int:
+    """Return how many machines the run has."""
     return context.world_size // context.local_world_size
 
 
-def _posted(context: RankContext, key: str) -> str:
+def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
+    """Return what a rank posts under a key, for as long as that takes."""
     while (note := groups.posted(key)) is None:
-        context.beat("data", 0)
+        context.beat(phase, 0)
         time.sleep(_POLL_SECONDS)
     return note

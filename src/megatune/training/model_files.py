@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 from megatune.config.settings import Settings
@@ -12,9 +11,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
+from megatune.training.machines import num_machines, wait_for_note
 from megatune.training.storage import writing
-
-_POLL_SECONDS = 0.1
 
 
 def model_on_node(context: RankContext, settings: Settings, model_dir: str | None, resumed: Path | None) -> Path:
@@ -33,19 +31,21 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
     name = settings.model.model_name_or_path
     assert name is not None
     if resumed is not None:
-        return (
-            on_rank_0(lambda: _keep_small_files(resumed, context.run_dir / "model")) if is_hub_id(name) else Path(name)
-        )
-    num_nodes = context.world_size // context.local_world_size
-    if num_nodes == 1 and not is_hub_id(name):
+        small = context.run_dir / "model"
+        return on_rank_0(lambda: _keep_small_files(resumed, small)) if is_hub_id(name) else Path(name)
+    if num_machines(context) == 1 and not is_hub_id(name):
         return Path(name)
     note = f"model/{context.node_rank}"
     if context.local_rank:
-        return Path(_awaited(context, f"{note}/folder"))
+        return Path(wait_for_note(context, f"{note}/folder", "fetch"))
     context.beat("fetch", 0, limit=float("inf"))
-    folder, version = _fetched(settings, name, model_dir)
+    if model_dir is not None:
+        folder, version = Path(model_dir), settings.model.model_revision
+    else:
+        model = open_model(name, settings.model.model_revision, settings.model.cache_dir)
+        folder, version = model.fetch(), model.commit or "a folder"
     groups.post(note, version)
-    versions = [_awaited(context, f"model/{node}") for node in range(num_nodes)]
+    versions = [wait_for_note(context, f"model/{node}", "fetch") for node in range(num_machines(context))]
     if other := next((node for node, each in enumerate(versions) if each != versions[0]), 0):
         what = f"machine 0 has {versions[0]} of {name}, and machine {other} {versions[other]}"
         fix = "write model_revision: COMMIT, or the same folder on every machine"
@@ -54,24 +54,8 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
     return folder
 
 
-def _fetched(settings: Settings, name: str, model_dir: str | None) -> tuple[Path, str]:
-    """Return the folder with the model's files, and which version of it they are."""
-    if model_dir is not None:
-        return Path(model_dir), settings.model.model_revision
-    model = open_model(name, settings.model.model_revision, settings.model.cache_dir)
-    return model.fetch(), model.commit or "a folder"
-
-
-def _awaited(context: RankContext, note: str) -> str:
-    while (posted := groups.posted(note)) is None:
-        context.beat("fetch", 0)
-        time.sleep(_POLL_SECONDS)
-    return posted
-
-
 def _keep_small_files(checkpoint: Path, folder: Path) -> Path:
-    """Return a copy of a checkpoint's configuration and tokenizer: the checkpoint itself may be deleted during the
-    run."""
+    """Copy a checkpoint's configuration and tokenizer, and return where: the checkpoint may be deleted in the run."""
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

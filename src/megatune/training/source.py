@@ -28,18 +28,18 @@ class RunModel:
         self._model: HubModel | None = None
 
     def config_dir(self, name: str) -> Path | None:
-        """Return the folder with the model's config.json; None where another process of this machine asks the hub for
-        it.
+        """Return the folder with the model's config.json; None where another process asks the hub for it.
 
         Raises:
             MegatuneError: as `hub.models.open_model`; INPUT, when there is no such checkpoint to resume from.
         """
         model = self.settings.model
-        if is_hub_id(name) and (checkpoint := _resumed_checkpoint(self.settings)) is not None:
-            self._record_revision(checkpoint, name)
-            return checkpoint
-        if is_hub_id(name) and not self._asks:
-            return None
+        if is_hub_id(name):
+            if (checkpoint := _resumed_checkpoint(self.settings)) is not None:
+                self._record_revision(checkpoint, name)
+                return checkpoint
+            if not self._asks:
+                return None
         found = open_model(name, model.model_revision, model.cache_dir)
         if isinstance(found, HubModel):
             found.check_weights()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
+from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage import writing
 
 
@@ -67,9 +67,7 @@ class StreamFollower:
     """What a rank does about its stream beside each step.
 
     Args:
-        output_dir: gets bad_rows.jsonl; None in all ranks but the first.
         vocab_size: of the model.
-        total_steps: of the run.
         resumed: whether the run resumes from a checkpoint; what was quarantined before it stays.
     """
 
@@ -77,17 +75,18 @@ class StreamFollower:
         self,
         stream: Stream,
         context: RankContext,
-        *,
-        global_batch_size: int,
-        total_steps: int,
+        settings: Settings,
+        schedule: RunSchedule,
         vocab_size: int,
-        output_dir: Path | None,
+        *,
         resumed: bool,
     ) -> None:
-        self._stream, self._context = stream, context
-        self._size, self._last = global_batch_size, global_batch_size * total_steps
+        assert settings.run.output_dir is not None
+        self._stream, self._context, self.summary = stream, context, stream.summary
+        self._size, self._last = schedule.global_batch_size, schedule.global_batch_size * schedule.total_steps
         self._vocab_size = vocab_size
-        self._quarantine = _Quarantine(output_dir / BAD_ROWS_FILE, keep=resumed) if output_dir else None
+        bad_rows = Path(settings.run.output_dir) / BAD_ROWS_FILE
+        self._quarantine = _Quarantine(bad_rows, keep=resumed) if context.rank == 0 else None
 
     def evaluation(self) -> TokenRows | None:
         """Return the evaluation rows, once they are ready. Collective."""
@@ -95,7 +94,7 @@ class StreamFollower:
         if rows is None or held_out is None:
             return None
         wait_for_machines(self._context, "evaluation", "" if self._context.local_rank == 0 else None)
-        check_same(self._context, "evaluation rows", _contents(held_out.tokens, rows))
+        check_same(self._context, "evaluation rows", rows_contents(held_out.tokens, rows))
         check_token_ids(held_out.tokens.largest_id, self._vocab_size)
         self._keep_bad_rows(held_out.folder)
         return rows
@@ -106,7 +105,7 @@ class StreamFollower:
         for meta, folder in self._stream.before(first, first + self._size, self._last, self._beat):
             # Blocks of the same rows so far end with the same row: every rank comes to this one at this step.
             what = f"rows in block {meta.number} of the stream, which step {step + 1} is the first to train"
-            check_same(self._context, what, _contents(meta.tokens, TokenRows(folder / PART)))
+            check_same(self._context, what, rows_contents(meta.tokens, TokenRows(folder / PART)))
             check_token_ids(meta.tokens.largest_id, self._vocab_size)
             line = meta.line()
             if line is not None and self._quarantine is not None:
@@ -125,10 +124,6 @@ class StreamFollower:
         """Pass done after this number of steps, None where that is not known yet."""
         return self._stream.epoch_after(step * self._size)
 
-    def summary(self) -> Iterator[str]:
-        """Return what became of the rows that were read, in words."""
-        return self._stream.summary()
-
     def _beat(self) -> None:
         self._context.beat("data", self._context.step)
 
@@ -137,8 +132,10 @@ class StreamFollower:
             self._quarantine.add(folder / BAD_ROWS_FILE)
 
 
-def _contents(report: TokenReport, rows: TokenRows) -> dict[str, str | int]:
-    return {"rows": len(rows), "tokens": report.tokens, "the digest of the rows": rows.digest}
+def rows_contents(report: TokenReport, rows: TokenRows, part: str = "") -> dict[str, str | int]:
+    """Return what machines compare of rows, see `check_same`."""
+    counts = {f"{part}rows": len(rows), f"{part}tokens": report.tokens}
+    return {**counts, f"the digest of the {part}rows": rows.digest}
 
 
 def check_token_ids(largest: int, vocab_size: int) -> None:
@@ -148,14 +145,10 @@ def check_token_ids(largest: int, vocab_size: int) -> None:
         MegatuneError: INPUT.
     """
     if largest >= vocab_size:
-        raise MegatuneError(
-            Finding(
-                f"token id {largest} is beyond the model's vocabulary of {vocab_size}",
-                why="the tokenizer and the weights belong to different models",
-                fix="use the tokenizer that was published with the weights",
-            ),
-            ExitCode.INPUT,
-        )
+        what = f"token id {largest} is beyond the model's vocabulary of {vocab_size}"
+        why = "the tokenizer and the weights belong to different models"
+        fix = "use the tokenizer that was published with the weights"
+        raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.INPUT)
 
 
 class _Quarantine:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 SAY_AFTER = 5.0  # seconds of waiting before a line says for whom
 _POLL_SECONDS = 0.1
 _MARK = ".megatune-partial-"
@@ -115,25 +117,17 @@ def remove_abandoned(parent: Path) -> None:
     """Remove the partial folders in `parent` that nobody fills any more."""
     for partial in parent.glob(f".*{_MARK}*"):
         place, _, process = partial.name.partition(_MARK)[2].removesuffix("-old").rpartition("-")
-        if process.isdigit() and (_is_dead(int(process)) if place == _place() else _is_old(partial)):
+        if process.isdigit() and (_is_old(partial) if place != _place() else not psutil.pid_exists(int(process))):
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def _place() -> str:
-    """Where a process number means this one: the machine and, as containers count from 1, the kernel's namespace."""
+    """Return where a process number means this one: the machine and, as containers count from 1, the namespace."""
     try:
         namespace = str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError:
         namespace = "0"
     return f"{socket.gethostname()}-{namespace}"
-
-
-def _is_dead(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return error.errno == errno.ESRCH  # not where it is another user's
-    return False
 
 
 def _is_old(partial: Path) -> bool:

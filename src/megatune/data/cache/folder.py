@@ -96,19 +96,13 @@ class _CannotWriteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One folder that rows can be in.
-
-    Attributes:
-        overwrite: make them anew where they are there.
-        named: by the user, who may have something else in it.
-        private: in a folder that others can write to, so that its owner counts.
-    """
+    """One folder that rows can be in."""
 
     folder: Path
     key: str
-    overwrite: bool
-    named: bool = False
-    private: bool = False
+    overwrite: bool  # make them anew where they are there
+    named: bool = False  # by the user, who may have something else in it
+    private: bool = False  # in a folder that others can write to, so that its owner counts
 
     def made(self, build: Callable[[Path], None]) -> Path:
         """Return the folder, whole; raises _CannotWriteError where it is not whole and cannot be made."""
@@ -198,7 +192,7 @@ def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
 
 
 def _stored_key(folder: Path) -> str | None:
-    """Of what the rows in the folder were made; None where it has none."""
+    """Return of what the rows in the folder were made; None where it has none."""
     try:
         return (folder / KEY_FILE).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -216,7 +210,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def _identity(folder: Path) -> _Identity:
-    """Another one whenever another folder takes the name."""
+    """Return what is another whenever another folder takes the name."""
     with suppress(OSError):
         status = folder.stat()
         return status.st_ino, status.st_ctime_ns
