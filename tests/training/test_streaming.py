@@ -17,8 +17,8 @@ from megatune.engine import groups
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
+from megatune.training.feed import StreamFollower, open_stream
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.streaming import StreamFollower, open_stream
 
 DP2 = {"gradient_accumulation_steps": 2}
 TP2 = {"tensor_model_parallel_size": 2, "gradient_accumulation_steps": 4}

@@ -14,27 +14,20 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class LengthReport:
-    """Lengths of samples, in tokens; of a preference pair the longer one's.
-
-    Attributes:
-        samples: how many; rows that are dropped for their length count too, copies do not.
-        p50, p90, p99: percentiles: the least length that 50, 90 and 99 % do not exceed.
-        over: samples longer than cutoff_len.
-        edges: where the bins of the histogram end: bin i holds the lengths above edges[i] up to edges[i + 1]. Multiples
-            of a fraction of cutoff_len, which is an edge where lengths reach it; the last is the longest length.
-        counts: samples in each bin.
-    """
+    """Lengths of samples, in tokens; of a preference pair the longer one's."""
 
     cutoff_len: int
-    samples: int
+    samples: int  # rows that are dropped for their length count too, copies do not
     mean: float
-    p50: int
+    p50: int  # the least length that 50 % do not exceed
     p90: int
     p99: int
     longest: int
-    over: int
+    over: int  # samples longer than cutoff_len
+    # Where the bins of the histogram end: bin i holds the lengths above edges[i] up to edges[i + 1]. Multiples of a
+    # fraction of cutoff_len, which is an edge where lengths reach it; the last is the longest length.
     edges: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # samples in each bin
 
     @classmethod
     def of(cls, lengths: np.ndarray, cutoff_len: int) -> LengthReport:

@@ -138,7 +138,7 @@ def _build(pipeline: Pipeline, folder: Path, extras: Mapping[str, ExtraSource]) 
 def _collect(
     pipeline: Pipeline, source: DatasetSource, builder: RowsBuilder, bad_rows: BadRows, lengths: array[int]
 ) -> tuple[_Collected, Finding | None]:
-    """Write the usable rows of one data set; what to say where it has none."""
+    """Write the usable rows of one data set; return what to say where it has none."""
 
     def on_bad_row(sample: Sample, error: RowError) -> None:
         bad_rows.add(sample, error)
@@ -204,7 +204,7 @@ def hold_out(ranks: np.ndarray, val_size: float) -> Split:
 
 
 def _training_order(settings: Settings, trained: Sequence[_Collected], split: Split) -> np.ndarray:
-    """Numbers of the samples of an epoch, copies and mixing included; fills in the reports.
+    """Return the numbers of an epoch's samples, copies and mixing included, and fill in the reports.
 
     Raises:
         MegatuneError: val_size leaves nothing of a data set that is drawn from (exit code 64).

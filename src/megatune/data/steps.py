@@ -27,17 +27,13 @@ class StepRows(Protocol):
         """Rows of a step; the last step of an epoch may have fewer."""
 
     def lengths(self, step: int) -> list[np.ndarray]:
-        """Return tokens of each document of each row of the step, in the order of the global batch.
-
-        Args:
-            step: counted from 0 over the whole run.
-        """
+        """Return tokens of each document of each row of a step, counted from 0 over the whole run, in its order."""
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
         """Return the documents of some rows of the step, by their places in its global batch."""
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
-        """Extra values of these documents, by name; of the same names for all rows, and for none."""
+        """Return extra values of these documents, by name; of the same names for all rows, and for none."""
 
     def names(self, step: int) -> list[str]:
         """Return what reports call the rows of the step."""
@@ -84,11 +80,8 @@ class PreparedSteps:
         return [f"row {row}" for row in self.row_ids(step)]
 
     def row_ids(self, step: int) -> np.ndarray:
-        """Row ids of one step's global batch, over all ranks and micro-batches.
-
-        Returns:
-            int64 [at most global_batch_size]; shorter at the end of an epoch, since a batch never crosses epochs.
-        """
+        """Return row ids of one step's global batch, over all ranks and micro-batches: int64 [at most
+        global_batch_size]; shorter at the end of an epoch, since a batch never crosses epochs."""
         if not len(self.rows):
             raise ValueError("no rows")
         epoch, batch = divmod(step, self.steps_per_epoch)

@@ -40,10 +40,7 @@ _Compact = tuple[np.ndarray, np.ndarray, list[int], list[tuple[int, bool, int] |
 
 
 def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) -> Generator[Result, None, None]:
-    """Yield every sample with its token rows, in order.
-
-    Args:
-        num_workers: processes to encode in; up to 1 encodes in this process.
+    """Yield every sample with its token rows, in order, encoded in `num_workers` processes; up to 1 is this one.
 
     Raises:
         MegatuneError: a worker process died or hung (exit code 76).

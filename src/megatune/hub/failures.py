@@ -99,11 +99,9 @@ def no_id(repo_id: str, kind: Kind, where: str) -> MegatuneError:
 
 def _chain(error: BaseException) -> list[BaseException]:
     """Return the error and what it was raised from, to the root."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
+    chain = [error]
+    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
         chain.append(link)
-        link = link.__cause__ or link.__context__
     return chain
 
 

@@ -103,11 +103,8 @@ class HubModel(Model):
         return folder
 
     def _small(self) -> list[str]:
-        def wanted(path: str) -> bool:
-            top = path.removeprefix("additional_chat_templates/")
-            return "/" not in top and top.endswith(_SMALL) and not top.endswith(".index.json")
-
-        return [path for path in self._repository.sizes if wanted(path)]
+        paths = [path for path in self._repository.sizes if path.endswith(_SMALL) and not path.endswith(".index.json")]
+        return [path for path in paths if "/" not in path.removeprefix("additional_chat_templates/")]
 
     def _weights(self) -> list[str]:
         self.check_weights()

@@ -11,13 +11,7 @@ _LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Bytes that came, of all; filled by several threads.
-
-    Args:
-        name: what is fetched, for the lines.
-        total: bytes.
-        bar: whether to draw one on a terminal.
-    """
+    """Bytes that came, of all; filled by several threads. `name` is for the lines, `bar` draws one on a terminal."""
 
     def __init__(self, name: str, total: int, *, bar: bool = True) -> None:
         self._name, self._total, self._done = name, total, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from megatune.config.settings import Settings
@@ -36,7 +37,10 @@ class RunModel:
         model = self.settings.model
         if is_hub_id(name):
             if (checkpoint := _resumed_checkpoint(self.settings)) is not None:
-                self._record_revision(checkpoint, name)
+                with suppress(MegatuneError):  # said where the checkpoint is verified
+                    metadata = read_manifest(checkpoint).metadata
+                    if metadata.get("model_name_or_path") == name:  # the commit that the run began with
+                        self._pin(metadata["model_revision"], checkpoint.name)
                 return checkpoint
             if not self._asks:
                 return None
@@ -50,15 +54,6 @@ class RunModel:
     def fetch(self) -> str | None:
         """Fetch what a run reads of a model on a hub, and return its folder; None where nothing is to be fetched."""
         return str(self._model.fetch()) if self._model is not None else None
-
-    def _record_revision(self, checkpoint: Path, name: str) -> None:
-        """Take over the commit that the run began with."""
-        try:
-            metadata = read_manifest(checkpoint).metadata
-        except MegatuneError:  # said where the checkpoint is verified
-            return
-        if metadata.get("model_name_or_path") == name:
-            self._pin(metadata["model_revision"], checkpoint.name)
 
     def _pin(self, commit: str, origin: str) -> None:
         model = self.settings.model.model_copy(update={"model_revision": commit})

@@ -25,10 +25,7 @@ def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of this file, which is made for it and removed again; between machines, too, that share locks.
 
     The kernel frees it when its holder dies, however that happens. On a file system without locks nothing is held:
-    callers must work when there are two of them.
-
-    Args:
-        say: gets the name of who holds the lock, once it has been waited for.
+    callers must work when there are two of them. `say` gets the name of who holds the lock that is waited for.
 
     Raises:
         OSError: the file cannot be made.

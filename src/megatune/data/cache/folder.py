@@ -122,8 +122,7 @@ class _Place:
         return self.folder
 
     def _made_since(self, before: _Identity, *, again: bool) -> bool:
-        """Return whether it is whole and, if `again`, another one than before: one that another run has just made
-        will do."""
+        """Return whether it is whole and, if `again`, not the one of before: one that another run just made will do."""
         return is_whole(self.folder, self.key) and not (again and _identity(self.folder) == before)
 
     def _make(self, build: Callable[[Path], None]) -> None:
@@ -150,13 +149,14 @@ class _Place:
             return
         stored = _stored_key(self.folder)
         if stored is None and _holds_something(self.folder):
-            what = f"tokenized_path: {self.folder} is not a folder of prepared rows"
-            why, fix = "what megatune did not make is never replaced", "name a new folder"
-            raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.SETTINGS)
-        if stored not in (None, self.key) and not self.overwrite:
-            what = f"tokenized_path: {self.folder} has rows made from other data or settings"
+            what, why = "is not a folder of prepared rows", "what megatune did not make is never replaced"
+            fix = "name a new folder"
+        elif stored not in (None, self.key) and not self.overwrite:
+            what, why = "has rows made from other data or settings", ""
             fix = "name another folder, or write overwrite_cache: true to replace them"
-            raise MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)
+        else:
+            return
+        raise MegatuneError(Finding(f"tokenized_path: {self.folder} {what}", "", why, fix), ExitCode.SETTINGS)
 
     def _make_parent(self) -> None:
         """Raise OSError, also where others could have put rows there."""
@@ -174,11 +174,8 @@ class _Place:
 
 @contextmanager
 def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
-    """Turn what the file system refuses into a _CannotWriteError.
-
-    Args:
-        building: what is done inside reads files, too; only failures to write into this folder are turned.
-    """
+    """Turn what the file system refuses into a _CannotWriteError; of what reads files, too, only failures to write into
+    the folder that it is `building`."""
     try:
         yield
     except OSError as error:

@@ -31,6 +31,7 @@ ORDER_FILE = "order.npy"  # int64 [rows]: in which order the part's rows are tra
 _META_FILE = "meta.json"
 
 Progress = Callable[[int], None]  # gets the number of samples so far
+Order = Callable[[int], np.ndarray]  # of samples, given their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,8 @@ class BlockMeta:
             return None
         before, after = (sum(report.read for report in state.reports) for state in (self.start, self.end))
         reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
-        return (
-            f"data: {dropped.total()} of the {after - before} rows read for block {self.number} are left out: {reasons}"
-        )
+        rows = f"{dropped.total()} of the {after - before} rows read for block {self.number}"
+        return f"data: {rows} are left out: {reasons}"
 
     @classmethod
     def load(cls, folder: Path) -> BlockMeta:
@@ -100,12 +100,9 @@ class MixedStream:
     """Samples of several data sets, epoch after epoch, cut to blocks.
 
     Args:
-        state: where to begin; None for the start.
+        state: where to begin; None for the start. As an attribute, that of the next block's start.
         starts: where the data sets begin: behind the rows that are held out; None where none are.
         evaluation: of eval_dataset, one data set after the other, whatever mix_strategy says.
-
-    Attributes:
-        state: of the next block's start.
     """
 
     def __init__(
@@ -142,10 +139,7 @@ class MixedStream:
         return None
 
     def write_block(self, folder: Path, progress: Progress = lambda samples: None) -> BlockMeta:
-        """Write the next block.
-
-        Args:
-            folder: exists and is empty.
+        """Write the next block to an empty folder.
 
         Raises:
             MegatuneError: a file cannot be read (exit codes 65 and 66), an epoch has no sample (65), or val_size
@@ -170,19 +164,9 @@ class MixedStream:
         return meta
 
     def write_part(
-        self,
-        folder: Path,
-        part: str,
-        samples: Iterable[Encoded],
-        progress: Progress,
-        order: Callable[[int], np.ndarray],
+        self, folder: Path, part: str, samples: Iterable[Encoded], progress: Progress, order: Order
     ) -> TokenReport:
-        """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says.
-
-        Args:
-            folder: exists and is empty.
-            order: of the samples, given their number.
-        """
+        """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says."""
         before = self._num_read()
         with RowsBuilder(folder, self._pipeline.shape) as builder, self._pipeline.bad_rows(folder) as bad_rows:
             for reader in self.sets:

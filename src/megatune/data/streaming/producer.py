@@ -126,13 +126,8 @@ class StreamRequest:
 
 
 def produce(request: StreamRequest) -> None:
-    """Write blocks without end.
-
-    Raises:
-        MegatuneError: what keeps it from continuing.
-    """
-    folder = request.folder
-    held_out = request.held_out()
+    """Write blocks until a MegatuneError says what keeps it from continuing."""
+    folder, held_out = request.folder, request.held_out()
     folder.note(READY_NOTE, {"evaluation": str(held_out.folder) if held_out else None})
     stream = request.stream(held_out)
     first = stream.state.block
@@ -180,10 +175,8 @@ def _starts(stream: MixedStream) -> tuple[SetState, ...]:
 def _as_finding(error: BaseException) -> MegatuneError:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = traceback.format_exception_only(error)[-1].strip()
-    code = ExitCode.INTERNAL
-    if isinstance(error, MemoryError):
-        code = ExitCode.OUT_OF_MEMORY
-    elif isinstance(error, OSError) and error.errno in NO_ROOM:
+    code = ExitCode.OUT_OF_MEMORY if isinstance(error, MemoryError) else ExitCode.INTERNAL
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
         code = ExitCode.CANNOT_WRITE
     finding = Finding("the process that reads the data failed", f"{Path(frame.filename).name}:{frame.lineno}", text)
     return MegatuneError(finding, code)

@@ -146,10 +146,7 @@ class Stream:
 class StreamedSteps:
     """`StepRows` of a stream: step s trains rows s * global_batch_size and following, across blocks and epochs.
 
-    Each process that has one maps the blocks that it needs; it waits for those that are still to come.
-
-    Args:
-        limit: seconds to wait for a block.
+    Each process that has one maps the blocks that it needs; it waits `limit` seconds for one that is still to come.
     """
 
     def __init__(self, folder: StreamFolder, global_batch_size: int, is_packed: bool, limit: float) -> None:
