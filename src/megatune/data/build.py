@@ -150,7 +150,7 @@ class RowsBuilder:
         )
 
     def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
-        """Documents row by row, where rows begin among them, and what a row is."""
+        """Return documents row by row, where rows begin among them, and what a row is."""
         shape = self._shape
         if shape.stage == "dpo":
             return spans, np.arange(0, len(spans) + 1, 2), "pairs"

@@ -83,7 +83,7 @@ def _check_length(samples: float, key: str, why: str) -> None:
 
 
 def _in_turn(sizes: Sequence[int], strategy: str) -> np.ndarray:
-    """Whole rounds: as many as the smallest data set has samples, or the largest."""
+    """Return whole rounds: as many as the smallest data set has samples, or the largest."""
     size = np.asarray(sizes, dtype=np.int64)
     rounds = size.min() if strategy == "interleave_under" else size.max()
     ordinal = np.repeat(np.arange(rounds, dtype=np.int64)[:, None], len(size), axis=1)
@@ -121,13 +121,13 @@ def _by_probability(sizes: Sequence[int], strategy: str, probabilities: Sequence
 
 
 def _numbers(ordinal: np.ndarray, size: np.ndarray, first: np.ndarray, *, repeat: bool) -> np.ndarray:
-    """Numbers of the samples with these ordinals in their data sets, less those beyond their ends; flat."""
+    """Return the numbers of the samples with these ordinals in their data sets, less those beyond their ends; flat."""
     within = (ordinal % np.maximum(size, 1)) if repeat else ordinal
     return (first + within)[within < size]
 
 
 def _draw_chunks(probabilities: Sequence[float], seed: int) -> Iterator[np.ndarray]:
-    """Draw, int64 [_CHUNK] each, without end."""
+    """Yield draws, int64 [_CHUNK] each, without end."""
     shares = [Fraction(share) for share in probabilities]
     thresholds = [int(reached * 2**64 / sum(shares)) for reached in accumulate(shares)][:-1]
     for bits in mixing_bits(seed, _CHUNK):

@@ -65,7 +65,7 @@ def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) ->
 
 
 def _encode_in_threads(encoder: Encoder, chunks: Iterator[list[Sample]]) -> Iterator[Result]:
-    """One chunk is rendered while another is tokenised: tokenising takes most of the time, without Python's lock."""
+    """Render one chunk while another is tokenised: tokenising takes most of the time, without Python's lock."""
     pool = ThreadPoolExecutor(CHUNKS_AT_ONCE)
     try:
         yield from _in_order(
@@ -114,7 +114,7 @@ def _end_with(parent: int) -> None:
 
 
 def _encode_chunk(examples: list[Example]) -> _Compact:
-    """Few large arrays instead of many small ones, which take longer to send than to make."""
+    """Encode to few large arrays: many small ones take longer to send than to make."""
     results = _worker_encoder.encode(examples)
     encoded = [result for result in results if isinstance(result, Encoded)]
     documents = [document for result in encoded for document in result.documents]

@@ -105,7 +105,7 @@ class _Place:
     private: bool = False  # in a folder that others can write to, so that its owner counts
 
     def made(self, build: Callable[[Path], None]) -> Path:
-        """Return the folder, whole; raises _CannotWriteError where it is not whole and cannot be made."""
+        """Return the folder, whole; raise _CannotWriteError where it is not whole and cannot be made."""
         self._check_content()
         before = _identity(self.folder)
         if is_whole(self.folder, self.key) and not self.overwrite and self._is_trusted():
@@ -198,10 +198,8 @@ def _stored_key(folder: Path) -> str | None:
 
 def _holds_something(path: Path) -> bool:
     """Return whether it is a file, or a folder that is not empty, or is closed to us."""
-    if not path.is_dir():
-        return path.exists()
     try:
-        return any(path.iterdir())
+        return any(path.iterdir()) if path.is_dir() else path.exists()
     except OSError:
         return True
 

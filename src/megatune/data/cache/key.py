@@ -146,11 +146,8 @@ def _identity(path: Path) -> list[int]:
 
 
 def _content_digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _ends_digest(path: Path) -> str:

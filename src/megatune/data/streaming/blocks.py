@@ -221,7 +221,7 @@ class MixedStream:
         return islice(draws(len(self.sets), data.interleave_probs, seed), skipped, None)
 
     def _is_over(self) -> bool:
-        """By the rules of `data.mixing`: what is drawn in turn ends with a round."""
+        """Return whether the epoch is, by the rules of `data.mixing`: what is drawn in turn ends with a round."""
         if self._pipeline.settings.data.interleave_probs is None and self._now.draws % len(self.sets):
             return False
         over = any if self.strategy == "interleave_under" else all

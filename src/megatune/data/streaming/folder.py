@@ -102,15 +102,12 @@ class StreamFolder:
             if block.stop_row > row:
                 return
             shutil.rmtree(block.folder, ignore_errors=True)
-            for number in self._reached():
+            for number in self.reached():
                 if number <= block.number:
                     (self.path / f"{_REACHED}{number:08}").unlink(missing_ok=True)
 
-    def reached(self) -> int:
-        """Return the last block that a rank has come to; -1 before the first."""
-        return max(self._reached(), default=-1)
-
-    def _reached(self) -> list[int]:
+    def reached(self) -> list[int]:
+        """Return the numbers of the blocks that a rank has come to."""
         return [int(name.removeprefix(_REACHED)) for name in os.listdir(self.path) if name.startswith(_REACHED)]
 
     # Notes

@@ -133,7 +133,7 @@ def produce(request: StreamRequest) -> None:
     first = stream.state.block
     with contextlib.closing(stream):
         while True:
-            while stream.state.block > max(folder.reached(), first - 1) + BLOCKS_AHEAD:
+            while stream.state.block > max([*folder.reached(), first - 1]) + BLOCKS_AHEAD:
                 time.sleep(_POLL_SECONDS)
             request.write(stream)
 
