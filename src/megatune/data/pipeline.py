@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Results = Generator[Result, None, None]
+Read = Callable[[SourcePosition | None, int], Results]  # the rows behind a position, given how many come before it
+
+
 @dataclass(slots=True)
 class SetState:
     """Where one data set is."""
@@ -65,13 +69,13 @@ class Pipeline:
         run = self.settings.run
         return RowShape(run.stage, self.settings.data.cutoff_len, self.settings.packing, run.seed)
 
-    def read(self, source: DatasetSource) -> Generator[Result, None, None]:
+    def read(self, source: DatasetSource) -> Results:
         """Return every chosen row of a data set, encoded."""
         data = self.settings.data
         samples = read_samples(source, seed=self.settings.run.seed, **self._chosen)
         return encode_all(self.encoder, samples, data.preprocessing_num_workers or 1)
 
-    def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Generator[Result, None, None]:
+    def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Results:
         """Return the rows of a data set behind a position, of which `taken` come before, encoded."""
         data = self.settings.data
         samples = stream_samples(source, after=after, taken=taken, **self._chosen)
@@ -99,7 +103,6 @@ class DatasetReader:
 
     Args:
         report: counts rows, over all passes.
-        read: the rows behind a position, given how many come before it.
         start: where every pass begins: behind the rows held out for evaluation.
         state: where to continue.
         refuse_empty: end the run at the end of a pass without a usable row (exit code 65).
@@ -111,7 +114,7 @@ class DatasetReader:
     def __init__(
         self,
         report: DatasetReport,
-        read: Callable[[SourcePosition | None, int], Generator[Result, None, None]],
+        read: Read,
         start: SetState,
         state: SetState | None = None,
         *,
@@ -119,7 +122,7 @@ class DatasetReader:
     ) -> None:
         self.report, self._read, self._start, self._refuse_empty = report, read, start, refuse_empty
         self.on_bad_row: Callable[[Sample, RowError], None] = lambda sample, error: None
-        self._results: Generator[Result, None, None] | None = None
+        self._results: Results | None = None
         self._next: tuple[Sample, Encoded] | None = None
         self._state = replace(state or start)  # a copy: it counts on in place, which is fast
 

@@ -25,13 +25,9 @@ def no_folder(name: str) -> MegatuneError:
 
 
 class Model:
-    """A model in a folder.
+    """A model in a folder."""
 
-    Attributes:
-        commit: what names these very files; "" where nothing does.
-    """
-
-    commit = ""
+    commit = ""  # what names these very files; "" where nothing does
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -86,11 +82,7 @@ class HubModel(Model):
         return folder
 
     def check_weights(self) -> None:
-        """Refuse a repository without safetensors.
-
-        Raises:
-            MegatuneError: INPUT.
-        """
+        """Refuse a repository without safetensors (INPUT)."""
         if not {WEIGHTS, INDEX}.intersection(self._repository.sizes):
             pickle = next((path for path in self._repository.sizes if path.endswith(_PICKLES)), None)
             why = f"{pickle} is a pickle, which can run code when it is loaded" if pickle else ""
