@@ -12,10 +12,9 @@ import torch
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import ParallelSettings, Settings
-from megatune.data.batches import Batch, Collator
+from megatune.data.batches import Batch, Collator, DocumentValues, TokenValues
 from megatune.data.build import ExtraSource, RowsBuilder, RowShape
 from megatune.data.cache.key import prepared_key
-from megatune.data.extras import DocumentValues, TokenValues
 from megatune.data.loader import StepLoader
 from megatune.data.prepare import prepare
 from megatune.data.rows import Document, ExtraColumn, TokenRows

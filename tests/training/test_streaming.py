@@ -17,7 +17,8 @@ from megatune.engine import groups
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
-from megatune.training.streaming import StreamFollower, open_stream
+from megatune.training.feed import StreamFollower, open_stream
+from megatune.training.run_schedule import RunSchedule
 
 DP2 = {"gradient_accumulation_steps": 2}
 TP2 = {"tensor_model_parallel_size": 2, "gradient_accumulation_steps": 4}
@@ -127,11 +128,10 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_with_its_block(
     monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path))
     context = RankContext(RankEnv(0, 0, 1, 1, "localhost", 1, 0), tmp_path)
     monkeypatch.setattr(groups, "_store", torch.distributed.HashStore())
-    stream = open_stream(context, streamed(model, data, tmp_path / "out"), model, None)
+    settings = streamed(model, data, tmp_path / "out")
+    stream = open_stream(context, settings, model, None)
     try:
-        follower = StreamFollower(
-            stream, context, global_batch_size=8, total_steps=1, vocab_size=100, output_dir=None, resumed=False
-        )
+        follower = StreamFollower(stream, context, settings, RunSchedule(8, None, 1, 0, 0), 100, resumed=False)
         with pytest.raises(MegatuneError, match=r"token id \d+ is beyond the model's vocabulary of 100") as refusal:
             follower.before(0)
     finally:

@@ -4,12 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from megatune.data.extras import Extra, collate
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
+
+
+class Extra(Protocol):
+    """What a micro-batch carries beside its tokens: reference log-probabilities, advantages, rewards.
+
+    The pipeline schedule never looks at it; the objective gets it by its name. A token's value lies where the token
+    lies in `Batch.input_ids`: what belongs to a label lies at the token that predicts it.
+    """
+
+    def on_rank(self, tokens: torch.Tensor | None, device: torch.device | int | str) -> Any:
+        """Return what a rank gets of it, on the device.
+
+        Args:
+            tokens: int64 [s / cp], the places in the whole row of the tokens of this context-parallel rank; None where
+                a rank holds them all.
+        """
+
+    def pin_memory(self) -> Extra:
+        """Return the same in page-locked memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Values of every token of a micro-batch, [b, s, ...]; 0 at padding. A rank gets those of its tokens."""
+
+    values: torch.Tensor
+
+    def on_rank(self, tokens: torch.Tensor | None, device: torch.device | int | str) -> torch.Tensor:
+        return (self.values if tokens is None else self.values[:, tokens]).to(device, non_blocking=True)
+
+    def pin_memory(self) -> TokenValues:
+        return TokenValues(self.values.pin_memory())
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentValues:
+    """Values of every document of a micro-batch, [documents, ...], in the order of `Batch.lengths`; 0 for documents of
+    padding. Every rank gets all."""
+
+    values: torch.Tensor
+
+    def on_rank(self, tokens: torch.Tensor | None, device: torch.device | int | str) -> torch.Tensor:
+        return self.values.to(device, non_blocking=True)
+
+    def pin_memory(self) -> DocumentValues:
+        return DocumentValues(self.values.pin_memory())
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +97,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Makes micro-batches of one layout.
+    """Makes micro-batches of one layout."""
 
-    Attributes:
-        micro_batch_size: rows of a micro-batch.
-        packed: rows hold several documents; those of a micro-batch are joined to one long row.
-        sequence_multiple: the length of a micro-batch is a multiple of this.
-        document_multiple: packed, every document begins at a multiple of this, which divides sequence_multiple.
-    """
-
-    micro_batch_size: int
-    packed: bool
-    sequence_multiple: int
-    document_multiple: int
+    micro_batch_size: int  # rows of a micro-batch
+    packed: bool  # rows hold several documents; those of a micro-batch are joined to one long row
+    sequence_multiple: int  # the length of a micro-batch is a multiple of this
+    document_multiple: int  # packed, every document begins at a multiple of this, which divides sequence_multiple
     pad_token_id: int
 
     def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
@@ -108,8 +147,36 @@ class Collator:
             position_ids=torch.from_numpy(position_ids).view(shape),
             lengths=(*lengths, *[0] * (len(spans) - len(documents))),
             cu_seqlens=torch.from_numpy(starts.astype(np.int32)) if self.packed else None,
-            extras={name: collate(column, lengths, starts, shape) for name, column in (extras or {}).items()},
+            extras={name: _collate(column, lengths, starts, shape) for name, column in (extras or {}).items()},
         )
+
+
+def _collate(column: ExtraColumn, lengths: Sequence[int], starts: np.ndarray, shape: tuple[int, int]) -> Extra:
+    """Return the extra of a micro-batch.
+
+    Args:
+        column: values of the documents, in the order of their spans.
+        lengths: tokens of each document.
+        starts: where spans begin in the batch's flattened rows, and their end behind the last; the first spans hold the
+            documents, the others padding.
+        shape: (b, s).
+
+    Raises:
+        ValueError: there are more or fewer values than tokens or documents.
+    """
+    wanted = sum(lengths) if column.per == "token" else len(lengths)
+    if len(column.values) != wanted:
+        raise ValueError(f"{len(column.values)} extra values for {wanted} {column.per}s")
+    size = starts[-1] if column.per == "token" else len(starts) - 1
+    values = np.zeros((size, *column.values.shape[1:]), dtype=column.values.dtype)
+    if column.per == "document":
+        values[:wanted] = column.values
+        return DocumentValues(torch.from_numpy(values))
+    stop = 0
+    for start, length in zip(starts, lengths, strict=False):
+        values[start : start + length] = column.values[stop : stop + length]
+        stop += length
+    return TokenValues(torch.from_numpy(values).view(*shape, *values.shape[1:]))
 
 
 def _padded(length: int, multiple: int) -> int:

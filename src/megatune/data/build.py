@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -31,32 +30,20 @@ _FLUSH_TOKENS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How samples become rows.
+    """How samples become rows."""
 
-    Attributes:
-        stage: "sft": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents.
-        cutoff_len: tokens of the longest document, and of a packed row.
-        packing: rows hold several documents.
-        seed: of the packing.
-    """
-
-    stage: str
-    cutoff_len: int
-    packing: bool
-    seed: int
+    stage: str  # "sft": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents
+    cutoff_len: int  # tokens of the longest document, and of a packed row
+    packing: bool  # rows hold several documents
+    seed: int  # of the packing
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraSource:
-    """Extra values that are kept beside prepared rows.
+    """Extra values that are kept beside prepared rows."""
 
-    Attributes:
-        digest: of all that determines the values, such as the weights of a reference model; part of the rows' key.
-        compute: makes the values of all documents of a part, in its order.
-    """
-
-    digest: str
-    compute: Callable[[TokenRows], ExtraColumn]
+    digest: str  # of all that determines the values, such as the weights of a reference model; part of the rows' key
+    compute: Callable[[TokenRows], ExtraColumn]  # makes the values of all documents of a part, in its order
 
 
 class RowsBuilder:
@@ -83,11 +70,9 @@ class RowsBuilder:
     def __enter__(self) -> RowsBuilder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._open:
-            if error is None:
+            if kind is None:
                 self._flush()
                 os.fsync(self._tokens.fileno())
                 os.fsync(self._labelled.fileno())
@@ -165,7 +150,7 @@ class RowsBuilder:
         )
 
     def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
-        """Documents row by row, where rows begin among them, and what a row is."""
+        """Return documents row by row, where rows begin among them, and what a row is."""
         shape = self._shape
         if shape.stage == "dpo":
             return spans, np.arange(0, len(spans) + 1, 2), "pairs"

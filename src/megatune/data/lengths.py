@@ -14,27 +14,20 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class LengthReport:
-    """Lengths of samples, in tokens; of a preference pair the longer one's.
-
-    Attributes:
-        samples: how many; rows that are dropped for their length count too, copies do not.
-        p50, p90, p99: percentiles: the least length that 50, 90 and 99 % do not exceed.
-        over: samples longer than cutoff_len.
-        edges: where the bins of the histogram end: bin i holds the lengths above edges[i] up to edges[i + 1]. Multiples
-            of a fraction of cutoff_len, which is an edge where lengths reach it; the last is the longest length.
-        counts: samples in each bin.
-    """
+    """Lengths of samples, in tokens; of a preference pair the longer one's."""
 
     cutoff_len: int
-    samples: int
+    samples: int  # rows that are dropped for their length count too, copies do not
     mean: float
-    p50: int
+    p50: int  # the least length that 50 % do not exceed
     p90: int
     p99: int
     longest: int
-    over: int
+    over: int  # samples longer than cutoff_len
+    # Where the bins of the histogram end: bin i holds the lengths above edges[i] up to edges[i + 1]. Multiples of a
+    # fraction of cutoff_len, which is an edge where lengths reach it; the last is the longest length.
     edges: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # samples in each bin
 
     @classmethod
     def of(cls, lengths: np.ndarray, cutoff_len: int) -> LengthReport:
@@ -44,18 +37,10 @@ class LengthReport:
         edges = _edges(longest, cutoff_len)
         up_to = np.searchsorted(ordered, edges, side="right")
         p50, p90, p99 = (int(ordered[-(-len(ordered) * percent // 100) - 1]) for percent in (50, 90, 99))
-        return cls(
-            cutoff_len=cutoff_len,
-            samples=len(ordered),
-            mean=float(ordered.mean()),
-            p50=p50,
-            p90=p90,
-            p99=p99,
-            longest=longest,
-            over=len(ordered) - int(np.searchsorted(ordered, cutoff_len, side="right")),
-            edges=tuple(edges),
-            counts=tuple(int(b - a) for a, b in pairwise(up_to)),
-        )
+        over = len(ordered) - int(np.searchsorted(ordered, cutoff_len, side="right"))
+        counts = tuple(int(b - a) for a, b in pairwise(up_to))
+        mean = float(ordered.mean())
+        return cls(cutoff_len, len(ordered), mean, p50, p90, p99, longest, over, tuple(edges), counts)
 
     @property
     def share_over(self) -> float:
@@ -77,7 +62,7 @@ class LengthReport:
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:
-    """0, multiples of cutoff_len / 2^j up to twice cutoff_len at most, and the longest."""
+    """Return 0, multiples of cutoff_len / 2^j up to twice cutoff_len at most, and the longest."""
     covered = min(longest, 2 * cutoff_len)
     parts = 1
     while 2 * parts <= cutoff_len and 2 * parts * covered <= (MOST_BINS - 1) * cutoff_len:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -43,20 +44,19 @@ def step_batches(
         needed = [max(needed)] * len(needed)
     mine = slice(data_parallel_rank, None, data_parallel_size)
     return [
-        collator(
-            [document for row in rows.documents(step, places) for document in row], length, rows.extras(step, places)
-        )
+        collator([*chain.from_iterable(rows.documents(step, places))], length, rows.extras(step, places))
         for places, length in zip(everyone[mine], needed[mine], strict=True)
     ]
 
 
+@dataclass(eq=False)
 class StepLoader(Dataset[tuple[int, list[Batch]]]):
     """Batches of consecutive steps for one data-parallel rank; iterating yields (step, list[Batch]).
 
     A step's batches depend on nothing but the arguments and the step's number, so the output is the same for any
     number of workers and for any start.
 
-    Args:
+    Attributes:
         rows: of which step; `rows.global_batch_size` is what the layout below takes.
         same_length: as pipeline schedules with fixed shapes need, and whatever gathers tokens of several ranks.
         start_step, stop_step: the first step to yield, counted from 0 over the whole run, and the one after the last.
@@ -64,44 +64,30 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
         pin_memory: page-locked host memory, where there is an accelerator to copy to.
     """
 
-    def __init__(
-        self,
-        rows: StepRows,
-        collator: Collator,
-        *,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        num_micro_batches: int,
-        same_length: bool,
-        stop_step: int,
-        start_step: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        size = data_parallel_size * collator.micro_batch_size * num_micro_batches
-        if rows.global_batch_size != size:
-            raise ValueError(f"steps of {rows.global_batch_size} rows, a layout for {size}")
-        self._steps = range(start_step, stop_step)
-        self._step_batches = partial(
-            step_batches,
-            rows,
-            collator=collator,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            num_micro_batches=num_micro_batches,
-            same_length=same_length,
-        )
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory and torch.accelerator.is_available()
+    rows: StepRows
+    collator: Collator
+    data_parallel_rank: int
+    data_parallel_size: int
+    num_micro_batches: int
+    same_length: bool
+    stop_step: int
+    start_step: int = 0
+    num_workers: int = 0
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.data_parallel_size * self.collator.micro_batch_size * self.num_micro_batches
+        if self.rows.global_batch_size != size:
+            raise ValueError(f"steps of {self.rows.global_batch_size} rows, a layout for {size}")
 
     def __iter__(self) -> Iterator[tuple[int, list[Batch]]]:
         loader: DataLoader[tuple[int, list[Batch]]] = DataLoader(
             self,
             batch_size=None,
-            sampler=self._steps,
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-            timeout=WORKER_TIMEOUT if self._num_workers else 0,
+            sampler=range(self.start_step, self.stop_step),
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory and torch.accelerator.is_available(),
+            timeout=WORKER_TIMEOUT if self.num_workers else 0,
             # A generator of its own: the default draws from torch's global one, which would make a model's dropout
             # depend on how often loaders were started.
             generator=torch.Generator(),
@@ -109,5 +95,13 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
         return iter(loader)
 
     def __getitem__(self, step: int) -> tuple[int, list[Batch]]:
-        """One step, as torch's DataLoader asks for it."""
-        return step, self._step_batches(step)
+        """Return one step, as torch's DataLoader asks for it."""
+        return step, step_batches(
+            self.rows,
+            step,
+            self.collator,
+            data_parallel_rank=self.data_parallel_rank,
+            data_parallel_size=self.data_parallel_size,
+            num_micro_batches=self.num_micro_batches,
+            same_length=self.same_length,
+        )

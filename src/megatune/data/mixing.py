@@ -18,15 +18,10 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 MOST_SAMPLES = 2**30  # of an epoch: more is a probability that was not meant
 _CHUNK = 2**16
+_Shares = Sequence[float] | None
 
 
-def mixed_order(
-    sizes: Sequence[int],
-    strategy: str,
-    probabilities: Sequence[float] | None,
-    weights: Sequence[float] | None,
-    seed: int,
-) -> np.ndarray:
+def mixed_order(sizes: Sequence[int], strategy: str, probabilities: _Shares, weights: _Shares, seed: int) -> np.ndarray:
     """Return the samples of an epoch, before they are packed or shuffled: int64 [samples].
 
     Args:
@@ -59,7 +54,7 @@ def mixed_order(
     return _by_probability(sizes, strategy, probabilities, seed)
 
 
-def draws(num_sets: int, probabilities: Sequence[float] | None, seed: int) -> Iterator[int]:
+def draws(num_sets: int, probabilities: _Shares, seed: int) -> Iterator[int]:
     """Return which data set is drawn from next, without end; `mixed_order` follows the same sequence.
 
     Without probabilities they come in turn, and a strategy ends at the end of a round.
@@ -73,16 +68,12 @@ def _concatenated(sizes: Sequence[int], weights: Sequence[float], seed: int) -> 
     parts = [np.empty(0, dtype=np.int64)]
     first = 0
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
-        rounds, rest = divmod(_rounded(size * Fraction(weight)), max(size, 1))
+        wanted = size * Fraction(weight)  # to the nearest whole number; a half goes up, and something is never nothing
+        rounds, rest = divmod(max(int(wanted + Fraction(1, 2)), 1 if wanted else 0), max(size, 1))
         parts += [np.arange(first, first + size, dtype=np.int64)] * rounds
         parts.append(first + np.sort(weight_order(size, seed, number)[:rest]))
         first += size
     return np.concatenate(parts)
-
-
-def _rounded(samples: Fraction) -> int:
-    """The nearest whole number; a half goes up, and something never becomes nothing."""
-    return max(int(samples + Fraction(1, 2)), 1 if samples else 0)
 
 
 def _check_length(samples: float, key: str, why: str) -> None:
@@ -92,7 +83,7 @@ def _check_length(samples: float, key: str, why: str) -> None:
 
 
 def _in_turn(sizes: Sequence[int], strategy: str) -> np.ndarray:
-    """Whole rounds: as many as the smallest data set has samples, or the largest."""
+    """Return whole rounds: as many as the smallest data set has samples, or the largest."""
     size = np.asarray(sizes, dtype=np.int64)
     rounds = size.min() if strategy == "interleave_under" else size.max()
     ordinal = np.repeat(np.arange(rounds, dtype=np.int64)[:, None], len(size), axis=1)
@@ -130,13 +121,13 @@ def _by_probability(sizes: Sequence[int], strategy: str, probabilities: Sequence
 
 
 def _numbers(ordinal: np.ndarray, size: np.ndarray, first: np.ndarray, *, repeat: bool) -> np.ndarray:
-    """Numbers of the samples with these ordinals in their data sets, less those beyond their ends; flat."""
+    """Return the numbers of the samples with these ordinals in their data sets, less those beyond their ends; flat."""
     within = (ordinal % np.maximum(size, 1)) if repeat else ordinal
     return (first + within)[within < size]
 
 
 def _draw_chunks(probabilities: Sequence[float], seed: int) -> Iterator[np.ndarray]:
-    """Draw, int64 [_CHUNK] each, without end."""
+    """Yield draws, int64 [_CHUNK] each, without end."""
     shares = [Fraction(share) for share in probabilities]
     thresholds = [int(reached * 2**64 / sum(shares)) for reached in accumulate(shares)][:-1]
     for bits in mixing_bits(seed, _CHUNK):

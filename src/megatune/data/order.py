@@ -13,14 +13,14 @@ import numpy as np
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """Row ids of one epoch, each once: int64 [num_rows]."""
+    """Return the row ids of one epoch, each once: int64 [num_rows]."""
     if not shuffle:
         return np.arange(num_rows, dtype=np.int64)
     return _permutation(num_rows, np.random.SeedSequence([seed, epoch]))
 
 
 def grouped_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size: int) -> np.ndarray:
-    """Row ids of one epoch, each once, with rows of similar length in a batch: int64 [rows].
+    """Return the row ids of one epoch, each once, with rows of similar length in a batch: int64 [rows].
 
     Rows are shuffled, cut into groups of 50 batches (of fewer, where 4 groups would not come together), and sorted by
     length, longest first, within each. The longest row of all is in the first batch, so that memory that does not
@@ -56,7 +56,7 @@ def weight_order(num_rows: int, seed: int, dataset: int) -> np.ndarray:
 
 
 def mixing_bits(seed: int, size: int) -> Iterator[np.ndarray]:
-    """Random bits that draw data sets: uint64 [size] each, without end, one sequence for every size."""
+    """Yield random bits that draw data sets: uint64 [size] each, without end, one sequence for every size."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(4,)))
     while True:
         yield generator.random_raw(size)
@@ -68,7 +68,7 @@ def block_order(size: int, seed: int, epoch: int, block: int) -> np.ndarray:
 
 
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
-    """Optimizer steps that train every row once; the last may be a short one."""
+    """Return the optimizer steps that train every row once; the last may be a short one."""
     return -(-num_rows // global_batch_size)
 
 

@@ -8,10 +8,10 @@ writes token rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BadRows, RowError
@@ -27,37 +27,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True, slots=True)
+Results = Generator[Result, None, None]
+Read = Callable[[SourcePosition | None, int], Results]  # the rows behind a position, given how many come before it
+
+
+@dataclass(slots=True)
 class SetState:
-    """Where one data set is.
+    """Where one data set is."""
 
-    Attributes:
-        position: behind the last sample taken; None at the data set's start.
-        rows: of its files, before that place.
-        usable: samples taken since the present pass over the data set began.
-        passes: whole ones in this epoch.
-        ended: the present pass has no sample left.
-    """
-
-    position: SourcePosition | None = None
-    rows: int = 0
-    usable: int = 0
-    passes: int = 0
-    ended: bool = False
+    position: SourcePosition | None = None  # behind the last sample taken; None at the data set's start
+    rows: int = 0  # of its files, before that place
+    usable: int = 0  # samples taken since the present pass over the data set began
+    passes: int = 0  # whole ones in this epoch
+    ended: bool = False  # the present pass has no sample left
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What settings make of data sets; picklable.
-
-    Attributes:
-        training, evaluation: the data sets that `dataset` and `eval_dataset` name.
-    """
+    """What settings make of data sets; picklable."""
 
     settings: Settings
     encoder: Encoder
-    training: Sequence[DatasetSource]
-    evaluation: Sequence[DatasetSource]
+    training: Sequence[DatasetSource]  # that `dataset` names
+    evaluation: Sequence[DatasetSource]  # that `eval_dataset` names
 
     @classmethod
     def of(cls, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Pipeline:
@@ -77,25 +69,16 @@ class Pipeline:
         run = self.settings.run
         return RowShape(run.stage, self.settings.data.cutoff_len, self.settings.packing, run.seed)
 
-    def read(self, source: DatasetSource) -> Iterator[Result]:
+    def read(self, source: DatasetSource) -> Results:
         """Return every chosen row of a data set, encoded."""
-        data, run = self.settings.data, self.settings.run
-        samples = read_samples(
-            source, stage=run.stage, seed=run.seed, max_samples=data.max_samples, placeholders=self._placeholders
-        )
+        data = self.settings.data
+        samples = read_samples(source, seed=self.settings.run.seed, **self._chosen)
         return encode_all(self.encoder, samples, data.preprocessing_num_workers or 1)
 
-    def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Iterator[Result]:
+    def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Results:
         """Return the rows of a data set behind a position, of which `taken` come before, encoded."""
         data = self.settings.data
-        samples = stream_samples(
-            source,
-            stage=self.settings.run.stage,
-            max_samples=data.max_samples,
-            placeholders=self._placeholders,
-            after=after,
-            taken=taken,
-        )
+        samples = stream_samples(source, after=after, taken=taken, **self._chosen)
         # Data sets that are drawn from in turn are read side by side: they share the processes.
         side_by_side = 1 if data.mix_strategy == "concat" else len(self.training)
         return encode_all(self.encoder, samples, (data.preprocessing_num_workers or 1) // side_by_side)
@@ -106,9 +89,11 @@ class Pipeline:
         return BadRows(policy or data.on_bad_row, data.truncation_strategy, folder)
 
     @property
-    def _placeholders(self) -> dict[str, str | None]:
+    def _chosen(self) -> dict[str, Any]:
+        """Return the arguments that `read_samples` and `stream_samples` have in common."""
         data = self.settings.data
-        return {"{{name}}": data.model_name, "{{author}}": data.model_author}
+        placeholders = {"{{name}}": data.model_name, "{{author}}": data.model_author}
+        return {"stage": self.settings.run.stage, "max_samples": data.max_samples, "placeholders": placeholders}
 
 
 class DatasetReader:
@@ -118,7 +103,6 @@ class DatasetReader:
 
     Args:
         report: counts rows, over all passes.
-        read: the rows behind a position, given how many come before it.
         start: where every pass begins: behind the rows held out for evaluation.
         state: where to continue.
         refuse_empty: end the run at the end of a pass without a usable row (exit code 65).
@@ -130,37 +114,31 @@ class DatasetReader:
     def __init__(
         self,
         report: DatasetReport,
-        read: Callable[[SourcePosition | None, int], Iterator[Result]],
-        start: SetState = SetState(),
+        read: Read,
+        start: SetState,
         state: SetState | None = None,
         *,
         refuse_empty: bool = False,
     ) -> None:
-        self.report, self._refuse_empty = report, refuse_empty
+        self.report, self._read, self._start, self._refuse_empty = report, read, start, refuse_empty
         self.on_bad_row: Callable[[Sample, RowError], None] = lambda sample, error: None
-        self._read, self._start = read, start
-        self._results: Iterator[Result] | None = None
+        self._results: Results | None = None
         self._next: tuple[Sample, Encoded] | None = None
-        self._continue_at(state or start)
-
-    def _continue_at(self, state: SetState) -> None:
-        # Apart, not as a SetState: to replace one for every row takes longer than all else here.
-        self._position, self._rows, self._usable = state.position, state.rows, state.usable
-        self._passes, self._ended = state.passes, state.ended
+        self._state = replace(state or start)  # a copy: it counts on in place, which is fast
 
     @property
     def state(self) -> SetState:
         """Where the data set is."""
-        return SetState(self._position, self._rows, self._usable, self._passes, self._ended)
+        return replace(self._state)
 
     @property
     def is_used_up(self) -> bool:
         """Whether every sample was taken in this epoch."""
-        return self._passes > 0 or not self.has_next()
+        return self._state.passes > 0 or not self.has_next()
 
     def has_next(self) -> bool:
         """Return whether this pass has a sample left."""
-        if self._next is None and not self._ended:
+        if self._next is None and not self._state.ended:
             self._next = self._find()
         return self._next is not None
 
@@ -170,7 +148,7 @@ class DatasetReader:
             return None
         taken, self._next = self._next, None
         assert taken is not None
-        self._usable += 1
+        self._state.usable += 1
         self.report.truncated += taken[1].truncated
         self._pass_by(taken[0])
         return taken
@@ -178,42 +156,41 @@ class DatasetReader:
     def begin(self, passes: int) -> None:
         """Begin another pass, of which there were `passes` in this epoch."""
         self.close()
-        self._continue_at(SetState(self._start.position, self._start.rows, passes=passes))
+        self._state = SetState(self._start.position, self._start.rows, passes=passes)
 
     def close(self) -> None:
         """End what reads ahead."""
         results, self._results, self._next = self._results, None, None
-        close = getattr(results, "close", None)
-        if close is not None:
-            close()
+        if results is not None:
+            results.close()
 
     def nothing_usable(self) -> Finding | None:
         """Return what to say of a data set whose pass has ended without one usable row; None where there was one."""
         # Where rows are held out there are usable ones, if none but those.
-        if not self._ended or self._usable or self._start.rows:
+        if not self._state.ended or self._state.usable or self._start.rows:
             return None
         report = self.report
         return Finding(
-            f"{report.name}: 0 usable of {self._rows} rows",
+            f"{report.name}: 0 usable of {self._state.rows} rows",
             why="; ".join(f"{count} x {reason}" for reason, count in report.dropped.most_common()),
             fix=f"the first: {report.examples[0]}" if report.examples else "the files have no rows",
         )
 
     def _find(self) -> tuple[Sample, Encoded] | None:
         if self._results is None:
-            self._results = self._read(self._position, self._rows)
+            self._results = self._read(self._state.position, self._state.rows)
         for sample, encoded in self._results:
             if not isinstance(encoded, RowError):
                 return sample, encoded
             self.report.drop(sample.where, encoded)
             self._pass_by(sample)
             self.on_bad_row(sample, encoded)
-        self._ended = True
+        self._state.ended = True
         if self._refuse_empty and (finding := self.nothing_usable()) is not None:
             raise MegatuneError(finding, ExitCode.DATA)
         return None
 
     def _pass_by(self, sample: Sample) -> None:
         self.report.read += 1
-        self._position = sample.position
-        self._rows += 1
+        self._state.position = sample.position
+        self._state.rows += 1

@@ -23,7 +23,7 @@ from megatune.data.cache.key import prepared_key
 from megatune.data.conversation import Example, texts
 from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
-from megatune.data.pipeline import DatasetReader, Pipeline
+from megatune.data.pipeline import DatasetReader, Pipeline, SetState
 from megatune.data.report import DataReport, DatasetReport
 from megatune.data.rows import TokenRows
 from megatune.data.samples import Sample
@@ -44,21 +44,14 @@ REPORT_FILE = "report.json"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The rows of a run.
-
-    Attributes:
-        evaluation: None where nothing is held out and no eval_dataset is set.
-        directory: where they are.
-        key: names all that determined them.
-        key_parts: what the key is made of, see `RowsKey`; empty in processes that only open the rows.
-    """
+    """The rows of a run."""
 
     train: TokenRows
-    evaluation: TokenRows | None
+    evaluation: TokenRows | None  # None where nothing is held out and no eval_dataset is set
     report: DataReport
     directory: Path
-    key: str
-    key_parts: Mapping[str, str] = field(default_factory=dict)
+    key: str  # names all that determined them
+    key_parts: Mapping[str, str] = field(default_factory=dict)  # see `RowsKey`; empty where rows are only opened
 
 
 def prepare(
@@ -97,18 +90,12 @@ def open_prepared(directory: Path) -> Prepared:
 
 @dataclass(slots=True)
 class _Collected:
-    """The usable rows of one data set, by a few bytes each.
-
-    Attributes:
-        first: the number of the first one among all samples written; the others follow it.
-        copies: how often each is trained in an epoch.
-        ranks: see `rank`; empty where nothing is held out.
-    """
+    """The usable rows of one data set, by a few bytes each."""
 
     report: DatasetReport
-    first: int
-    copies: array[int] = field(default_factory=lambda: array("i"))
-    ranks: array[int] = field(default_factory=lambda: array("Q"))
+    first: int  # the number of the first one among all samples written; the others follow it
+    copies: array[int] = field(default_factory=lambda: array("i"))  # how often each is trained in an epoch
+    ranks: array[int] = field(default_factory=lambda: array("Q"))  # see `rank`; empty where nothing is held out
 
     @property
     def numbers(self) -> np.ndarray:
@@ -123,16 +110,16 @@ def _build(pipeline: Pipeline, folder: Path, extras: Mapping[str, ExtraSource]) 
     policy = "error" if data.on_bad_row == "error" else "quarantine"
     with RowsBuilder(folder, pipeline.shape, extras) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
         lengths = array("i")  # before cutting, those that were too long included
-        collected = [
-            _collect(pipeline, source, builder, bad_rows, lengths)
-            for source in (*pipeline.training, *pipeline.evaluation)
-        ]
+        sources = (*pipeline.training, *pipeline.evaluation)
+        collected = [_collect(pipeline, source, builder, bad_rows, lengths) for source in sources]
         bad_rows.check(sum(one.report.read for one, _ in collected))
         if findings := [finding for _, finding in collected if finding is not None]:
             raise MegatuneError(findings, ExitCode.DATA)
         trained = [one for one, _ in collected[: len(pipeline.training)]]
         evaluated = [one for one, _ in collected[len(pipeline.training) :]]
-        split = _split(trained, data.val_size)
+        none = np.zeros(sum(len(one.copies) for one in trained), dtype=bool)
+        ranks = (np.asarray(one.ranks) for one in trained)
+        split = hold_out(np.concatenate(list(ranks)), data.val_size) if data.val_size else Split(none, none)
         order = _training_order(settings, trained, split)
         report = DataReport(
             [one.report for one in (*trained, *evaluated)],
@@ -151,7 +138,7 @@ def _build(pipeline: Pipeline, folder: Path, extras: Mapping[str, ExtraSource]) 
 def _collect(
     pipeline: Pipeline, source: DatasetSource, builder: RowsBuilder, bad_rows: BadRows, lengths: array[int]
 ) -> tuple[_Collected, Finding | None]:
-    """Write the usable rows of one data set; what to say where it has none."""
+    """Write the usable rows of one data set; return what to say where it has none."""
 
     def on_bad_row(sample: Sample, error: RowError) -> None:
         bad_rows.add(sample, error)
@@ -160,7 +147,7 @@ def _collect(
 
     settings = pipeline.settings
     collected = _Collected(DatasetReport(source.name), len(builder))
-    reader = DatasetReader(collected.report, lambda *_: pipeline.read(source))
+    reader = DatasetReader(collected.report, lambda *_: pipeline.read(source), SetState())
     reader.on_bad_row = on_bad_row
     while (taken := reader.take()) is not None:
         sample, encoded = taken
@@ -176,17 +163,11 @@ def _collect(
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What becomes of each usable row of the training data.
+    """What becomes of each usable row of the training data."""
 
-    Attributes:
-        held_out: bool [rows].
-        left_out: bool [rows]; neither trained nor held out, because a row with the same texts is held out.
-        on_both_sides: rows with the texts of a held-out row that are trained, since there are no others.
-    """
-
-    held_out: np.ndarray
-    left_out: np.ndarray
-    on_both_sides: int = 0
+    held_out: np.ndarray  # bool [rows]
+    left_out: np.ndarray  # bool [rows]; neither trained nor held out, because a row with the same texts is held out
+    on_both_sides: int = 0  # rows with the texts of a held-out row that are trained, since there are no others
 
 
 def rank(example: Example, seed: int) -> int:
@@ -222,16 +203,8 @@ def hold_out(ranks: np.ndarray, val_size: float) -> Split:
     return Split(held_out, copies)
 
 
-def _split(trained: Sequence[_Collected], val_size: float) -> Split:
-    """Over all training data: its samples are numbered from 0."""
-    if val_size:
-        return hold_out(np.concatenate([np.asarray(one.ranks) for one in trained]), val_size)
-    none = np.zeros(sum(len(one.copies) for one in trained), dtype=bool)
-    return Split(none, none)
-
-
 def _training_order(settings: Settings, trained: Sequence[_Collected], split: Split) -> np.ndarray:
-    """Numbers of the samples of an epoch, copies and mixing included; fills in the reports.
+    """Return the numbers of an epoch's samples, copies and mixing included, and fill in the reports.
 
     Raises:
         MegatuneError: val_size leaves nothing of a data set that is drawn from (exit code 64).
@@ -245,18 +218,12 @@ def _training_order(settings: Settings, trained: Sequence[_Collected], split: Sp
         one.report.leave_out(int(left_out.sum()), "held-out-copy", "the same texts as a held-out row")
         lists.append(np.repeat(one.numbers[kept], np.asarray(one.copies)[kept]))
     sizes = [len(numbers) for numbers in lists]
-    if data.mix_strategy != "concat":
-        findings = [
-            Finding(
-                f"val_size: {data.val_size:g} leaves nothing of {one.report.name} to train on",
-                why=f"mix_strategy: {data.mix_strategy} draws from every data set",
-                fix="hold out fewer rows, or name an eval_dataset",
-            )
-            for one, size in zip(trained, sizes, strict=True)
-            if not size
-        ]
-        if findings:
-            raise MegatuneError(findings, ExitCode.SETTINGS)
+    if data.mix_strategy != "concat" and not all(sizes):
+        why = f"mix_strategy: {data.mix_strategy} draws from every data set"
+        fix = "hold out fewer rows, or name an eval_dataset"
+        names = (one.report.name for one, size in zip(trained, sizes, strict=True) if not size)
+        wrong = [f"val_size: {data.val_size:g} leaves nothing of {name} to train on" for name in names]
+        raise MegatuneError([Finding(what, why=why, fix=fix) for what in wrong], ExitCode.SETTINGS)
     mixed = mixed_order(sizes, data.mix_strategy, data.interleave_probs, data.dataset_weights, settings.run.seed)
     counts, _ = np.histogram(mixed, bins=np.cumsum([0, *sizes]))
     for one, count in zip(trained, counts.tolist(), strict=True):

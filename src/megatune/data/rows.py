@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import xxhash
@@ -38,37 +38,21 @@ Arrangement = Literal["single", "packed", "pairs"]
 
 
 class Document(NamedTuple):
-    """Tokens that attend to each other: a sample, or a piece of a long text.
+    """Tokens that attend to each other: a sample, or a piece of a long text."""
 
-    Attributes:
-        input_ids: int32 [T].
-        labels: int32 [T], IGNORE_INDEX where a token is not trained; label i belongs to token i (Transformers'
-            convention, not shifted).
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray
+    input_ids: np.ndarray  # int32 [T]
+    labels: np.ndarray  # int32 [T], that of token i at i (not shifted, as Transformers'); IGNORE_INDEX: not trained
 
 
 class ExtraColumn(NamedTuple):
-    """Extra values of documents.
-
-    Attributes:
-        values: one document after the other: [tokens, ...] or [documents, ...].
-    """
+    """Extra values of documents."""
 
     per: Literal["token", "document"]
-    values: np.ndarray
+    values: np.ndarray  # one document after the other: [tokens, ...] or [documents, ...]
 
 
 class TokenRows:
-    """Memory-mapped rows of one part; cheap to open, to pickle and to share between processes.
-
-    Args:
-        directory: a part that `write_rows` wrote.
-
-    Attributes:
-        arrangement: what a row is.
+    """Memory-mapped rows of one part, that `write_rows` wrote; cheap to open, to pickle and to share between processes.
 
     Raises:
         MegatuneError: the folder is not whole (exit code 66).
@@ -80,8 +64,8 @@ class TokenRows:
             self.arrangement = _arrangement(self.directory / _ARRANGEMENT_FILE)
             self._documents = _load(self.directory / _DOCUMENTS_FILE)
             self._rows = _load(self.directory / _ROWS_FILE)
-            self._tokens = _map(self.directory.parent / TOKENS_FILE, np.dtype(np.int32))
-            self._trained = _map(self.directory.parent / TRAINED_FILE, np.dtype(np.uint8))
+            self._tokens = _map(self.directory.parent / TOKENS_FILE, np.int32)
+            self._trained = _map(self.directory.parent / TRAINED_FILE, np.uint8)
             self._extras: dict[str, ExtraColumn] = {}
             for path in sorted(self.directory.glob("extra-*.npy")):
                 name, per, _ = path.name.removeprefix("extra-").rsplit(".", 2)
@@ -184,7 +168,6 @@ def write_rows(
     """Write one part: rows that refer to the tokens of the folder above.
 
     Args:
-        directory: is made.
         spans: [documents, 2], where each document's tokens begin and end, row after row.
         rows: [rows + 1], where each row's documents begin in `spans`.
     """
@@ -202,19 +185,16 @@ def write_extra(directory: Path, name: str, column: ExtraColumn) -> None:
 
 def _arrangement(path: Path) -> Arrangement:
     text = path.read_text(encoding="ascii").strip()
-    for arrangement in get_args(Arrangement):
-        if text == arrangement:
-            return arrangement
-    raise ValueError(f"{_ARRANGEMENT_FILE} says {text!r}")
+    if text not in get_args(Arrangement):
+        raise ValueError(f"{_ARRANGEMENT_FILE} says {text!r}")
+    return cast(Arrangement, text)
 
 
 def _load(path: Path) -> np.ndarray:
-    """Mapped, since workers and ranks share the pages of a mapped file."""
+    """Map an array, since workers and ranks share the pages of a mapped file."""
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    """An empty file cannot be mapped; everything else is."""
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
+def _map(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    """Map a file; an empty one cannot be."""
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)

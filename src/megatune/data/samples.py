@@ -19,30 +19,17 @@ _Row = tuple[RawRow, SourcePosition, int]  # the position is behind it; the numb
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row of a file on its way to tokens.
+    """One row of a file on its way to tokens."""
 
-    Attributes:
-        where: its place, as reports name it.
-        example: what is trained on, or why the row is dropped.
-        copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
-        row: as it was read.
-        position: where its data set continues after it.
-    """
-
-    where: str
-    example: Example | RowError
-    copies: int
-    row: RawRow
-    position: SourcePosition | None = None
+    where: str  # its place, as reports name it
+    example: Example | RowError  # what is trained on, or why the row is dropped
+    copies: int  # how often it is trained in an epoch; more than 1 where num_samples exceeds the data set
+    row: RawRow  # as it was read
+    position: SourcePosition | None = None  # where its data set continues after it
 
 
 def read_samples(
-    source: DatasetSource,
-    *,
-    stage: str,
-    seed: int,
-    max_samples: int | None,
-    placeholders: Mapping[str, str | None],
+    source: DatasetSource, *, stage: str, seed: int, max_samples: int | None, placeholders: Mapping[str, str | None]
 ) -> Iterator[Sample]:
     """Yield the rows of one data set that num_samples and max_samples choose, in the order of its files.
 
@@ -95,22 +82,18 @@ def _samples(
 ) -> Iterator[tuple[Sample, list[str]]]:
     """Yield the sample of each row, and the placeholders in it that have no value."""
     for row, position, copies in rows:
-        example, missing = _example(row, source, stage), list[str]()
-        if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
-            example, missing = fill_placeholders(example, placeholders)
+        example: Example | RowError
+        missing: list[str] = []
+        try:
+            example = row.error or to_example(row.fields, source, stage)
+            if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
+                example, missing = fill_placeholders(example, placeholders)
+        except RowError as error:
+            example = error
+        except UnsupportedRow as unsupported:
+            what = f"dataset: {source.name} cannot be trained on: {unsupported}"
+            raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
         yield Sample(row.where, example, copies, row, position), missing
-
-
-def _example(row: RawRow, source: DatasetSource, stage: str) -> Example | RowError:
-    if row.error is not None:
-        return row.error
-    try:
-        return to_example(row.fields, source, stage)
-    except RowError as error:
-        return error
-    except UnsupportedRow as unsupported:
-        what = f"dataset: {source.name} cannot be trained on: {unsupported}"
-        raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
 
 
 def _unfilled(where: Mapping[str, str]) -> MegatuneError:

@@ -21,49 +21,33 @@ class StepRows(Protocol):
     @property
     def is_packed(self) -> bool:
         """Whether a row holds documents side by side."""
-        ...
 
     @property
     def global_batch_size(self) -> int:
         """Rows of a step; the last step of an epoch may have fewer."""
-        ...
 
     def lengths(self, step: int) -> list[np.ndarray]:
-        """Return tokens of each document of each row of the step, in the order of the global batch.
-
-        Args:
-            step: counted from 0 over the whole run.
-        """
-        ...
+        """Return tokens of each document of each row of a step, counted from 0 over the whole run, in its order."""
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
         """Return the documents of some rows of the step, by their places in its global batch."""
-        ...
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
-        """Extra values of these documents, by name; of the same names for all rows, and for none."""
-        ...
+        """Return extra values of these documents, by name; of the same names for all rows, and for none."""
 
     def names(self, step: int) -> list[str]:
         """Return what reports call the rows of the step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSteps:
-    """Steps over rows that are all prepared: epoch after epoch, each in an order of its own.
-
-    Attributes:
-        seed: of the order of rows.
-        shuffle: False trains rows in their order, the same in every epoch.
-        group_by_length: shuffle so that a batch has rows of similar length.
-    """
+    """Steps over rows that are all prepared: epoch after epoch, each in an order of its own."""
 
     rows: TokenRows
     global_batch_size: int
-    seed: int = 0
-    shuffle: bool = True
-    group_by_length: bool = False
+    seed: int = 0  # of the order of rows
+    shuffle: bool = True  # False trains rows in their order, the same in every epoch
+    group_by_length: bool = False  # shuffle so that a batch has rows of similar length
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)  # by epoch
 
     @classmethod
@@ -74,7 +58,6 @@ class PreparedSteps:
 
     @property
     def is_packed(self) -> bool:
-        """See `StepRows`."""
         return self.rows.is_packed
 
     @property
@@ -83,29 +66,22 @@ class PreparedSteps:
         return steps_per_epoch(len(self.rows), self.global_batch_size)
 
     def lengths(self, step: int) -> list[np.ndarray]:
-        """See `StepRows`."""
         return [self.rows.document_lengths([row]) for row in self.row_ids(step)]
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
-        """See `StepRows`."""
         ids = self.row_ids(step)
         return [self.rows[int(ids[place])] for place in places]
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
-        """See `StepRows`."""
         ids = self.row_ids(step)
         return self.rows.extras([int(ids[place]) for place in places])
 
     def names(self, step: int) -> list[str]:
-        """See `StepRows`."""
         return [f"row {row}" for row in self.row_ids(step)]
 
     def row_ids(self, step: int) -> np.ndarray:
-        """Row ids of one step's global batch, over all ranks and micro-batches.
-
-        Returns:
-            int64 [at most global_batch_size]; shorter at the end of an epoch, since a batch never crosses epochs.
-        """
+        """Return row ids of one step's global batch, over all ranks and micro-batches: int64 [at most
+        global_batch_size]; shorter at the end of an epoch, since a batch never crosses epochs."""
         if not len(self.rows):
             raise ValueError("no rows")
         epoch, batch = divmod(step, self.steps_per_epoch)

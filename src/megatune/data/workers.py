@@ -9,11 +9,11 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from itertools import accumulate, islice
+from functools import partial
+from itertools import accumulate, islice, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -39,46 +39,37 @@ Result = tuple[Sample, Encoded | RowError]
 _Compact = tuple[np.ndarray, np.ndarray, list[int], list[tuple[int, bool, int] | RowError]]
 
 
-def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) -> Iterator[Result]:
-    """Yield every sample with its token rows, in order.
-
-    Args:
-        num_workers: processes to encode in; up to 1 encodes in this process.
+def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) -> Generator[Result, None, None]:
+    """Yield every sample with its token rows, in order, encoded in `num_workers` processes; up to 1 is this one.
 
     Raises:
         MegatuneError: a worker process died or hung (exit code 76).
     """
     iterator = iter(samples)
     chunks = iter(lambda: list(islice(iterator, CHUNK_ROWS)), [])
-    with _frozen_heap():
+    # Objects come by the million here: the garbage collector's passes over them must not look at every module, too.
+    # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
+    frozen_here = gc.get_freeze_count() == 0
+    if frozen_here:
+        gc.freeze()
+    try:
         if num_workers <= 1:
             # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
             yield from _encode_in_threads(encoder, chunks)
         else:
             yield from _encode_in_processes(encoder, chunks, num_workers)
-
-
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Objects come by the million here: the garbage collector's passes over them must not look at every module, too."""
-    # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
-    frozen_here = gc.get_freeze_count() == 0
-    if frozen_here:
-        gc.freeze()
-    try:
-        yield
     finally:
         if frozen_here:
             gc.unfreeze()
 
 
 def _encode_in_threads(encoder: Encoder, chunks: Iterator[list[Sample]]) -> Iterator[Result]:
-    """One chunk is rendered while another is tokenised: tokenising takes most of the time, without Python's lock."""
+    """Render one chunk while another is tokenised: tokenising takes most of the time, without Python's lock."""
     pool = ThreadPoolExecutor(CHUNKS_AT_ONCE)
     try:
         yield from _in_order(
-            chunks, CHUNKS_AT_ONCE + 1, lambda examples: pool.submit(encoder.encode, examples), Future.result
+            chunks, CHUNKS_AT_ONCE + 1, lambda chunk: pool.submit(encoder.encode, chunk), Future.result
         )
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -90,19 +81,15 @@ def _encode_in_processes(encoder: Encoder, chunks: Iterator[list[Sample]], num_w
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(encoder, os.getpid()))
     try:
-        yield from _in_order(
-            chunks,
-            num_workers * CHUNKS_AHEAD,
-            lambda examples: pool.submit(_encode_chunk, examples),
-            lambda future: _unpacked(future.result(timeout=CHUNK_TIMEOUT)),
-        )
+        ahead = num_workers * CHUNKS_AHEAD
+        result = partial(_unpacked, timeout=CHUNK_TIMEOUT)
+        yield from _in_order(chunks, ahead, lambda chunk: pool.submit(_encode_chunk, chunk), result)
     except (BrokenProcessPool, TimeoutError) as error:
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
-        raise MegatuneError(
-            f"a process that tokenises {what}; fewer preprocessing_num_workers need less memory", ExitCode.PROCESS_DIED
-        ) from error
+        what = f"a process that tokenises {what}; fewer preprocessing_num_workers need less memory"
+        raise MegatuneError(what, ExitCode.PROCESS_DIED) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -120,14 +107,14 @@ def _start_worker(encoder: Encoder, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A parent that is killed cannot end its processes, and they would wait for work for ever."""
+    """End with the parent: one that is killed cannot end its processes, and they would wait for work for ever."""
     while os.getppid() == parent:
         time.sleep(PARENT_LOOK_SECONDS)
     os._exit(1)
 
 
 def _encode_chunk(examples: list[Example]) -> _Compact:
-    """Few large arrays instead of many small ones, which take longer to send than to make."""
+    """Encode to few large arrays: many small ones take longer to send than to make."""
     results = _worker_encoder.encode(examples)
     encoded = [result for result in results if isinstance(result, Encoded)]
     documents = [document for result in encoded for document in result.documents]
@@ -143,17 +130,12 @@ def _encode_chunk(examples: list[Example]) -> _Compact:
     )
 
 
-def _unpacked(compact: _Compact) -> list[Encoded | RowError]:
-    tokens, labels, sizes, results = compact
-    stops = list(accumulate(sizes))
-    documents = (
-        Document(tokens[stop - size : stop], labels[stop - size : stop])
-        for size, stop in zip(sizes, stops, strict=True)
-    )
+def _unpacked(future: Future[_Compact], timeout: float) -> list[Encoded | RowError]:
+    tokens, labels, sizes, results = future.result(timeout)
+    spans = pairwise(accumulate(sizes, initial=0))
+    documents = (Document(tokens[start:stop], labels[start:stop]) for start, stop in spans)
     return [
-        result
-        if isinstance(result, RowError)
-        else Encoded(tuple(islice(documents, result[0])), truncated=result[1], length=result[2])
+        result if isinstance(result, RowError) else Encoded(tuple(islice(documents, result[0])), *result[1:])
         for result in results
     ]
 
@@ -164,7 +146,7 @@ def _in_order(
     submit: Callable[[list[Example]], Future[T]],
     result: Callable[[Future[T]], list[Encoded | RowError]],
 ) -> Iterator[Result]:
-    """Results of the samples that are examples, and the samples that are none, in one order."""
+    """Yield results of the samples that are examples, and the samples that are none, in one order."""
     pending: deque[tuple[list[Sample], Future[T]]] = deque()
     while True:
         for chunk in islice(chunks, ahead - len(pending)):

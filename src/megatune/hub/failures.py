@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
-    from megatune.hub.repository import Repository
+    from megatune.hub.repository import Kind, Repository
 
 _LOG_IN = "log in: hf auth login, or set HF_TOKEN"
 
@@ -41,36 +41,24 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
 
     kind, name = repository.kind, f"{repository.repo_id} on {repository.host}"
     if isinstance(error, errors.HFValidationError):
-        finding = Finding(
-            f"{repository.repo_id!r} is no id of a {kind.noun} on a hub", kind.key, fix="write OWNER/NAME"
-        )
-        return MegatuneError(finding, ExitCode.SETTINGS)
+        return no_id(repository.repo_id, kind, kind.key)
     if isinstance(error, errors.GatedRepoError):
-        return _missing(
-            repository, f"access to {name} has to be asked for", f"ask for access on its page, then {_LOG_IN}"
-        )
+        fix = f"ask for access on its page, then {_LOG_IN}"
+        return _missing(repository, f"access to {name} has to be asked for", fix)
     if isinstance(error, errors.RevisionNotFoundError) and kind.revision_key:
-        return _no_revision(repository)
+        fix = f"write {kind.revision_key}: main, or another branch, a tag or a commit of it"
+        return _missing(repository, f"{name} has no revision {repository.revision}", fix, kind.revision_key)
     if isinstance(error, errors.RepositoryNotFoundError | errors.DisabledRepoError | errors.RevisionNotFoundError):
         fix = f"check the name; for a private one {_LOG_IN}"
         return _missing(repository, f"no {kind.noun} {name}, or it is private", fix)
-    unreachable = (
-        errors.LocalEntryNotFoundError,
-        errors.OfflineModeIsEnabled,
-        errors.CachedRepoTreeNotFoundError,
-        errors.FileMetadataError,
-        httpx.HTTPError,
-        httpx.InvalidURL,
-    )
-    if not isinstance(error, unreachable):
+    not_cached = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.CachedRepoTreeNotFoundError)
+    if not isinstance(error, (*not_cached, errors.FileMetadataError, httpx.HTTPError, httpx.InvalidURL)):
         return None
     if any(status in (401, 403) for status in map(_status, _chain(error))):
         return _missing(repository, f"{repository.host} refuses the token for {repository.repo_id}", _LOG_IN)
-    if any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error)):
-        why = "HF_HUB_OFFLINE is set, and not all of it is in the cache"
-    else:
-        why = _why(error)
-    return _unavailable(repository, why, "HF_ENDPOINT to a mirror")
+    is_offline = any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error))
+    offline = "HF_HUB_OFFLINE is set, and not all of it is in the cache"
+    return _unavailable(repository, offline if is_offline else _why(error))
 
 
 def _of_modelscope(repository: Repository, error: Exception) -> MegatuneError | None:
@@ -81,7 +69,7 @@ def _of_modelscope(repository: Repository, error: Exception) -> MegatuneError | 
         what = f"no {repository.kind.noun} {repository.repo_id}{revision} on {repository.host}, or it is private"
         return _missing(repository, what, "check the name; for a private one set MODELSCOPE_API_TOKEN")
     if isinstance(error, HubError):
-        return _unavailable(repository, _why(error), "MODELSCOPE_ENDPOINT to one")
+        return _unavailable(repository, _why(error))
     return None
 
 
@@ -90,33 +78,30 @@ def _of_system(repository: Repository, error: Exception) -> MegatuneError | None
     if not isinstance(error, OSError):
         return None
     if error.errno is None or isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
-        endpoint = "HF_ENDPOINT to a mirror" if repository.hub == "hf" else "MODELSCOPE_ENDPOINT to one"
-        return _unavailable(repository, _why(error), endpoint)
+        return _unavailable(repository, _why(error))
     what = f"cannot keep the files of {repository.repo_id}: {error.strerror or type(error).__name__}"
     return not_kept(repository, what, str(error.filename or ""))
 
 
 def not_kept(repository: Repository, what: str, where: str) -> MegatuneError:
-    """The cache cannot be written."""
+    """Return the error of a cache that cannot be written."""
     fix = "set HF_HOME or MODELSCOPE_CACHE to a folder that can be written"
     if repository.kind.revision_key:
         fix += ", or write cache_dir"
     return MegatuneError(Finding(what, where, fix=fix), ExitCode.CANNOT_WRITE)
 
 
-def _no_revision(repository: Repository) -> MegatuneError:
-    what = f"{repository.repo_id} on {repository.host} has no revision {repository.revision}"
-    fix = f"write {repository.kind.revision_key}: main, or another branch, a tag or a commit of it"
-    return MegatuneError(Finding(what, repository.kind.revision_key, fix=fix), ExitCode.INPUT)
+def no_id(repo_id: str, kind: Kind, where: str) -> MegatuneError:
+    """Return the error of what no hub can have."""
+    what = f"{repo_id!r} is no id of a {kind.noun} on a hub"
+    return MegatuneError(Finding(what, where, fix="write OWNER/NAME"), ExitCode.SETTINGS)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
     """Return the error and what it was raised from, to the root."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
+    chain = [error]
+    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
         chain.append(link)
-        link = link.__cause__ or link.__context__
     return chain
 
 
@@ -140,11 +125,12 @@ def _why(error: BaseException) -> str:
     return "it does not answer in time" if "Timeout" in type(root).__name__ else type(root).__name__
 
 
-def _missing(repository: Repository, what: str, fix: str) -> MegatuneError:
-    return MegatuneError(Finding(what, repository.kind.key, fix=fix), ExitCode.INPUT)
+def _missing(repository: Repository, what: str, fix: str, where: str = "") -> MegatuneError:
+    return MegatuneError(Finding(what, where or repository.kind.key, fix=fix), ExitCode.INPUT)
 
 
-def _unavailable(repository: Repository, why: str, endpoint: str) -> MegatuneError:
+def _unavailable(repository: Repository, why: str) -> MegatuneError:
+    endpoint = "HF_ENDPOINT to a mirror" if repository.hub == "hf" else "MODELSCOPE_ENDPOINT to one"
     fix = f"set {endpoint} that answers, or {repository.kind.by_hand}"
     what = f"cannot get {repository.repo_id} from {repository.host}"
     return MegatuneError(Finding(what, repository.kind.key, why, fix), ExitCode.UNAVAILABLE)

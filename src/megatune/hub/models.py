@@ -10,14 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.hub.repository import (
-    MAIN,
-    MODEL,
-    fetch_all,
-    is_repository_id,
-    open_repository,
-    use_modelscope,
-)
+from megatune.hub.repository import MAIN, MODEL, Hub, fetch_all, is_repository_id, open_repository, use_modelscope
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # Of configuration, tokenizer and chat templates: as text, or SentencePiece's protocol buffer.
@@ -32,13 +25,9 @@ def no_folder(name: str) -> MegatuneError:
 
 
 class Model:
-    """A model in a folder.
+    """A model in a folder."""
 
-    Attributes:
-        commit: what names these very files; "" where nothing does.
-    """
-
-    commit = ""
+    commit = ""  # what names these very files; "" where nothing does
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -70,24 +59,21 @@ class HubModel(Model):
     """
 
     def __init__(self, name: str, revision: str = MAIN, cache_dir: str | None = None) -> None:
+        hub: Hub = "ms" if use_modelscope() else "hf"
         try:
-            self._repository = open_repository("ms" if use_modelscope() else "hf", name, MODEL.key, MODEL, revision,
-                                               cache_dir)  # fmt: skip
+            self._repository = open_repository(hub, name, MODEL.key, MODEL, revision, cache_dir)
         except MegatuneError as error:
             if not any(finding.where == MODEL.key for finding in error.findings):
                 raise
             # Who meant a folder has to read that there is none.
             findings = [replace(each, what=f"no folder {name!r} here, and {each.what}") for each in error.findings]
             raise MegatuneError(findings, error.exit_code) from error
-
-        self.commit = self._repository.commit
-        self.host = self._repository.host
+        self.commit, self.host = self._repository.commit, self._repository.host
 
     def config_dir(self) -> Path:
         if CONFIG not in self._repository.sizes:
-            raise self._refused(
-                f"has no {CONFIG}", "it says what the model is", "choose the repository of a checkpoint"
-            )
+            fix = "choose the repository of a checkpoint"
+            raise self._refused(f"has no {CONFIG}", "it says what the model is", fix)
         return fetch_all(self._repository, [CONFIG])[0].parent
 
     def tokenizer_dir(self) -> Path:
@@ -96,14 +82,9 @@ class HubModel(Model):
         return folder
 
     def check_weights(self) -> None:
-        """Refuse a repository without safetensors.
-
-        Raises:
-            MegatuneError: INPUT.
-        """
-        sizes = self._repository.sizes
-        if WEIGHTS not in sizes and INDEX not in sizes:
-            pickle = next((path for path in sizes if path.endswith(_PICKLES)), None)
+        """Refuse a repository without safetensors (INPUT)."""
+        if not {WEIGHTS, INDEX}.intersection(self._repository.sizes):
+            pickle = next((path for path in self._repository.sizes if path.endswith(_PICKLES)), None)
             why = f"{pickle} is a pickle, which can run code when it is loaded" if pickle else ""
             fix = "choose a repository with safetensors, or save it so with Transformers: model.save_pretrained(OUT)"
             raise self._refused(f"has no {WEIGHTS}", why, fix)
@@ -114,11 +95,8 @@ class HubModel(Model):
         return folder
 
     def _small(self) -> list[str]:
-        def wanted(path: str) -> bool:
-            top = path.removeprefix("additional_chat_templates/")
-            return "/" not in top and top.endswith(_SMALL) and not top.endswith(".index.json")
-
-        return [path for path in self._repository.sizes if wanted(path)]
+        paths = [path for path in self._repository.sizes if path.endswith(_SMALL) and not path.endswith(".index.json")]
+        return [path for path in paths if "/" not in path.removeprefix("additional_chat_templates/")]
 
     def _weights(self) -> list[str]:
         self.check_weights()
@@ -134,9 +112,8 @@ class HubModel(Model):
             raise self._refused(f"has weights that are no safetensors: {', '.join(wrong[:3])}")
         if missing := sorted(shards.difference(self._repository.sizes)):
             what = f"lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}"
-            raise self._refused(
-                what, f"{INDEX} names them", "where HF_HUB_OFFLINE is set, fetch it with a network first"
-            )
+            fix = "where HF_HUB_OFFLINE is set, fetch it with a network first"
+            raise self._refused(what, f"{INDEX} names them", fix)
         return [INDEX, *sorted(shards)]
 
     def _refused(self, what: str, why: str = "", fix: str = "") -> MegatuneError:
@@ -164,6 +141,3 @@ def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None) ->
 def is_hub_id(name: str) -> bool:
     """Return whether a name is to be looked up on a hub: OWNER/NAME, and nothing here is called so."""
     return is_repository_id(name, owner=True) and not Path(name).exists()
-
-
-__all__ = ["MAIN", "HubModel", "Model", "is_hub_id", "no_folder", "open_model"]

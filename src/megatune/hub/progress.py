@@ -5,27 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
 _LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Bytes that came, of all; filled by several threads.
-
-    Args:
-        name: what is fetched, for the lines.
-        total: bytes.
-        bar: whether to draw one on a terminal.
-    """
+    """Bytes that came, of all; filled by several threads. `name` is for the lines, `bar` draws one on a terminal."""
 
     def __init__(self, name: str, total: int, *, bar: bool = True) -> None:
-        self._name = name
-        self._total = total
-        self._done = 0
-        self._lock = Lock()
-        self._stopped = False
+        self._name, self._total, self._done = name, total, 0
+        self._lock, self._stopped = Lock(), False
         self._next_line = time.monotonic() + _LINE_SECONDS
         self._bar: Any = _bar(total) if bar and sys.stderr.isatty() else None
 
@@ -34,7 +24,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -70,22 +60,14 @@ class Progress:
             def __enter__(self) -> FileBar:
                 return self
 
-            def __exit__(self, *_: object) -> None:
+            def __exit__(self, *_: object, **__: object) -> None:
                 pass
+
+            # Bytes over the network may be fewer than those of the file: `update` alone counts.
+            close = set_postfix_str = update_transfer = set_transfer_postfix_str = __exit__
 
             def update(self, count: int | float | None = 1) -> None:
                 progress.add(int(count or 0))
-
-            def update_transfer(self, count: int | float | None = 1) -> None:
-                """Bytes over the network, which may be fewer than those of the file."""
-
-            def set_postfix_str(self, *_: object, **__: object) -> None:
-                pass
-
-            set_transfer_postfix_str = set_postfix_str
-
-            def close(self) -> None:
-                pass
 
         return FileBar
 

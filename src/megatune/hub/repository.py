@@ -14,13 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.hub.failures import explained, not_kept
+from megatune.hub.failures import explained, no_id, not_kept
 from megatune.hub.progress import Progress, readable
 
 Hub = Literal["hf", "ms"]
@@ -32,23 +32,15 @@ _REPOSITORY_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a repository holds.
+    """What a repository holds."""
 
-    Attributes:
-        repo_type, noun: as the hubs' libraries and as messages name it.
-        key: the setting that names it.
-        revision_key: the setting that names its revision, "" where none does.
-        first: the small file that is fetched along with the list of files.
-        by_hand, elsewhere: how to do without the hub, and without ModelScope.
-    """
-
-    repo_type: str
-    noun: str
-    key: str
-    revision_key: str
-    first: str
-    by_hand: str
-    elsewhere: str
+    repo_type: str  # as the hubs' libraries name it
+    noun: str  # as messages name it
+    key: str  # the setting that names it
+    revision_key: str  # the setting that names its revision, "" where none does
+    first: str  # the small file that is fetched along with the list of files
+    by_hand: str  # how to do without the hub
+    elsewhere: str  # how to do without ModelScope
 
 
 DATASET = Kind(
@@ -78,37 +70,25 @@ class Repository(ABC):
         host: of the hub, as messages name it.
         revision: the branch, tag or commit that was asked for.
         cache_dir: where fetched files are kept; None for the library's own place.
+        commit: what names these very files; the revision, where the hub does not say.
+        folder: in the cache; need not exist.
+        sizes: bytes of each file, by relative path.
         shows_progress: whether the hub's library shows a bar of its own.
     """
 
     hub: Hub
+    commit: str
+    folder: Path
+    sizes: dict[str, int]
     shows_progress = False
 
     def __init__(self, kind: Kind, repo_id: str, host: str, revision: str, cache_dir: str | None) -> None:
-        self.kind = kind
-        self.repo_id = repo_id
-        self.host = host
-        self.revision = revision
-        self.cache_dir = cache_dir
-
-    @property
-    def commit(self) -> str:
-        """What names these very files; the revision, where the hub does not say."""
-        return self.revision
-
-    @property
-    @abstractmethod
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file, by relative path."""
-
-    @property
-    @abstractmethod
-    def cache(self) -> Path:
-        """The cache's folder, which need not exist."""
+        self.kind, self.repo_id, self.host = kind, repo_id, host
+        self.revision, self.cache_dir = revision, cache_dir
 
     @abstractmethod
     def cached(self, path: str) -> Path | None:
-        """Where a file lies in the cache; None where it has to be fetched."""
+        """Return where a file lies in the cache; None where it has to be fetched."""
 
     @abstractmethod
     def fetch(self, path: str, progress: Progress | None = None) -> Path:
@@ -137,11 +117,8 @@ def open_repository(
             library cannot be reached (69); the cache cannot be written (73).
     """
     if not is_repository_id(repo_id, owner=hub == "ms"):
-        what = f"{repo_id!r} is no id of a {kind.noun} on a hub"
-        raise MegatuneError(Finding(what, where, fix="write OWNER/NAME"), ExitCode.SETTINGS)
-    repository = _repository(hub, repo_id, kind, revision, cache_dir)
-    repository.sizes  # noqa: B018 - one that is not there is found out here
-    return repository
+        raise no_id(repo_id, kind, where)
+    return _repository(hub, repo_id, kind, revision, cache_dir)
 
 
 @cache
@@ -185,49 +162,42 @@ def read_file(repository: Repository, path: str) -> str | None:
 
 
 def _check_room(repository: Repository, size: int) -> None:
-    folder = next(path for path in (repository.cache, *repository.cache.parents) if path.exists())
-    free = shutil.disk_usage(folder).free
+    folder = repository.folder
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if size > free:
         what = f"no room for {repository.repo_id}: {readable(size)} are to be fetched, and {readable(free)} are free"
-        raise not_kept(repository, what, str(repository.cache))
+        raise not_kept(repository, what, str(folder))
 
 
 class HuggingFaceRepository(Repository):
-    """On Hugging Face's hub, or on the one that HF_ENDPOINT names; without a network, in its cache."""
+    """On Hugging Face's hub, or on the one that HF_ENDPOINT names; without a network, in its cache.
+
+    Its folder is that of the revision's commit; the library keeps the list of its files beside it.
+    """
 
     hub: Hub = "hf"
 
     def __init__(self, kind: Kind, repo_id: str, revision: str, cache_dir: str | None) -> None:
-        from huggingface_hub import constants
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
 
         super().__init__(kind, repo_id, _host(constants.ENDPOINT), revision, cache_dir)
+        with disable_progress_bars():
+            self.folder = Path(self._call(snapshot_download, revision=revision, allow_patterns=[kind.first]))
+        self.commit = self.folder.name
+        self.sizes = self._sizes()
 
     def _call(self, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
         with explained(self):
             return function(self.repo_id, *args, repo_type=self.kind.repo_type, cache_dir=self.cache_dir, **more)
 
-    @cached_property
-    def folder(self) -> Path:
-        """The folder of the revision's commit in the cache; the list of its files is kept beside it."""
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import disable_progress_bars
-
-        with disable_progress_bars():
-            return Path(self._call(snapshot_download, revision=self.revision, allow_patterns=[self.kind.first]))
-
-    @property
-    def commit(self) -> str:
-        return self.folder.name
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
+    def _sizes(self) -> dict[str, int]:
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
+        place = {"repo_type": self.kind.repo_type, "revision": self.commit, "cache_dir": self.cache_dir}
         try:
-            tree = get_cached_repo_tree(
-                self.repo_id, repo_type=self.kind.repo_type, revision=self.commit, cache_dir=self.cache_dir
-            )
+            tree = get_cached_repo_tree(self.repo_id, **place)
         except CachedRepoTreeNotFoundError as error:
             # Without a network, and fetched by a library that keeps no list. A model's config.json and index say
             # whether all of it is there; of a data set nothing does.
@@ -237,10 +207,6 @@ class HuggingFaceRepository(Repository):
             with explained(self):
                 raise error
         return {file.path: file.size for file in tree if _is_inside(file.path)}
-
-    @property
-    def cache(self) -> Path:
-        return self.folder
 
     def cached(self, path: str) -> Path | None:
         file = self.folder / path
@@ -282,23 +248,13 @@ class ModelScopeRepository(Repository):
         config = HubConfig()
         # Its hub calls the main branch master, and LLaMA-Factory's users call it main there, too.
         super().__init__(kind, repo_id, _host(config.endpoint), revision if revision != MAIN else "master", cache_dir)
-        self._api = HubApi(config)
-        self._cache = Path(cache_dir or config.cache_dir)
-
-    @cached_property
-    def _files(self) -> dict[str, tuple[int, str | None]]:
-        """Size in bytes and SHA-256 of each file."""
+        self._api, self.commit = HubApi(config), self.revision
+        self.folder = Path(cache_dir or config.cache_dir)
         with explained(self):
-            files = self._api.list_repo_files(self.repo_id, self.kind.repo_type, revision=self.revision)
-        return {file.path: (file.size, file.sha256) for file in files if not file.is_dir and _is_inside(file.path)}
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        return {path: size for path, (size, _) in self._files.items()}
-
-    @property
-    def cache(self) -> Path:
-        return self._cache
+            files = self._api.list_repo_files(repo_id, kind.repo_type, revision=self.revision)
+        # Size in bytes and SHA-256 of each file.
+        self._files = {f.path: (f.size, f.sha256) for f in files if not f.is_dir and _is_inside(f.path)}
+        self.sizes = {path: size for path, (size, _) in self._files.items()}
 
     def cached(self, path: str) -> Path | None:
         from modelscope_hub import CacheNotFound
@@ -327,7 +283,7 @@ class ModelScopeRepository(Repository):
 
 
 def _remove(file: Path) -> None:
-    """A file of the cache, with what a link there points to."""
+    """Remove a file of the cache, with what a link there points to."""
     if file.is_symlink():
         file.resolve().unlink(missing_ok=True)
     file.unlink(missing_ok=True)
@@ -339,7 +295,7 @@ def _is_inside(path: str) -> bool:
 
 
 def _host(endpoint: str) -> str:
-    """Without the scheme, path or credentials of a URL."""
+    """Return a URL without its scheme, path and credentials."""
     try:
         parts = urlsplit(endpoint)
         return f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname or "the hub"

@@ -1,57 +1,59 @@
-"""The rows of a run, prepared before it or streamed: what each step trains, and what is evaluated on."""
+"""The rows of a run, prepared before it or streamed: what each step trains, and what is evaluated on.
+
+One process of each machine prepares or reads ahead; all ranks follow a stream step by step.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import copy_bad_rows
+from megatune.data.bad_rows import BAD_ROWS_FILE, copy_bad_rows
+from megatune.data.cache.folder import cache_dir
+from megatune.data.cache.key import streamed_key
 from megatune.data.encode import load_tokenizer
+from megatune.data.pipeline import Pipeline
 from megatune.data.prepare import Prepared, open_prepared, prepare
+from megatune.data.report import TokenReport
 from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
+from megatune.data.streaming.blocks import PART, StreamState
+from megatune.data.streaming.folder import StreamFolder
+from megatune.data.streaming.producer import StreamRequest
 from megatune.data.streaming.stream import Stream
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
+from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage import writing
-from megatune.training.streaming import StreamFollower, check_token_ids, open_stream
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a trainer takes rows from.
-
-    Attributes:
-        evaluation: None where nothing is evaluated.
-        lines: the report, for the banner.
-        follower: of streamed rows; None where all are prepared.
-    """
+    """What a trainer takes rows from."""
 
     rows: StepRows
-    evaluation: TokenRows | None
-    lines: Sequence[str]
-    follower: StreamFollower | None = None
+    evaluation: TokenRows | None  # None where nothing is evaluated
+    lines: Sequence[str]  # the report, for the banner
+    follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run, before its model is there.
+    """The data of a run, before its model is there."""
 
-    Attributes:
-        key: of all that determines the rows.
-        num_rows: to train; None where nobody knows.
-        feed: makes what the trainer takes rows from, of the run's steps and the model's vocabulary. Collective. Raises
-            MegatuneError where a token id is beyond the vocabulary (exit code 66), or the rows do not come.
-    """
-
-    key: str
-    num_rows: int | None
+    key: str  # of all that determines the rows
+    num_rows: int | None  # to train; None where nobody knows
+    # Makes what the trainer takes rows from, of the run's steps and the model's vocabulary. Collective. Raises
+    # MegatuneError where a token id is beyond the vocabulary (exit code 66), or the rows do not come.
     feed: Callable[[RunSchedule, int], Feed]
 
 
@@ -66,47 +68,38 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
     Raises:
         MegatuneError: whatever keeps it from being read; the machines have different rows (exit code 65).
     """
-    assert settings.run.output_dir is not None
-    output_dir = Path(settings.run.output_dir)
     if not settings.data.streaming:
         prepared = _prepare_on_machine(context, settings, source)
-        yield RunData(prepared.key, len(prepared.train), partial(_prepared_feed, prepared, settings, output_dir))
+        yield RunData(prepared.key, len(prepared.train), partial(_prepared_feed, prepared, settings))
         return
     with closing(open_stream(context, settings, source, resumed)) as stream:
-        kept_in = output_dir if context.rank == 0 else None
-        follow = partial(StreamFollower, stream, context, output_dir=kept_in, resumed=resumed is not None)
-        yield RunData(stream.key, None, partial(_streamed_feed, stream, settings, follow))
+        yield RunData(stream.key, None, partial(_streamed_feed, stream, context, settings, resumed is not None))
 
 
 def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) -> Prepared:
     context.beat("data", 0, limit=float("inf"))
     prepared = prepare(settings, load_tokenizer(source)) if context.local_rank == 0 else None
     folder = wait_for_machines(context, "rows", str(prepared.directory.absolute()) if prepared else None)
-    check_same(context, "prepared rows", _contents(prepared) if prepared else None)
+    contents: dict[str, str | int] = {}
+    if prepared is not None:
+        contents = {**prepared.key_parts, KEY: prepared.key}
+        contents |= _rows_contents(prepared.report.train, prepared.train, "training ")
+        if prepared.evaluation is not None and prepared.report.evaluation is not None:
+            contents |= _rows_contents(prepared.report.evaluation, prepared.evaluation, "evaluation ")
+    check_same(context, "prepared rows", contents or None)
     return prepared or open_prepared(Path(folder))
 
 
-def _contents(prepared: Prepared) -> dict[str, str | int]:
-    contents: dict[str, str | int] = {**prepared.key_parts, KEY: prepared.key}
-    for name, rows, report in (
-        ("training", prepared.train, prepared.report.train),
-        ("evaluation", prepared.evaluation, prepared.report.evaluation),
-    ):
-        if rows is not None and report is not None:
-            contents |= {f"{name} rows": report.rows, f"{name} tokens": report.tokens}
-            contents[f"the digest of the {name} rows"] = rows.digest
-    return contents
+def _prepared_feed(prepared: Prepared, settings: Settings, schedule: RunSchedule, vocab_size: int) -> Feed:
+    assert settings.run.output_dir is not None
+    output_dir = Path(settings.run.output_dir)
 
-
-def _prepared_feed(
-    prepared: Prepared, settings: Settings, output_dir: Path, schedule: RunSchedule, vocab_size: int
-) -> Feed:
     def copy() -> Path | None:
         with writing(output_dir):
             return copy_bad_rows(prepared, output_dir)
 
     parts = (prepared.report.train, prepared.report.evaluation)
-    check_token_ids(max(part.largest_id for part in parts if part is not None), vocab_size)
+    _check_token_ids(max(part.largest_id for part in parts if part is not None), vocab_size)
     lines = list(prepared.report.lines())
     if settings.data.on_bad_row == "quarantine" and (copied := on_rank_0(copy)) is not None:
         lines.append(f"the rows left out are in {copied}")
@@ -115,13 +108,160 @@ def _prepared_feed(
 
 
 def _streamed_feed(
-    stream: Stream, settings: Settings, follow: Callable[..., StreamFollower], schedule: RunSchedule, vocab_size: int
+    stream: Stream, context: RankContext, settings: Settings, resumed: bool, schedule: RunSchedule, vocab_size: int
 ) -> Feed:
     size, data = schedule.global_batch_size, settings.data
-    follower = follow(global_batch_size=size, total_steps=schedule.total_steps, vocab_size=vocab_size)
+    follower = StreamFollower(stream, context, settings, schedule, vocab_size, resumed=resumed)
     evaluation = follower.evaluation()
     order = "in the order of the data" if data.disable_shuffling else "shuffled"
     lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]
     if stream.held_out is not None:
         lines += stream.held_out.lines()
     return Feed(stream.steps(size, is_packed=settings.packing), evaluation, lines, follower)
+
+
+def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Stream:
+    """Begin to read ahead, from where a checkpoint left off. Collective.
+
+    Args:
+        resumed: the checkpoint, None to begin at the start of the data.
+
+    Raises:
+        MegatuneError: the data sets or the tokenizer are not there (exit codes 64 and 66), or differ between machines
+            (65), or the cache cannot be written (73).
+    """
+    context.beat("data", 0, limit=float("inf"))  # data sets of a hub are downloaded here
+    if context.local_rank != 0:
+        folder, name = json.loads(wait_for_machines(context, "stream", None))
+        check_same(context, "data to stream", None)
+        return Stream(StreamFolder(Path(folder)), name, settings.run.ddp_timeout)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    pipeline = Pipeline.of(settings, tokenizer)
+    key = streamed_key(settings, tokenizer)
+    made = StreamFolder.make(cache_dir() / "stream", key.name)
+    left_off = read_state(resumed) if resumed is not None else None
+    state = None
+    if left_off is not None and left_off.stream is not None and left_off.rows_digest == key.name:
+        state = StreamState.from_json(left_off.stream)  # one of other rows is refused when it is loaded
+    stream = Stream.start(StreamRequest(made, pipeline, key.name, state))
+    try:
+        wait_for_machines(context, "stream", json.dumps([str(made.path), key.name]))
+        check_same(context, "data to stream", {**key.parts, KEY: key.name})
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+class StreamFollower:
+    """What a rank does about its stream beside each step.
+
+    Args:
+        vocab_size: of the model.
+        resumed: whether the run resumes from a checkpoint; what was quarantined before it stays.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        context: RankContext,
+        settings: Settings,
+        schedule: RunSchedule,
+        vocab_size: int,
+        *,
+        resumed: bool,
+    ) -> None:
+        assert settings.run.output_dir is not None
+        self._stream, self._context, self.summary = stream, context, stream.summary
+        self._size, self._last = schedule.global_batch_size, schedule.global_batch_size * schedule.total_steps
+        self._vocab_size = vocab_size
+        bad_rows = Path(settings.run.output_dir) / BAD_ROWS_FILE
+        self._quarantine = _Quarantine(bad_rows, keep=resumed) if context.rank == 0 else None
+
+    def evaluation(self) -> TokenRows | None:
+        """Return the evaluation rows, once they are ready. Collective."""
+        rows, held_out = self._stream.wait_ready(self._beat), self._stream.held_out
+        if rows is None or held_out is None:
+            return None
+        wait_for_machines(self._context, "evaluation", "" if self._context.local_rank == 0 else None)
+        check_same(self._context, "evaluation rows", _rows_contents(held_out.tokens, rows))
+        _check_token_ids(held_out.tokens.largest_id, self._vocab_size)
+        self._keep_bad_rows(held_out.folder)
+        return rows
+
+    def before(self, step: int) -> None:
+        """Wait for the rows of a step, counted from 0, and look at the blocks that they are in. Collective."""
+        first = step * self._size
+        for meta, folder in self._stream.before(first, first + self._size, self._last, self._beat):
+            # Blocks of the same rows so far end with the same row: every rank comes to this one at this step.
+            what = f"rows in block {meta.number} of the stream, which step {step + 1} is the first to train"
+            check_same(self._context, what, _rows_contents(meta.tokens, TokenRows(folder / PART)))
+            _check_token_ids(meta.tokens.largest_id, self._vocab_size)
+            if self._quarantine is not None and (line := meta.line()) is not None:
+                print(line, flush=True)
+                self._keep_bad_rows(folder)
+
+    def after(self, step: int) -> None:
+        """Delete what no later step needs: all ranks have trained this one, counted from 0."""
+        self._stream.after(step * self._size)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint needs after this number of steps."""
+        return self._stream.state(step * self._size).to_json()
+
+    def epoch_after(self, step: int) -> float | None:
+        """Return the passes done after this number of steps, None where that is not known yet."""
+        return self._stream.epoch_after(step * self._size)
+
+    def _beat(self) -> None:
+        self._context.beat("data", self._context.step)
+
+    def _keep_bad_rows(self, folder: Path) -> None:
+        if self._quarantine is not None:
+            self._quarantine.add(folder / BAD_ROWS_FILE)
+
+
+def _rows_contents(report: TokenReport, rows: TokenRows, part: str = "") -> dict[str, str | int]:
+    """Return what machines compare of rows, see `check_same`."""
+    counts = {f"{part}rows": len(rows), f"{part}tokens": report.tokens}
+    return {**counts, f"the digest of the {part}rows": rows.digest}
+
+
+def _check_token_ids(largest: int, vocab_size: int) -> None:
+    """Refuse a token id that the model has no embedding for."""
+    if largest >= vocab_size:
+        what = f"token id {largest} is beyond the model's vocabulary of {vocab_size}"
+        why = "the tokenizer and the weights belong to different models"
+        fix = "use the tokenizer that was published with the weights"
+        raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.INPUT)
+
+
+class _Quarantine:
+    """The run's file of bad rows, each once, however often it is read; `keep`s those of an earlier process."""
+
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        self._path = path
+        self._kept: set[tuple[str, str]] = set()
+        with writing(path.parent):
+            if not keep:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                whole, _, _ = path.read_bytes().rpartition(b"\n")
+                self._kept = {_identity(line) for line in whole.splitlines()}
+                path.write_bytes(whole + b"\n" if whole else b"")
+
+    def add(self, bad_rows: Path) -> None:
+        """Copy what is new; nothing where there is no such file."""
+        if not bad_rows.exists():
+            return
+        with writing(self._path.parent), open(bad_rows, "rb") as rows, open(self._path, "ab") as file:
+            for line in rows:
+                identity = _identity(line)
+                if identity not in self._kept:
+                    self._kept.add(identity)
+                    file.write(line)
+
+
+def _identity(line: bytes) -> tuple[str, str]:
+    row = json.loads(line)
+    return row["where"], row["code"]

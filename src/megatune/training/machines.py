@@ -1,15 +1,22 @@
-"""Every machine prepares rows for itself: they are the same on all, or the run ends before it trains the difference."""
+"""What each machine fetches and prepares for itself: it is the same on all, or the run ends before it trains."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from megatune.config.settings import Settings
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.models import is_hub_id, open_model
 from megatune.launch.context import RankContext
+from megatune.training.agreement import on_rank_0
+from megatune.training.storage import writing
 
 _POLL_SECONDS = 0.05
 KEY = "the key"
@@ -26,12 +33,12 @@ def wait_for_machines(context: RankContext, name: str, note: str | None) -> str:
     """
     if note is not None:
         groups.post(f"{name}/{context.node_rank}", note)
-    own = _posted(context, f"{name}/{context.node_rank}")
+    own = wait_for_note(context, f"{name}/{context.node_rank}")
     if context.rank == 0:  # asks for all, so that the store is not asked for each by each rank
-        for node_rank in range(_num_machines(context)):
-            _posted(context, f"{name}/{node_rank}")
+        for node_rank in range(num_machines(context)):
+            wait_for_note(context, f"{name}/{node_rank}")
         groups.post(f"{name}/all", "")
-    _posted(context, f"{name}/all")
+    wait_for_note(context, f"{name}/all")
     return own
 
 
@@ -45,7 +52,7 @@ def check_same(context: RankContext, what: str, contents: Mapping[str, str | int
     Raises:
         MegatuneError: DATA, on every rank, naming the machines that differ from most of them, and in what.
     """
-    if _num_machines(context) == 1:
+    if num_machines(context) == 1:
         return
     machines: dict[str, list[str]] = {}  # by their contents, in order of node rank
     found = [one for one in groups.gather((context.node_rank, socket.gethostname(), contents)) if one[2] is not None]
@@ -54,21 +61,14 @@ def check_same(context: RankContext, what: str, contents: Mapping[str, str | int
         if (name := f"{host} (node rank {node_rank})") not in names:
             names.append(name)
     most = max(machines, key=lambda one: len(machines[one]))
-    findings = [
-        _difference(what, machines[most], names, json.loads(most), json.loads(other))
-        for other, names in machines.items()
-        if other != most
-    ]
-    if findings:
+    names, expected = machines.pop(most), json.loads(most)
+    if machines:
+        findings = [_difference(what, names, other, expected, json.loads(raw)) for raw, other in machines.items()]
         raise MegatuneError(findings, ExitCode.DATA)
 
 
 def _difference(
-    what: str,
-    names: Sequence[str],
-    other_names: Sequence[str],
-    expected: Mapping[str, str | int],
-    contents: Mapping[str, str | int],
+    what: str, names: Sequence[str], others: Sequence[str], expected: Mapping[str, Any], contents: Mapping[str, Any]
 ) -> Finding:
     differences = [name for name in {**expected, **contents} if expected.get(name) != contents.get(name)]
     words = [
@@ -82,23 +82,71 @@ def _difference(
         fix = "install the same versions of tokenizers and transformers, and write overwrite_cache: true once"
     else:
         cause = "a local copy of a file is stale, or the tokenizer is another"
-        fix = (
-            "copy the data sets and the model's folder to that machine again, or keep them where all machines read them"
-        )
-    return Finding(
-        f"machines have different {what}: {', '.join(other_names)} {'differs' if len(other_names) == 1 else 'differ'} "
-        f"from {', '.join(names)}",
-        why=f"{'; '.join(words)}; {cause}",
-        fix=fix,
-    )
+        again = "copy the data sets and the model's folder to that machine again"
+        fix = f"{again}, or keep them where all machines read them"
+    differ = "differs" if len(others) == 1 else "differ"
+    what = f"machines have different {what}: {', '.join(others)} {differ} from {', '.join(names)}"
+    return Finding(what, why=f"{'; '.join(words)}; {cause}", fix=fix)
 
 
-def _num_machines(context: RankContext) -> int:
+def model_on_node(context: RankContext, settings: Settings, model_dir: str | None, resumed: Path | None) -> Path:
+    """Return the folder with the model's files, on every rank. Collective.
+
+    Where the launcher has not fetched a model on a hub, one process of each machine does. That can take longer than any
+    collective operation may, so the others look for a note instead of waiting in one.
+
+    Args:
+        model_dir: what the launcher has fetched.
+        resumed: the checkpoint that the run resumes from: it has all that is needed of the model.
+
+    Raises:
+        MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
+    """
+    name = settings.model.model_name_or_path
+    assert name is not None
+    if resumed is not None:
+        small = context.run_dir / "model"
+        return on_rank_0(lambda: _keep_small_files(resumed, small)) if is_hub_id(name) else Path(name)
+    if num_machines(context) == 1 and not is_hub_id(name):
+        return Path(name)
+    note = f"model/{context.node_rank}"
+    if context.local_rank:
+        return Path(wait_for_note(context, f"{note}/folder", "fetch"))
+    context.beat("fetch", 0, limit=float("inf"))
+    if model_dir is not None:
+        folder, version = Path(model_dir), settings.model.model_revision
+    else:
+        model = open_model(name, settings.model.model_revision, settings.model.cache_dir)
+        folder, version = model.fetch(), model.commit or "a folder"
+    groups.post(note, version)
+    versions = [wait_for_note(context, f"model/{node}", "fetch") for node in range(num_machines(context))]
+    if other := next((node for node, each in enumerate(versions) if each != versions[0]), 0):
+        what = f"machine 0 has {versions[0]} of {name}, and machine {other} {versions[other]}"
+        fix = "write model_revision: COMMIT, or the same folder on every machine"
+        raise MegatuneError(Finding(what, "model_name_or_path", fix=fix), ExitCode.INPUT)
+    groups.post(f"{note}/folder", str(folder.absolute()))
+    return folder
+
+
+def _keep_small_files(checkpoint: Path, folder: Path) -> Path:
+    """Copy a checkpoint's configuration and tokenizer, and return where: the checkpoint may be deleted in the run."""
+    with writing(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for path in checkpoint.iterdir():
+            if path.is_file() and not path.name.endswith((".safetensors", ".index.json")):
+                shutil.copyfile(path, folder / path.name)
+    return folder
+
+
+def num_machines(context: RankContext) -> int:
+    """Return how many machines the run has."""
     return context.world_size // context.local_world_size
 
 
-def _posted(context: RankContext, key: str) -> str:
+def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
+    """Return what a rank posts under a key, for as long as that takes."""
     while (note := groups.posted(key)) is None:
-        context.beat("data", 0)
+        context.beat(phase, 0)
         time.sleep(_POLL_SECONDS)
     return note

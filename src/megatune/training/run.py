@@ -24,8 +24,8 @@ from megatune.training.checkpoint import TrainState, load_checkpoint
 from megatune.training.feed import RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loop import Trainer
+from megatune.training.machines import model_on_node
 from megatune.training.memory import MemoryLog
-from megatune.training.model_files import model_on_node
 from megatune.training.profiling import check_profiled_steps, memory_snapshot
 from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
 from megatune.training.run_schedule import RunSchedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from megatune.config.settings import Settings
@@ -28,18 +29,21 @@ class RunModel:
         self._model: HubModel | None = None
 
     def config_dir(self, name: str) -> Path | None:
-        """Return the folder with the model's config.json; None where another process of this machine asks the hub for
-        it.
+        """Return the folder with the model's config.json; None where another process asks the hub for it.
 
         Raises:
             MegatuneError: as `hub.models.open_model`; INPUT, when there is no such checkpoint to resume from.
         """
         model = self.settings.model
-        if is_hub_id(name) and (checkpoint := _resumed_checkpoint(self.settings)) is not None:
-            self._record_revision(checkpoint, name)
-            return checkpoint
-        if is_hub_id(name) and not self._asks:
-            return None
+        if is_hub_id(name):
+            if (checkpoint := _resumed_checkpoint(self.settings)) is not None:
+                with suppress(MegatuneError):  # said where the checkpoint is verified
+                    metadata = read_manifest(checkpoint).metadata
+                    if metadata.get("model_name_or_path") == name:  # the commit that the run began with
+                        self._pin(metadata["model_revision"], checkpoint.name)
+                return checkpoint
+            if not self._asks:
+                return None
         found = open_model(name, model.model_revision, model.cache_dir)
         if isinstance(found, HubModel):
             found.check_weights()
@@ -50,15 +54,6 @@ class RunModel:
     def fetch(self) -> str | None:
         """Fetch what a run reads of a model on a hub, and return its folder; None where nothing is to be fetched."""
         return str(self._model.fetch()) if self._model is not None else None
-
-    def _record_revision(self, checkpoint: Path, name: str) -> None:
-        """Take over the commit that the run began with."""
-        try:
-            metadata = read_manifest(checkpoint).metadata
-        except MegatuneError:  # said where the checkpoint is verified
-            return
-        if metadata.get("model_name_or_path") == name:
-            self._pin(metadata["model_revision"], checkpoint.name)
 
     def _pin(self, commit: str, origin: str) -> None:
         model = self.settings.model.model_copy(update={"model_revision": commit})

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 SAY_AFTER = 5.0  # seconds of waiting before a line says for whom
 _POLL_SECONDS = 0.1
 _MARK = ".megatune-partial-"
@@ -23,10 +25,7 @@ def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of this file, which is made for it and removed again; between machines, too, that share locks.
 
     The kernel frees it when its holder dies, however that happens. On a file system without locks nothing is held:
-    callers must work when there are two of them.
-
-    Args:
-        say: gets the name of who holds the lock, once it has been waited for.
+    callers must work when there are two of them. `say` gets the name of who holds the lock that is waited for.
 
     Raises:
         OSError: the file cannot be made.
@@ -115,25 +114,17 @@ def remove_abandoned(parent: Path) -> None:
     """Remove the partial folders in `parent` that nobody fills any more."""
     for partial in parent.glob(f".*{_MARK}*"):
         place, _, process = partial.name.partition(_MARK)[2].removesuffix("-old").rpartition("-")
-        if process.isdigit() and (_is_dead(int(process)) if place == _place() else _is_old(partial)):
+        if process.isdigit() and (_is_old(partial) if place != _place() else not psutil.pid_exists(int(process))):
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def _place() -> str:
-    """Where a process number means this one: the machine and, as containers count from 1, the kernel's namespace."""
+    """Return where a process number means this one: the machine and, as containers count from 1, the namespace."""
     try:
         namespace = str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError:
         namespace = "0"
     return f"{socket.gethostname()}-{namespace}"
-
-
-def _is_dead(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return error.errno == errno.ESRCH  # not where it is another user's
-    return False
 
 
 def _is_old(partial: Path) -> bool:

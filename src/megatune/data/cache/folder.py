@@ -96,22 +96,16 @@ class _CannotWriteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One folder that rows can be in.
-
-    Attributes:
-        overwrite: make them anew where they are there.
-        named: by the user, who may have something else in it.
-        private: in a folder that others can write to, so that its owner counts.
-    """
+    """One folder that rows can be in."""
 
     folder: Path
     key: str
-    overwrite: bool
-    named: bool = False
-    private: bool = False
+    overwrite: bool  # make them anew where they are there
+    named: bool = False  # by the user, who may have something else in it
+    private: bool = False  # in a folder that others can write to, so that its owner counts
 
     def made(self, build: Callable[[Path], None]) -> Path:
-        """Return the folder, whole; raises _CannotWriteError where it is not whole and cannot be made."""
+        """Return the folder, whole; raise _CannotWriteError where it is not whole and cannot be made."""
         self._check_content()
         before = _identity(self.folder)
         if is_whole(self.folder, self.key) and not self.overwrite and self._is_trusted():
@@ -128,8 +122,7 @@ class _Place:
         return self.folder
 
     def _made_since(self, before: _Identity, *, again: bool) -> bool:
-        """Return whether it is whole and, if `again`, another one than before: one that another run has just made
-        will do."""
+        """Return whether it is whole and, if `again`, not the one of before: one that another run just made will do."""
         return is_whole(self.folder, self.key) and not (again and _identity(self.folder) == before)
 
     def _make(self, build: Callable[[Path], None]) -> None:
@@ -156,13 +149,14 @@ class _Place:
             return
         stored = _stored_key(self.folder)
         if stored is None and _holds_something(self.folder):
-            what = f"tokenized_path: {self.folder} is not a folder of prepared rows"
-            why, fix = "what megatune did not make is never replaced", "name a new folder"
-            raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.SETTINGS)
-        if stored not in (None, self.key) and not self.overwrite:
-            what = f"tokenized_path: {self.folder} has rows made from other data or settings"
+            what, why = "is not a folder of prepared rows", "what megatune did not make is never replaced"
+            fix = "name a new folder"
+        elif stored not in (None, self.key) and not self.overwrite:
+            what, why = "has rows made from other data or settings", ""
             fix = "name another folder, or write overwrite_cache: true to replace them"
-            raise MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)
+        else:
+            return
+        raise MegatuneError(Finding(f"tokenized_path: {self.folder} {what}", "", why, fix), ExitCode.SETTINGS)
 
     def _make_parent(self) -> None:
         """Raise OSError, also where others could have put rows there."""
@@ -180,11 +174,8 @@ class _Place:
 
 @contextmanager
 def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
-    """Turn what the file system refuses into a _CannotWriteError.
-
-    Args:
-        building: what is done inside reads files, too; only failures to write into this folder are turned.
-    """
+    """Turn what the file system refuses into a _CannotWriteError; of what reads files, too, only failures to write into
+    the folder that it is `building`."""
     try:
         yield
     except OSError as error:
@@ -198,7 +189,7 @@ def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
 
 
 def _stored_key(folder: Path) -> str | None:
-    """Of what the rows in the folder were made; None where it has none."""
+    """Return of what the rows in the folder were made; None where it has none."""
     try:
         return (folder / KEY_FILE).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -207,16 +198,14 @@ def _stored_key(folder: Path) -> str | None:
 
 def _holds_something(path: Path) -> bool:
     """Return whether it is a file, or a folder that is not empty, or is closed to us."""
-    if not path.is_dir():
-        return path.exists()
     try:
-        return any(path.iterdir())
+        return any(path.iterdir()) if path.is_dir() else path.exists()
     except OSError:
         return True
 
 
 def _identity(folder: Path) -> _Identity:
-    """Another one whenever another folder takes the name."""
+    """Return what is another whenever another folder takes the name."""
     with suppress(OSError):
         status = folder.stat()
         return status.st_ino, status.st_ctime_ns

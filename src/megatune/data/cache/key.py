@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megatune.data.cache.folder import cache_dir
-from megatune.data.sources import DatasetSource, resolve_datasets
+from megatune.data.sources import resolve_datasets
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -27,24 +27,11 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 3
 
 # Data settings that determine the rows by their values.
-BY_VALUE = frozenset(
-    {
-        "cutoff_len",
-        "truncation_strategy",
-        "mix_strategy",
-        "interleave_probs",
-        "dataset_weights",
-        "max_samples",
-        "val_size",
-        "train_on_prompt",
-        "mask_history",
-        "enable_thinking",
-        "preserve_thinking",
-        "default_system",
-        "model_name",
-        "model_author",
-    }
-)
+BY_VALUE = frozenset((
+    "cutoff_len", "truncation_strategy", "mix_strategy", "interleave_probs", "dataset_weights", "max_samples",
+    "val_size", "train_on_prompt", "mask_history", "enable_thinking", "preserve_thinking", "default_system",
+    "model_name", "model_author",
+))  # fmt: skip
 # Those that determine them by the content that they name.
 BY_CONTENT = frozenset({"dataset", "dataset_dir", "eval_dataset", "template", "packing", "on_bad_row"})
 
@@ -54,20 +41,15 @@ _SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its ti
 
 @dataclass(frozen=True, slots=True)
 class RowsKey:
-    """The name of a run's rows.
+    """The name of a run's rows. Files count by their content and name, not by their folder or time, so that it is the
+    same on every machine."""
 
-    Attributes:
-        name: 32 hexadecimal digits of all that determines the rows. Files count by their content and name, not by their
-            folder or time, so that it is the same on every machine.
-        parts: what it is made of, in words, each with a digest of its own.
-    """
-
-    name: str
-    parts: Mapping[str, str]
+    name: str  # 32 hexadecimal digits of all that determines the rows
+    parts: Mapping[str, str]  # what it is made of, in words, each with a digest of its own
 
 
 def remembered_digest(path: Path, folder: Path | None = None) -> str:
-    """128 bits of a file's content, in hexadecimal.
+    """Return 128 bits of a file's content, in hexadecimal.
 
     A file of the same place, size, times and inode as before is not read again.
 
@@ -115,7 +97,12 @@ def prepared_key(
     train = resolve_datasets(data.dataset, data.dataset_dir, stage)
     evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
     sources = (*train, *evaluation)
-    files = {file: _digest(file, file_digest) for source in sources for file in source.files}
+    files: dict[Path, str] = {}
+    for file in (file for source in sources for file in source.files):
+        try:
+            files[file] = file_digest(file)
+        except OSError as error:
+            raise MegatuneError(Finding(f"cannot be read: {error.strerror}", str(file)), ExitCode.INPUT) from error
     chosen = {
         "format": FORMAT_VERSION,
         "stage": stage,
@@ -126,8 +113,8 @@ def prepared_key(
         **{name: getattr(data, name) for name in sorted(BY_VALUE)},
     }
     content = {
-        "train": [_source_content(source, files) for source in train],
-        "evaluation": [_source_content(source, files) for source in evaluation],
+        part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
+        for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
     made_by = {"tokenizer": _tokenizer_digest(tokenizer), "template": _template_content(data.template)}
     parts = {
@@ -153,37 +140,23 @@ def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Rows
 
 
 def _identity(path: Path) -> list[int]:
-    """Size, both times in nanoseconds, and inode: what changes when a file does."""
+    """Return size, both times in nanoseconds, and inode: what changes when a file does."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def _content_digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _ends_digest(path: Path) -> str:
-    """What is appended, cut off or replaced shows at a file's ends, a byte changed between does not."""
+    """Digest a file's size and ends: what is appended, cut off or replaced shows, a byte changed between does not."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(_CHUNK_BYTES)
         file.seek(max(0, size - _CHUNK_BYTES))
         return hashlib.sha256(b"%d\0" % size + start + file.read(_CHUNK_BYTES)).hexdigest()
-
-
-def _digest(file: Path, file_digest: Callable[[Path], str]) -> str:
-    try:
-        return file_digest(file)
-    except OSError as error:
-        raise MegatuneError(Finding(f"cannot be read: {error.strerror}", str(file)), ExitCode.INPUT) from error
-
-
-def _source_content(source: DatasetSource, digests: Mapping[Path, str]) -> dict[str, Any]:
-    return {**asdict(source), "files": [(file.name, digests[file]) for file in source.files]}
 
 
 def _name(determining: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,74 +24,50 @@ from megatune.data.mixing import draws
 from megatune.data.order import block_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
 from megatune.data.report import DatasetReport, TokenReport
-from megatune.data.sources import DatasetSource
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 PART = "train"
 ORDER_FILE = "order.npy"  # int64 [rows]: in which order the part's rows are trained
 _META_FILE = "meta.json"
 
+Progress = Callable[[int], None]  # gets the number of samples so far
+Order = Callable[[int], np.ndarray]  # of samples, given their number
+
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Where the stream of all data sets is, between two blocks: written beside every block and into every checkpoint.
+    """Where the stream of all data sets is between two blocks: written beside every block and into every checkpoint."""
 
-    Attributes:
-        block: number of the next one, from 0 over the whole run.
-        first_row: the first of its rows, from 0 over the whole run.
-        epoch: of the last sample taken.
-        draws: data sets drawn in this epoch, by mix_strategy interleave_*.
-        sets: in the order of `dataset`.
-        epoch_first_row: where the epoch began.
-        epoch_rows: rows of the epoch before it, None in the first.
-        reports: of the rows read so far, by data set.
-    """
-
-    sets: tuple[SetState, ...]
-    block: int = 0
-    first_row: int = 0
-    epoch: int = 0
-    draws: int = 0
-    epoch_first_row: int = 0
-    epoch_rows: int | None = None
-    reports: tuple[DatasetReport, ...] = field(default=())
-
-    @classmethod
-    def at_start(cls, sources: Sequence[DatasetSource], starts: Sequence[SetState] | None = None) -> StreamState:
-        """Before the first block; behind `starts`, where rows are held out."""
-        sets = tuple(starts or (SetState() for _ in sources))
-        return cls(sets, reports=tuple(DatasetReport(source.name) for source in sources))
+    sets: tuple[SetState, ...]  # in the order of `dataset`
+    block: int = 0  # number of the next one, from 0 over the whole run
+    first_row: int = 0  # the first of its rows, from 0 over the whole run
+    epoch: int = 0  # of the last sample taken
+    draws: int = 0  # data sets drawn in this epoch, by mix_strategy interleave_*
+    epoch_first_row: int = 0  # where the epoch began
+    epoch_rows: int | None = None  # of the epoch before it, None in the first
+    reports: tuple[DatasetReport, ...] = ()  # of the rows read so far, by data set
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
-        content: dict[str, Any] = TypeAdapter(StreamState).dump_python(self, mode="json")
-        return content
+        """Return what JSON can hold."""
+        return TypeAdapter(StreamState).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> StreamState:
-        """Return what `to_json` made, also after its way through a file."""
+        """Return what `to_json` was made of."""
         return TypeAdapter(StreamState).validate_python(raw)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What is known of a block without reading it.
+    """What is known of a block without reading it."""
 
-    Attributes:
-        number: from 0 over the whole run.
-        first_row, rows: which rows of the run it holds.
-        epoch: of its samples.
-        tokens: what it holds.
-        start, end: of the stream, before it and behind it.
-    """
-
-    number: int
-    first_row: int
+    number: int  # from 0 over the whole run
+    first_row: int  # of the run, that it holds
     rows: int
-    epoch: int
+    epoch: int  # of its samples
     tokens: TokenReport
-    start: StreamState
-    end: StreamState
+    start: StreamState  # before it
+    end: StreamState  # behind it
 
     @property
     def stop_row(self) -> int:
@@ -99,13 +75,8 @@ class BlockMeta:
         return self.first_row + self.rows
 
     @property
-    def read(self) -> int:
-        """Rows of files that were read for it."""
-        return sum(report.read for report in self.end.reports) - sum(report.read for report in self.start.reports)
-
-    @property
     def dropped(self) -> Counter[str]:
-        """How many of them cannot be trained on, by reason."""
+        """How many of the rows that were read for it cannot be trained on, by reason."""
         before, after = (sum((r.dropped for r in s.reports), Counter()) for s in (self.start, self.end))
         return after - before
 
@@ -114,16 +85,14 @@ class BlockMeta:
         dropped = self.dropped
         if not dropped or self.epoch:
             return None
+        before, after = (sum(report.read for report in state.reports) for state in (self.start, self.end))
         reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
-        return f"data: {dropped.total()} of the {self.read} rows read for block {self.number} are left out: {reasons}"
-
-    def save(self, folder: Path) -> None:
-        """Write it into the block's folder."""
-        (folder / _META_FILE).write_bytes(TypeAdapter(BlockMeta).dump_json(self))
+        rows = f"{dropped.total()} of the {after - before} rows read for block {self.number}"
+        return f"data: {rows} are left out: {reasons}"
 
     @classmethod
     def load(cls, folder: Path) -> BlockMeta:
-        """Read what `save` wrote."""
+        """Read what is known of the block in a folder."""
         return TypeAdapter(BlockMeta).validate_json((folder / _META_FILE).read_bytes())
 
 
@@ -131,36 +100,26 @@ class MixedStream:
     """Samples of several data sets, epoch after epoch, cut to blocks.
 
     Args:
-        state: where to begin.
+        state: where to begin; None for the start. As an attribute, that of the next block's start.
         starts: where the data sets begin: behind the rows that are held out; None where none are.
-        concatenate: one data set after the other, whatever mix_strategy says.
-
-    Attributes:
-        state: of the next block's start.
+        evaluation: of eval_dataset, one data set after the other, whatever mix_strategy says.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        sources: Sequence[DatasetSource],
-        state: StreamState,
+        state: StreamState | None = None,
         starts: Sequence[SetState] | None = None,
         *,
-        concatenate: bool = False,
+        evaluation: bool = False,
     ) -> None:
-        data = pipeline.settings.data
-        self.state = state
+        sources = pipeline.evaluation if evaluation else pipeline.training
+        begins = tuple(starts or (SetState() for _ in sources))
+        self.state = state = state or StreamState(begins, reports=tuple(DatasetReport(each.name) for each in sources))
         self._pipeline, self._now = pipeline, state  # of what is now only epoch and draws count
-        self.strategy = "concat" if concatenate else data.mix_strategy
-        begins = starts or [SetState() for _ in sources]
+        self.strategy = "concat" if evaluation else pipeline.settings.data.mix_strategy
         self.sets = [
-            DatasetReader(
-                deepcopy(report),
-                partial(pipeline.stream, source),
-                begin,
-                entry,
-                refuse_empty=True,
-            )
+            DatasetReader(deepcopy(report), partial(pipeline.stream, source), begin, entry, refuse_empty=True)
             for source, report, begin, entry in zip(sources, state.reports, begins, state.sets, strict=True)
         ]
         self._draws = self._drawn_from(state.draws)
@@ -179,12 +138,8 @@ class MixedStream:
             return _take(drawn)
         return None
 
-    def write_block(self, folder: Path, progress: Callable[[int], None] = lambda samples: None) -> BlockMeta:
-        """Write the next block.
-
-        Args:
-            folder: exists and is empty.
-            progress: gets the number of samples that the block has so far.
+    def write_block(self, folder: Path, progress: Progress = lambda samples: None) -> BlockMeta:
+        """Write the next block to an empty folder.
 
         Raises:
             MegatuneError: a file cannot be read (exit codes 65 and 66), an epoch has no sample (65), or val_size
@@ -205,24 +160,13 @@ class MixedStream:
             reports=tuple(deepcopy(reader.report) for reader in self.sets),
         )
         meta = BlockMeta(start.block, start.first_row, tokens.rows, self._now.epoch, tokens, start, self.state)
-        meta.save(folder)
+        (folder / _META_FILE).write_bytes(TypeAdapter(BlockMeta).dump_json(meta))
         return meta
 
     def write_part(
-        self,
-        folder: Path,
-        part: str,
-        samples: Iterable[Encoded],
-        progress: Callable[[int], None],
-        order: Callable[[int], np.ndarray],
+        self, folder: Path, part: str, samples: Iterable[Encoded], progress: Progress, order: Order
     ) -> TokenReport:
-        """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says.
-
-        Args:
-            folder: exists and is empty.
-            progress: gets the number of samples so far.
-            order: of the samples, given their number.
-        """
+        """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says."""
         before = self._num_read()
         with RowsBuilder(folder, self._pipeline.shape) as builder, self._pipeline.bad_rows(folder) as bad_rows:
             for reader in self.sets:
@@ -277,7 +221,7 @@ class MixedStream:
         return islice(draws(len(self.sets), data.interleave_probs, seed), skipped, None)
 
     def _is_over(self) -> bool:
-        """By the rules of `data.mixing`: what is drawn in turn ends with a round."""
+        """Return whether the epoch is, by the rules of `data.mixing`: what is drawn in turn ends with a round."""
         if self._pipeline.settings.data.interleave_probs is None and self._now.draws % len(self.sets):
             return False
         over = any if self.strategy == "interleave_under" else all

@@ -20,8 +20,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 T = TypeVar("T")
+Meanwhile = Callable[[], None]  # called now and then while waiting
 
 _BLOCK = re.compile(r"block-(\d+)-(\d+)-(\d+)")
 _REACHED = "reached-"
@@ -88,20 +88,9 @@ class StreamFolder:
     # Blocks
 
     def blocks(self) -> list[BlockPlace]:
-        """Those that are there, by number."""
+        """Return those that are there, by number."""
         matches = filter(None, map(_BLOCK.fullmatch, os.listdir(self.path)))
-        return sorted(
-            BlockPlace(int(match[1]), int(match[2]), int(match[3]), self.path / match.string) for match in matches
-        )
-
-    @contextmanager
-    def draft(self) -> Iterator[Path]:
-        """Yield an empty folder to write a block into; what is left of it at the end is removed."""
-        path = Path(tempfile.mkdtemp(prefix="draft-", dir=self.path))
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
+        return sorted(BlockPlace(int(m[1]), int(m[2]), int(m[3]), self.path / m.string) for m in matches)
 
     def publish(self, draft: Path, number: int, first_row: int, rows: int) -> None:
         """Give a written block its place."""
@@ -113,15 +102,12 @@ class StreamFolder:
             if block.stop_row > row:
                 return
             shutil.rmtree(block.folder, ignore_errors=True)
-            for number in self._reached():
+            for number in self.reached():
                 if number <= block.number:
                     (self.path / f"{_REACHED}{number:08}").unlink(missing_ok=True)
 
-    def reached(self) -> int:
-        """Return the last block that a rank has come to; -1 before the first."""
-        return max(self._reached(), default=-1)
-
-    def _reached(self) -> list[int]:
+    def reached(self) -> list[int]:
+        """Return the numbers of the blocks that a rank has come to."""
         return [int(name.removeprefix(_REACHED)) for name in os.listdir(self.path) if name.startswith(_REACHED)]
 
     # Notes
@@ -155,20 +141,13 @@ class StreamFolder:
     # Waiting, never without an end, and never for a producer that is gone
 
     def wait_for(
-        self,
-        look: Callable[[], T | None],
-        limit: float,
-        wanted: str,
-        meanwhile: Callable[[], None],
-        *,
-        patient: bool = False,
+        self, look: Callable[[], T | None], limit: float, wanted: str, meanwhile: Meanwhile, *, patient: bool = False
     ) -> T:
         """Wait until `look` finds something.
 
         Args:
             limit: seconds until the producer counts as too slow.
             wanted: what is waited for, in words.
-            meanwhile: called now and then.
             patient: the limit is from one sign of progress to the next, not for all of it.
 
         Raises:
@@ -198,7 +177,7 @@ class StreamFolder:
             found = look()
         return found
 
-    def wait_for_row(self, row: int, limit: float, meanwhile: Callable[[], None]) -> BlockPlace:
+    def wait_for_row(self, row: int, limit: float, meanwhile: Meanwhile) -> BlockPlace:
         """Wait for the block that holds a row of the run; see `wait_for`."""
 
         def look() -> BlockPlace | None:
@@ -211,16 +190,14 @@ class StreamFolder:
         return self.wait_for(look, limit, "the next block of rows", meanwhile)
 
     def failure(self, wanted: str, how: str = "died") -> MegatuneError:
-        """Why the producer is gone while something is wanted of it: what it has said, or that it said nothing."""
+        """Return why the producer is gone while something is wanted of it: what it said, or that it said nothing."""
         raw = self.noted(_FAILURE_NOTE)
         if raw is not None:
             return MegatuneError([Finding(**finding) for finding in raw["findings"]], ExitCode(raw["exit_code"]))
         what = f"the process that reads the data {how}, and {wanted} is still to come"
-        fix = (
-            "if it was killed for its memory, lower preprocessing_num_workers; the same command goes on from the last "
-            "checkpoint"
-        )
-        return MegatuneError(Finding(what, why=f"the last it said: {self.doing()}", fix=fix), ExitCode.PROCESS_DIED)
+        why, resume = f"the last it said: {self.doing()}", "the same command continues from the last checkpoint"
+        fix = f"if it was killed for its memory, lower preprocessing_num_workers; {resume}"
+        return MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
 
     # Life
 
@@ -247,7 +224,7 @@ class StreamFolder:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Folders whose run was killed: nobody holds their lock any more."""
+    """Remove the folders of runs that were killed: nobody holds their lock any more."""
     for path in parent.iterdir():
         with contextlib.suppress(OSError):
             old = time.time() - path.stat().st_mtime > _ABANDONED_SECONDS

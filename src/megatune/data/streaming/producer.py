@@ -9,6 +9,7 @@ run are the ranks' to handle; they need rows until their last step.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -18,38 +19,63 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import NO_ROOM, built
-from megatune.data.pipeline import Pipeline
-from megatune.data.streaming.blocks import BlockMeta, MixedStream, StreamState
-from megatune.data.streaming.evaluation import HeldOut, write_held_out
+from megatune.data.pipeline import Pipeline, SetState
+from megatune.data.report import DatasetReport, TokenReport
+from megatune.data.streaming.blocks import BlockMeta, MixedStream, Progress, StreamState
 from megatune.data.streaming.folder import READY_NOTE, StreamFolder
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 BLOCKS_AHEAD = 2  # of the last one that a rank has come to
 END_SIGNAL = signal.SIGUSR1
 END_SECONDS = 3.0  # from the signal to its end
+EVALUATION = "evaluation"  # the part of the rows that are held out
 
+_EVALUATION_META = "evaluation.json"
 _POLL_SECONDS = 0.02
 _PARENT_SECONDS = 0.5  # between looks at whether the parent lives
 _SAY_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class StreamRequest:
-    """What to produce.
+class HeldOut:
+    """What is evaluated on."""
 
-    Attributes:
-        key: of everything that determines the rows.
-        state: where to begin, None for the start.
-    """
+    folder: Path  # holds the part EVALUATION
+    tokens: TokenReport
+    reports: tuple[DatasetReport, ...]  # of the data sets they come from; those trained on where val_size takes them
+    starts: tuple[SetState, ...] | None  # where training on each data set begins; None where that is their starts
+
+    @classmethod
+    def load(cls, folder: Path) -> HeldOut:
+        """Read what the producer wrote."""
+        content = json.loads((folder / _EVALUATION_META).read_text(encoding="utf-8"))
+        return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
+
+    def lines(self) -> list[str]:
+        """Return the report in words."""
+        reasons = [(report.name, *each) for report in self.reports for each in report.dropped.most_common()]
+        dropped = (f"{name}: dropped {count}: {reason}" for name, reason, count in reasons)
+        return [f"evaluation: {self.tokens.line()}", *dropped]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """What to produce."""
 
     folder: StreamFolder
     pipeline: Pipeline
-    key: str
-    state: StreamState | None
+    key: str  # of everything that determines the rows
+    state: StreamState | None  # where to begin, None for the start
 
     def held_out(self) -> HeldOut | None:
         """Return the evaluation rows, made now where the cache does not have them; None without evaluation."""
@@ -59,31 +85,34 @@ class StreamRequest:
         return HeldOut.load(built(settings, f"{self.key}-evaluation", self._hold_out))
 
     def _hold_out(self, folder: Path) -> None:
+        """Write the first samples of the training data, which training then leaves out; or all of eval_dataset."""
         count = None if self.pipeline.evaluation else int(self.pipeline.settings.data.val_size)
-        sources = self.pipeline.evaluation or self.pipeline.training
-        state = StreamState.at_start(sources)
-        stream = MixedStream(self.pipeline, sources, state, concatenate=bool(self.pipeline.evaluation))
         of = f" of {count}" if count else ""
         progress = self._progress(lambda samples: f"it was preparing the evaluation rows: {samples}{of} samples")
-        with contextlib.closing(stream):
-            write_held_out(stream, count, folder, progress)
+        with contextlib.closing(MixedStream(self.pipeline, evaluation=count is None)) as stream:
+            tokens = stream.write_part(folder, EVALUATION, islice(iter(stream.next, None), count), progress, np.arange)
+            if count is not None and tokens.samples < count:
+                raise stream.nothing_left()
+            # Copies, before `_starts` reads on.
+            reports = tuple(replace(deepcopy(e.report), trained=0, evaluation=e.report.trained) for e in stream.sets)
+            held_out = HeldOut(folder, tokens, reports, None if count is None else _starts(stream))
+        (folder / _EVALUATION_META).write_bytes(TypeAdapter(HeldOut).dump_json(held_out, exclude={"folder"}))
 
     def stream(self, held_out: HeldOut | None) -> MixedStream:
         """Return the training data behind the rows that are held out."""
-        starts = held_out.starts if held_out else None
-        state = self.state or StreamState.at_start(self.pipeline.training, starts)
-        return MixedStream(self.pipeline, self.pipeline.training, state, starts)
+        return MixedStream(self.pipeline, self.state, held_out.starts if held_out else None)
 
     def write(self, stream: MixedStream) -> BlockMeta:
-        """Write the next block and give it its place."""
+        """Write the next block and publish it."""
         size = self.pipeline.settings.data.buffer_size
         where = f"it was filling block {stream.state.block} of rows, in epoch {stream.state.epoch} of the data"
-        with self.folder.draft() as draft:
-            meta = stream.write_block(draft, self._progress(lambda samples: f"{where}: {samples} of {size} samples"))
-            self.folder.publish(draft, meta.number, meta.first_row, meta.rows)
+        progress = self._progress(lambda samples: f"{where}: {samples} of {size} samples")
+        with TemporaryDirectory(prefix="draft-", dir=self.folder.path, ignore_cleanup_errors=True) as draft:
+            meta = stream.write_block(Path(draft), progress)
+            self.folder.publish(Path(draft), meta.number, meta.first_row, meta.rows)
         return meta
 
-    def _progress(self, words: Callable[[int], str]) -> Callable[[int], None]:
+    def _progress(self, words: Callable[[int], str]) -> Progress:
         said_at = 0.0
 
         def progress(samples: int) -> None:
@@ -97,19 +126,14 @@ class StreamRequest:
 
 
 def produce(request: StreamRequest) -> None:
-    """Write blocks without end.
-
-    Raises:
-        MegatuneError: what keeps it from continuing.
-    """
-    folder = request.folder
-    held_out = request.held_out()
+    """Write blocks until a MegatuneError says what keeps it from continuing."""
+    folder, held_out = request.folder, request.held_out()
     folder.note(READY_NOTE, {"evaluation": str(held_out.folder) if held_out else None})
     stream = request.stream(held_out)
     first = stream.state.block
     with contextlib.closing(stream):
         while True:
-            while stream.state.block > max(folder.reached(), first - 1) + BLOCKS_AHEAD:
+            while stream.state.block > max([*folder.reached(), first - 1]) + BLOCKS_AHEAD:
                 time.sleep(_POLL_SECONDS)
             request.write(stream)
 
@@ -135,13 +159,24 @@ def main() -> int:
     return 1
 
 
+def _starts(stream: MixedStream) -> tuple[SetState, ...]:
+    """Return where training begins behind the samples taken so far."""
+    repeated = [entry for entry in stream.sets if entry.state.passes]
+    starts = tuple(SetState(entry.state.position, entry.state.rows) for entry in stream.sets)
+    for entry in stream.sets:  # rows behind those held out are training's to report
+        entry.on_bad_row = lambda sample, error: None
+    used_up = [entry for entry in stream.sets if not entry.has_next()]
+    # By mix_strategy concat a data set may be held out whole.
+    if repeated or (used_up and stream.strategy != "concat") or len(used_up) == len(stream.sets):
+        raise stream.nothing_left(repeated or used_up)
+    return starts
+
+
 def _as_finding(error: BaseException) -> MegatuneError:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = traceback.format_exception_only(error)[-1].strip()
-    code = ExitCode.INTERNAL
-    if isinstance(error, MemoryError):
-        code = ExitCode.OUT_OF_MEMORY
-    elif isinstance(error, OSError) and error.errno in NO_ROOM:
+    code = ExitCode.OUT_OF_MEMORY if isinstance(error, MemoryError) else ExitCode.INTERNAL
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
         code = ExitCode.CANNOT_WRITE
     finding = Finding("the process that reads the data failed", f"{Path(frame.filename).name}:{frame.lineno}", text)
     return MegatuneError(finding, code)

@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from megatune.data.rows import Document, ExtraColumn, TokenRows
-from megatune.data.streaming import evaluation, producer
+from megatune.data.streaming import producer
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
-from megatune.data.streaming.evaluation import HeldOut
-from megatune.data.streaming.folder import READY_NOTE, BlockPlace, StreamFolder
-from megatune.data.streaming.producer import END_SECONDS, END_SIGNAL, StreamRequest
+from megatune.data.streaming.folder import READY_NOTE, BlockPlace, Meanwhile, StreamFolder
+from megatune.data.streaming.producer import END_SECONDS, END_SIGNAL, EVALUATION, HeldOut, StreamRequest
 
 _MOST_OPEN = 4  # blocks
 
@@ -73,11 +72,8 @@ class Stream:
             self._process.wait()
         self.folder.remove()
 
-    def wait_ready(self, meanwhile: Callable[[], None]) -> TokenRows | None:
+    def wait_ready(self, meanwhile: Meanwhile) -> TokenRows | None:
         """Wait for the evaluation rows. They may take any time, as long as the producer makes progress.
-
-        Args:
-            meanwhile: called now and then.
 
         Raises:
             MegatuneError: as `StreamFolder.wait_for`.
@@ -87,22 +83,19 @@ class Stream:
         if ready["evaluation"] is None:
             return None
         self.held_out = HeldOut.load(Path(ready["evaluation"]))
-        return TokenRows(self.held_out.folder / evaluation.PART)
+        return TokenRows(self.held_out.folder / EVALUATION)
 
     def steps(self, global_batch_size: int, *, is_packed: bool) -> StreamedSteps:
         """Return the rows of each step."""
         # Loader processes wait longer than `before` does: what it raises says more than what comes from them.
         return StreamedSteps(self.folder, global_batch_size, is_packed=is_packed, limit=self._limit + 60)
 
-    def before(
-        self, first: int, stop: int, last: int, meanwhile: Callable[[], None]
-    ) -> Iterator[tuple[BlockMeta, Path]]:
+    def before(self, first: int, stop: int, last: int, meanwhile: Meanwhile) -> Iterator[tuple[BlockMeta, Path]]:
         """Wait for the rows of a step.
 
         Args:
             first, stop: the step's rows, numbered over the whole run.
             last: the end of the run's last step.
-            meanwhile: called now and then while waiting.
 
         Yields:
             The blocks that this is the first step to come to, and their folders.
@@ -110,7 +103,11 @@ class Stream:
         Raises:
             MegatuneError: as `StreamFolder.wait_for`, and as soon as the producer is gone and the run needs more of it.
         """
-        self._check_producer(last)
+        if self._process is not None and (code := self._process.poll()) is not None:
+            blocks = self.folder.blocks()
+            if not blocks or blocks[-1].stop_row < last:
+                how = f"was killed by signal {-code}" if code < 0 else "ended"
+                raise self.folder.failure("the next block of rows", how)
         while self._meta is None or self._meta.stop_row < stop:
             row = first if self._meta is None else self._meta.stop_row
             place = self.folder.wait_for_row(row, self._limit, meanwhile)
@@ -123,12 +120,12 @@ class Stream:
             self.folder.release(first)
 
     def state(self, row: int) -> StreamState:
-        """Where a run has to continue whose next row is this one, the first that the last step has not trained."""
+        """Return where a run continues whose next row is this one, the first that the last step has not trained."""
         assert self._meta is not None, "no step yet"
         return self._meta.start if row < self._meta.stop_row else self._meta.end
 
     def epoch_after(self, row: int) -> float | None:
-        """Epochs done when the rows before this one are trained; None in the first, whose length is not known."""
+        """Return the epochs done when the rows before this one are trained; None in the first, of unknown length."""
         assert self._meta is not None, "no step yet"
         meta = self._meta.end
         if meta.epoch_rows is None:
@@ -145,50 +142,32 @@ class Stream:
             yield from (f"    left out {count}: {reason}" for reason, count in report.dropped.most_common())
             yield from (f"        {example}" for example in dict.fromkeys(report.examples))
 
-    def _check_producer(self, last: int) -> None:
-        if self._process is None or self._process.poll() is None:
-            return
-        blocks = self.folder.blocks()
-        if blocks and blocks[-1].stop_row >= last:
-            return
-        code = self._process.returncode
-        how = f"was killed by signal {-code}" if code < 0 else "ended"
-        raise self.folder.failure("the next block of rows", how)
-
 
 class StreamedSteps:
     """`StepRows` of a stream: step s trains rows s * global_batch_size and following, across blocks and epochs.
 
-    Each process that has one maps the blocks that it needs; it waits for those that are still to come.
-
-    Args:
-        limit: seconds to wait for a block.
+    Each process that has one maps the blocks that it needs; it waits `limit` seconds for one that is still to come.
     """
 
-    def __init__(self, folder: StreamFolder, global_batch_size: int, *, is_packed: bool, limit: float) -> None:
+    def __init__(self, folder: StreamFolder, global_batch_size: int, is_packed: bool, limit: float) -> None:
         self.global_batch_size, self.is_packed = global_batch_size, is_packed
         self._folder, self._limit = folder, limit
         self._open: OrderedDict[BlockPlace, tuple[TokenRows, np.ndarray]] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        make = partial(StreamedSteps, is_packed=self.is_packed, limit=self._limit)
-        return make, (self._folder, self.global_batch_size)
+        return type(self), (self._folder, self.global_batch_size, self.is_packed, self._limit)
 
     def lengths(self, step: int) -> list[np.ndarray]:
-        """See `StepRows`."""
         return [rows.document_lengths([row]) for rows, row in map(self._find, self._numbers(step))]
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
-        """See `StepRows`."""
         numbers = self._numbers(step)
         return [rows[row] for rows, row in (self._find(numbers[place]) for place in places)]
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
-        """None: nothing is computed beside streamed rows."""
-        return {}
+        return {}  # nothing is computed beside streamed rows
 
     def names(self, step: int) -> list[str]:
-        """See `StepRows`."""
         places = [(number, self._place(number)) for number in self._numbers(step)]
         return [f"row {number - place.first_row} of block {place.number}" for number, place in places]
 
