@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 from hub_server import COMMIT, OLDER, TOKEN, Hub, running
-from megatune.launch.ports import find_free_port
 
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.launch.world import find_free_port
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 WEIGHTS = "model.safetensors"

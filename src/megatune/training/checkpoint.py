@@ -26,7 +26,8 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.flops import num_parameters
 from megatune.training.agreement import on_rank_0
-from megatune.training.storage import CheckpointStore, ensure_room, rotate, write_atomically, writing
+from megatune.training.storage.files import ensure_room, write_atomically, writing
+from megatune.training.storage.store import CheckpointStore, rotate
 
 _TRAINING = "training"
 _STATE = "state.json"

@@ -19,7 +19,7 @@ from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
 from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage import writing
+from megatune.training.storage.files import writing
 from megatune.training.streaming import StreamFollower, check_token_ids, open_stream
 
 

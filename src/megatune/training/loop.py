@@ -22,14 +22,14 @@ from megatune.launch.context import RankContext
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
-from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainInfo, TrainSummary
+from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainSummary
 from megatune.training.checkpoint import TrainState, save_checkpoint
 from megatune.training.feed import Feed
 from megatune.training.learning_rate import LearningRateSchedule
 from megatune.training.memory import MemoryLog
 from megatune.training.profiling import StepProfiler
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage import CheckpointStore
+from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
 
 Outcome = Literal["finished", "stopped"]
@@ -66,13 +66,7 @@ class Trainer:
         began = time.monotonic()
         outcome: Literal["finished", "stopped", "failed"] = "failed"
         self._saved_step = self.state.step
-        self.callbacks.on_train_begin(
-            TrainInfo(
-                total_steps=self.schedule.total_steps,
-                num_train_epochs=self.schedule.num_epochs,
-                global_batch_size=self.schedule.global_batch_size,
-            )
-        )
+        self.callbacks.on_train_begin(self.schedule)
         memory: list[RankMemory] | None = None
         try:
             with _manual_garbage_collection(self.settings.performance.manual_gc):

@@ -16,16 +16,9 @@ from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
-from megatune.training.storage import (
-    FileDigest,
-    amount,
-    checkpoint_step,
-    list_checkpoints,
-    newest_verified,
-    problem_of,
-    read_manifest,
-    remove_checkpoints,
-)
+from megatune.training.storage.files import amount
+from megatune.training.storage.manifest import FileDigest, problem_of, read_manifest
+from megatune.training.storage.store import checkpoint_step, list_checkpoints, newest_verified, remove_checkpoints
 
 _POLL_SECONDS = 0.2
 _PROGRESS_SECONDS = 10.0

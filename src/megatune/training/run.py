@@ -29,14 +29,8 @@ from megatune.training.model_files import model_on_node
 from megatune.training.profiling import check_profiled_steps, memory_snapshot
 from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage import (
-    CheckpointStore,
-    checkpoint_step,
-    clean_partials,
-    finalize_model,
-    write_atomically,
-    writing,
-)
+from megatune.training.storage.files import write_atomically, writing
+from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
 
 
 def train(context: RankContext, payload: dict[str, Any]) -> int:

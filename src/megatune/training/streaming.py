@@ -23,7 +23,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
-from megatune.training.storage import writing
+from megatune.training.storage.files import writing
 
 
 def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Stream:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
 from megatune.training.callbacks.prediction import Prediction, begin_record
 from megatune.training.callbacks.tensorboard import TensorBoard
+from megatune.training.run_schedule import RunSchedule
 
 __all__ = [
     "Callback",
@@ -23,7 +24,6 @@ __all__ = [
     "EvalReport",
     "LogReport",
     "StepReport",
-    "TrainInfo",
     "TrainSummary",
     "begin_record",
     "build_callbacks",
@@ -76,9 +76,9 @@ class CallbackList(Callback):
         self._num_steps = 0  # of this process
         self._began = time.monotonic()
 
-    def on_train_begin(self, info: TrainInfo) -> None:
+    def on_train_begin(self, schedule: RunSchedule) -> None:
         self._began = time.monotonic()
-        self._call("on_train_begin", info)
+        self._call("on_train_begin", schedule)
 
     def on_step_end(self, report: StepReport) -> None:
         self._num_steps += 1

@@ -13,8 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
-from megatune.training.storage import write_atomically
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.run_schedule import RunSchedule
+from megatune.training.storage.files import write_atomically
 
 METRICS_NAME = "metrics.jsonl"
 # Keys that every line of steps has, null where they are no part of the loss.
@@ -35,7 +36,7 @@ class _JsonLines(Callback):
     def __init__(self, path: Path, step_key: str, resume_step: int) -> None:
         self._path, self._step_key, self._resume_step = path, step_key, resume_step
 
-    def on_train_begin(self, info: TrainInfo) -> None:
+    def on_train_begin(self, schedule: RunSchedule) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             records = read_json_lines(self._path)
@@ -75,9 +76,9 @@ class TrainerLog(_JsonLines):
         self._total_steps = 0
         self._times: dict[str, str] = {}
 
-    def on_train_begin(self, info: TrainInfo) -> None:
-        self._total_steps = info.total_steps
-        super().on_train_begin(info)
+    def on_train_begin(self, schedule: RunSchedule) -> None:
+        self._total_steps = schedule.total_steps
+        super().on_train_begin(schedule)
 
     def on_log(self, report: LogReport) -> None:
         self._times = {
@@ -104,8 +105,8 @@ class Results(Callback):
         self._epoch: float | None = 0.0
         self._evaluation: dict[str, Any] = {}
 
-    def on_train_begin(self, info: TrainInfo) -> None:
-        self._info = info
+    def on_train_begin(self, schedule: RunSchedule) -> None:
+        self._schedule = schedule
 
     def on_step_end(self, report: StepReport) -> None:
         self._num_steps += 1
@@ -121,14 +122,14 @@ class Results(Callback):
         }
 
     def on_train_end(self, summary: TrainSummary) -> None:
-        info, best, num_steps = self._info, summary.best_checkpoint, self._num_steps
+        schedule, best, num_steps = self._schedule, summary.best_checkpoint, self._num_steps
         state = {
             "best_metric": summary.best_loss,
             "best_model_checkpoint": str(best) if best is not None else None,
             "epoch": self._epoch,
             "global_step": summary.step,
-            "max_steps": info.total_steps,
-            "num_train_epochs": None if info.num_train_epochs is None else math.ceil(info.num_train_epochs),
+            "max_steps": schedule.total_steps,
+            "num_train_epochs": None if schedule.num_epochs is None else math.ceil(schedule.num_epochs),
             "is_world_process_zero": True,
             "log_history": [_history_entry(record) for record in read_json_lines(self._output_dir / METRICS_NAME)],
         }
@@ -139,7 +140,7 @@ class Results(Callback):
             "epoch": self._epoch,
             "train_loss": self._loss_sum / num_steps,
             "train_runtime": summary.seconds,
-            "train_samples_per_second": num_steps * info.global_batch_size / summary.seconds,
+            "train_samples_per_second": num_steps * schedule.global_batch_size / summary.seconds,
             "train_steps_per_second": num_steps / summary.seconds,
         }
         self._write("train_results.json", train)

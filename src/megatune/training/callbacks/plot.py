@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.picture import as_png, new_figure
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
 from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
-from megatune.training.storage import write_atomically
+from megatune.training.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

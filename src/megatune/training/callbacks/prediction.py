@@ -21,7 +21,7 @@ from megatune.plan.run.record import (
     verdict,
 )
 from megatune.training.callbacks.base import Callback, StepReport, TrainSummary
-from megatune.training.storage import write_atomically
+from megatune.training.storage.files import write_atomically
 
 _WARM_UP = 2  # steps that are not timed, of a run that has more
 

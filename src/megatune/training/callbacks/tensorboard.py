@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainInfo, TrainSummary
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
+from megatune.training.run_schedule import RunSchedule
 
 _TRAIN_TAGS = (
     *("loss", "learning_rate", "grad_norm", "epoch", "data_seconds"),
@@ -25,7 +26,7 @@ class TensorBoard(Callback):
         self._log_dir = log_dir
         self._resume_step = resume_step
 
-    def on_train_begin(self, info: TrainInfo) -> None:
+    def on_train_begin(self, schedule: RunSchedule) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self._log_dir), purge_step=self._resume_step + 1, flush_secs=30)

@@ -15,8 +15,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TORCH_SHORT_WRITE = "unexpected pos "  # all that torch.save says when the disk takes less than it was given
 
 
-def sync_file(path: Path) -> None:
-    """Force a file's content to the disk."""
+def sync(path: Path) -> None:
+    """Force a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -24,16 +24,13 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-sync_folder = sync_file  # a folder is synced, with the names in it, through a descriptor like a file
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content`: a reader, or a crash, sees the old file or the new one, nothing between."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync_file(partial)
+    sync(partial)
     os.replace(partial, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def ensure_room(path: Path, bytes_needed: int) -> None:
