@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatune.errors import ExitCode
-from megatune.launch.context import Beat, heartbeat_path, read_beat
+from megatune.launch.context import Beat, StartRequest, heartbeat_path, read_beat
 from megatune.launch.devices import count_cpus
 from megatune.launch.failure import Failure
-from megatune.launch.protocol import StartRequest
 
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 0.5  # between two looks at the heartbeats, which may be on a network file system
@@ -139,16 +138,13 @@ class RankProcesses:
         self._polled = now
         for state in self.ranks.values():
             state.progressed += frozen
-        if readable or now - self._looked >= LOOK_SECONDS:
-            self._look_at_heartbeats(now)
-
-    def _look_at_heartbeats(self, now: float) -> None:
+        if not readable and now - self._looked < LOOK_SECONDS:
+            return
         self._looked = now
         for state in self.ranks.values():
             beat = read_beat(heartbeat_path(self.request.run_dir, state.rank))
             if beat and (state.beat is None or beat.count != state.beat.count):
-                state.beat = beat
-                state.progressed = now
+                state.beat, state.progressed = beat, now
 
     def poll_until(self, done: Callable[[], bool], seconds: float) -> None:
         """Poll until `done`, until nothing is to come, or for `seconds`."""

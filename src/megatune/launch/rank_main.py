@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatune.errors import ExitCode
-from megatune.launch.context import RankContext
+from megatune.launch.context import RankContext, StartRequest, die_with_parent, log_path
 from megatune.launch.failure import Failure, Kind, describe_failure, error_path, write_failure
-from megatune.launch.protocol import StartRequest, die_with_parent, log_path
 from megatune.launch.world import RankEnv
 
 Target = Callable[[RankContext, dict[str, Any]], int | None]
@@ -123,7 +122,7 @@ def print_failure(failure: Failure, log: IO[str]) -> None:
 
 @contextlib.contextmanager
 def rank_log(context: RankContext) -> Iterator[IO[str]]:
-    """Open the rank's log, below those of earlier runs, and install the signal handlers that `protocol` lists.
+    """Open the rank's log, below those of earlier runs, and install the signal handlers that `launch.context` lists.
 
     Signals that arrived since the fork are delivered here. SIGUSR1 and crashes write all stacks into the log.
     """

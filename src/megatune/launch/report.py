@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatune.errors import ExitCode, Finding
+from megatune.launch.context import log_path
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
 from megatune.launch.processes import RankProcesses, RankState
-from megatune.launch.protocol import log_path
 from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
@@ -58,38 +58,33 @@ class Outcome:
     summary: str = ""
 
 
-def collect_failures(run_dir: Path, failed: list[RankState]) -> dict[int, Failure]:
-    """Read what the failed ranks wrote down; those that died of a signal wrote nothing."""
-    failures = {}
-    for state in failed:
+def first_cause(run_dir: Path, failed: list[RankState]) -> tuple[RankState, Failure | None, Kind]:
+    """Find the failed rank that the report blames: the strongest kind, then the earliest.
+
+    Returns:
+        The rank; what it wrote down, None for one that died of a signal; its kind.
+    """
+
+    def describe(state: RankState) -> tuple[RankState, Failure | None, Kind]:
         failure = read_failure(error_path(run_dir, state.rank))
         if failure is not None and failure.pid == state.pid:
-            failures[state.rank] = failure
-    return failures
+            return state, failure, failure.kind
+        # Native libraries abort a rank that waited in vain for another one.
+        return state, None, Kind.UNAVAILABLE if state.signal == signal.SIGABRT else Kind.ERROR
+
+    def order(found: tuple[RankState, Failure | None, Kind]) -> tuple[Kind, float]:
+        state, failure, kind = found
+        return kind, failure.time if failure else state.ended or 0.0
+
+    return min(map(describe, failed), key=order)
 
 
-def kind_of(state: RankState, failure: Failure | None) -> Kind:
-    """Return an abort ranks below other deaths: native libraries abort a rank that waited in vain for another one."""
-    if failure is not None:
-        return failure.kind
-    return Kind.UNAVAILABLE if state.signal == signal.SIGABRT else Kind.ERROR
+def failed_outcome(run_dir: Path, culprit: RankState, failure: Failure | None, out_of_memory: bool) -> Outcome:
+    """Return the outcome of a run of which `first_cause` is known.
 
-
-def first_cause(failed: list[RankState], failures: dict[int, Failure]) -> RankState:
-    """Find the failed rank that the report blames: the strongest kind, then the earliest."""
-
-    def order(state: RankState) -> tuple[Kind, float]:
-        failure = failures.get(state.rank)
-        return kind_of(state, failure), failure.time if failure else state.ended or 0.0
-
-    return min(failed, key=order)
-
-
-def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) -> Outcome:
-    """Return the outcome of a run in which ranks failed. `out_of_memory`: the kernel's killer has struck meanwhile."""
-    failures = collect_failures(run_dir, failed)
-    culprit = first_cause(failed, failures)
-    failure = failures.get(culprit.rank)
+    Args:
+        out_of_memory: the kernel's killer has struck meanwhile.
+    """
     if failure is not None:
         return raised_outcome(run_dir, failure, culprit.rank)
     exit_code = ExitCode.PROCESS_DIED

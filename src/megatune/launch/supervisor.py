@@ -13,20 +13,17 @@ from types import FrameType
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.context import heartbeat_path
+from megatune.launch.context import StartRequest, heartbeat_path, log_path
 from megatune.launch.devices import count_oom_kills
 from megatune.launch.failure import Kind, error_path
-from megatune.launch.processes import POLL_SECONDS, RankProcesses, RankState
-from megatune.launch.protocol import StartRequest, log_path
+from megatune.launch.processes import POLL_SECONDS, RankProcesses
 from megatune.launch.report import (
     Outcome,
-    collect_failures,
     dump_stacks,
     failed_outcome,
     find_hung,
     first_cause,
     hung_outcome,
-    kind_of,
     lost_outcome,
     print_outcome,
     raised_outcome,
@@ -190,23 +187,17 @@ class _OomKills:
 def _conclude_failure(processes: RankProcesses, kills: _OomKills) -> Outcome:
     """A rank has failed: gather what failed with it, end the others, and find the first cause."""
     run_dir = processes.request.run_dir
-
-    def strongest() -> tuple[RankState, Kind]:
-        failures = collect_failures(run_dir, processes.failed())
-        culprit = first_cause(processes.failed(), failures)
-        return culprit, kind_of(culprit, failures.get(culprit.rank))
-
     processes.poll_until(lambda: False, SETTLE_SECONDS)
-    if strongest()[1] is not Kind.ERROR:
-        processes.poll_until(lambda: strongest()[1] is Kind.ERROR, SETTLE_COLLECTIVE_SECONDS)
-    culprit, kind = strongest()
-    failure = collect_failures(run_dir, [culprit]).get(culprit.rank)
+    if first_cause(run_dir, processes.failed())[2] is not Kind.ERROR:
+        processes.poll_until(
+            lambda: first_cause(run_dir, processes.failed())[2] is Kind.ERROR, SETTLE_COLLECTIVE_SECONDS
+        )
+    culprit, failure, kind = first_cause(run_dir, processes.failed())
     if kind is Kind.COLLECTIVE and failure is not None and failure.timed_out and processes.alive():
         # The rank that waited in vain is the victim; the one it waited for is still alive.
         return _conclude_hang(processes)
-    failed = processes.failed()  # before the others are ended, which is no failure of theirs
     processes.end()
-    return failed_outcome(run_dir, failed, kills.happened())
+    return failed_outcome(run_dir, culprit, failure, kills.happened())
 
 
 def _conclude_hang(processes: RankProcesses) -> Outcome:

@@ -17,8 +17,8 @@ import traceback
 import warnings
 from pathlib import Path
 
+from megatune.launch.context import StartRequest, die_with_parent, log_path, send_event, set_process_name
 from megatune.launch.failure import describe_failure
-from megatune.launch.protocol import StartRequest, die_with_parent, log_path, send_event, set_process_name
 from megatune.launch.rank_main import load_target, run_supervised
 
 # Threads that survive a fork: their library stops and restarts them around it.
@@ -26,7 +26,7 @@ _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 
 
 def main() -> int:
-    """`zygote SUPERVISOR_PID EVENT_FD`, stdin as `protocol` says. Returns in the zygote and in every forked rank."""
+    """`zygote SUPERVISOR_PID EVENT_FD`, stdin as `launch.context` says. Returns in the zygote and in every forked rank."""
     supervisor, events = map(int, sys.argv[1:])
     die_with_parent(supervisor)
     set_process_name("megatune-zygote")
