@@ -27,9 +27,8 @@ from megatune.training.callbacks import (
     build_callbacks,
 )
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog, read_json_lines
+from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog, read_json_lines
 from megatune.training.callbacks.plot import LossPlot, draw, smooth
-from megatune.training.callbacks.tensorboard import TensorBoard
 from megatune.training.run_schedule import RunSchedule
 
 SCHEDULE = RunSchedule(16, steps_per_epoch=4, total_steps=12, save_every=0, evaluate_every=0)

@@ -122,7 +122,7 @@ def print_failure(failure: Failure, log: IO[str]) -> None:
 
 @contextlib.contextmanager
 def rank_log(context: RankContext) -> Iterator[IO[str]]:
-    """Open the rank's log, below those of earlier runs, and install the signal handlers that `launch.context` lists.
+    """Open the rank's log, below those of earlier runs, and install the signal handlers that `context` lists.
 
     Signals that arrived since the fork are delivered here. SIGUSR1 and crashes write all stacks into the log.
     """

@@ -26,7 +26,7 @@ _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 
 
 def main() -> int:
-    """`zygote SUPERVISOR_PID EVENT_FD`, stdin as `launch.context` says. Returns in the zygote and in every forked rank."""
+    """`zygote SUPERVISOR_PID EVENT_FD`, stdin as `context` says. Returns in the zygote and in every forked rank."""
     supervisor, events = map(int, sys.argv[1:])
     die_with_parent(supervisor)
     set_process_name("megatune-zygote")

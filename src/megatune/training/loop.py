@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
@@ -26,8 +24,7 @@ from megatune.training.callbacks import CallbackList, EvalReport, StepReport, Tr
 from megatune.training.checkpoint import TrainState, save_checkpoint
 from megatune.training.feed import Feed
 from megatune.training.learning_rate import LearningRateSchedule
-from megatune.training.memory import MemoryLog
-from megatune.training.profiling import StepProfiler
+from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
@@ -68,11 +65,17 @@ class Trainer:
         self._saved_step = self.state.step
         self.callbacks.on_train_begin(self.schedule)
         memory: list[RankMemory] | None = None
+        # Left alone, each process collects garbage whenever its own counters say so, for some tens of milliseconds, and
+        # the others wait for it in the next collective operation.
+        manual_gc = self.settings.performance.manual_gc
+        if manual_gc:
+            gc.disable()
         try:
-            with _manual_garbage_collection(self.settings.performance.manual_gc):
-                outcome = self._train()
+            outcome = self._train()
             memory = groups.gather(self.memory.now)
         finally:
+            if manual_gc:
+                gc.enable()
             self.callbacks.on_train_end(
                 TrainSummary(
                     outcome=outcome,
@@ -97,20 +100,14 @@ class Trainer:
     def _train(self) -> Outcome:
         performance, interval = self.settings.performance, self.settings.run.check_agreement_interval
         batch, data = self.settings.batch, self.settings.data
-        batches = iter(
-            self._loader(
-                self.feed.rows,
-                batch.per_device_train_batch_size,
-                batch.gradient_accumulation_steps,
-                range(self.state.step, self.schedule.total_steps),
-                num_workers=data.dataloader_num_workers,
-                pin_memory=data.dataloader_pin_memory,
-            )
-        )
+        steps = range(self.state.step, self.schedule.total_steps)
+        sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
+        workers = {"num_workers": data.dataloader_num_workers, "pin_memory": data.dataloader_pin_memory}
+        batches = iter(self._loader(self.feed.rows, *sizes, steps, **workers))
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             profiler.begin(self.state.step)
             began = time.monotonic()  # of the step: when the work of the one before had ended
-            for step in range(self.state.step, self.schedule.total_steps):
+            for step in steps:
                 waiting = time.monotonic()
                 if self.feed.follower is not None:
                     self.context.beat("data", step + 1)
@@ -146,14 +143,7 @@ class Trainer:
         return "finished"
 
     def _loader(
-        self,
-        rows: StepRows,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        steps: range,
-        *,
-        num_workers: int = 0,
-        pin_memory: bool = False,
+        self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, **workers: Any
     ) -> StepLoader:
         parallel, place = self.settings.parallel, self.assembly.place
         return StepLoader(
@@ -171,8 +161,7 @@ class Trainer:
             same_length=place.pp_size > 1,  # pipelines send one shape from stage to stage
             start_step=steps.start,
             stop_step=steps.stop,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
+            **workers,
         )
 
     def _report(self, step: int, batches: list[Batch], result: StepResult, seconds: float, waited: float) -> None:
@@ -211,7 +200,6 @@ class Trainer:
 
     @property
     def _epoch(self) -> float | None:
-        """Passes done."""
         if self.feed.follower is not None:
             return self.feed.follower.epoch_after(self.state.step)
         return self.schedule.epoch_of(self.state.step)
@@ -268,19 +256,3 @@ class Trainer:
         path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
         self._saved_step = self.state.step
         self.callbacks.on_save(path)
-
-
-@contextmanager
-def _manual_garbage_collection(manual: bool) -> Iterator[None]:
-    """Keep Python from collecting garbage by itself until the block ends.
-
-    Left alone, each process collects whenever its own counters say so, for some tens of milliseconds, and the others
-    wait for it in the next collective operation.
-    """
-    if manual:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if manual:
-            gc.enable()

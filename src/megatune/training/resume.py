@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 from megatune.config.settings import Settings
@@ -33,10 +34,7 @@ def choose_checkpoint(context: RankContext, settings: Settings, output_dir: Path
     """
     asked = settings.run.resume_from_checkpoint
     notes: list[str] = []
-
-    def check(path: Path) -> list[Finding]:
-        return _verify_together(context, path, notes)
-
+    check = partial(_verify_together, context, notes)
     if isinstance(asked, str):
         path = Path(asked)
         if not on_rank_0(path.is_dir):
@@ -47,13 +45,13 @@ def choose_checkpoint(context: RankContext, settings: Settings, output_dir: Path
     if asked is False or settings.run.overwrite_output_dir:
         return None, []
     newest, problems = newest_verified(on_rank_0(lambda: list_checkpoints(output_dir)), check)
-    if newest is None and (asked or problems):
-        nothing = Finding(f"resume_from_checkpoint: there is no checkpoint in {output_dir}")
-        fix = Finding(
-            f"{output_dir} holds checkpoints and none can be resumed from",
-            fix="overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them",
-        )
-        raise MegatuneError([*problems, fix] if problems else [nothing], ExitCode.INPUT)
+    if newest is None and problems:
+        fix = "overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them"
+        none = Finding(f"{output_dir} holds checkpoints and none can be resumed from", fix=fix)
+        raise MegatuneError([*problems, none], ExitCode.INPUT)
+    if newest is None and asked:
+        nothing = f"resume_from_checkpoint: there is no checkpoint in {output_dir}"
+        raise MegatuneError(Finding(nothing), ExitCode.INPUT)
     return newest, [*(f"passed over: {problem}" for problem in problems), *notes]
 
 
@@ -69,19 +67,14 @@ def clear_later_checkpoints(settings: Settings, output_dir: Path, resumed: Path 
     if not beyond or (resumed is not None and not isinstance(asked, str)):
         return  # what an automatic resume passed over is damaged, and is replaced when the run comes to it
     if not settings.run.overwrite_output_dir:
-        names = ", ".join(path.name for path in beyond[-3:])
-        raise MegatuneError(
-            Finding(
-                f"{output_dir} holds {names} of an earlier run",
-                why=f"this run begins at step {step}, and the next resume could not tell them from its own",
-                fix="overwrite_output_dir: true deletes them; another output_dir keeps them",
-            ),
-            ExitCode.CANNOT_WRITE,
-        )
+        what = f"{output_dir} holds {', '.join(path.name for path in beyond[-3:])} of an earlier run"
+        why = f"this run begins at step {step}, and the next resume could not tell them from its own"
+        fix = "overwrite_output_dir: true deletes them; another output_dir keeps them"
+        raise MegatuneError(Finding(what, "", why, fix), ExitCode.CANNOT_WRITE)
     remove_checkpoints(beyond)
 
 
-def _verify_together(context: RankContext, checkpoint: Path, notes: list[str]) -> list[Finding]:
+def _verify_together(context: RankContext, notes: list[str], checkpoint: Path) -> list[Finding]:
     """Compare every file of a checkpoint with its manifest, each rank a share of the bytes. Collective.
 
     A state of terabytes takes longer than any collective operation may: ranks leave notes in the store, as often as
@@ -111,10 +104,8 @@ def _verify_together(context: RankContext, checkpoint: Path, notes: list[str]) -
             time.sleep(_POLL_SECONDS)
         problems = json.loads(posted)
     seconds = time.monotonic() - began
-    notes.append(
-        f"verified   {checkpoint}: {amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s, "
-        f"by {context.world_size} processes"
-    )
+    speed = f"{amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s"
+    notes.append(f"verified   {checkpoint}: {speed}, by {context.world_size} processes")
     return [Finding(problem, where=str(checkpoint)) for problem in sorted(problems)]
 
 

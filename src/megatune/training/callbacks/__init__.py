@@ -12,10 +12,9 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog
+from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
 from megatune.training.callbacks.prediction import Prediction, begin_record
-from megatune.training.callbacks.tensorboard import TensorBoard
 from megatune.training.run_schedule import RunSchedule
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The files of numbers: every logged step and evaluation as JSON lines, and the outcome of a run.
+"""The files of numbers: every logged step and evaluation as JSON lines and for TensorBoard, and the outcome of a run.
 
 metrics.jsonl is ours; the others are where Transformers' and LLaMA-Factory's users look for them.
 """
@@ -22,6 +22,11 @@ METRICS_NAME = "metrics.jsonl"
 _ALWAYS = {"load_balancing_loss": None, "z_loss": None}
 # The part of a line of metrics.jsonl that Transformers' log_history has, under the same names.
 _HISTORY = ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")
+
+_TRAIN_TAGS = (
+    *("loss", "learning_rate", "grad_norm", "epoch", "data_seconds"),
+    *("tokens_per_second", "model_tflops", "mfu", "memory_gib"),
+)
 
 
 class _JsonLines(Callback):
@@ -150,6 +155,42 @@ class Results(Callback):
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         write_atomically(self._output_dir / name, json.dumps(content, indent=2) + "\n")
+
+
+class TensorBoard(Callback):
+    """TensorBoard event files, under the tags that the Transformers Trainer uses.
+
+    Args:
+        log_dir: folder of the event files; its name is the run's name in TensorBoard.
+        resume_step: steps done before this process; events after it are hidden by TensorBoard.
+    """
+
+    def __init__(self, log_dir: Path, resume_step: int = 0) -> None:
+        self._log_dir = log_dir
+        self._resume_step = resume_step
+
+    def on_train_begin(self, schedule: RunSchedule) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._log_dir), purge_step=self._resume_step + 1, flush_secs=30)
+
+    def on_log(self, report: LogReport) -> None:
+        values = {tag: getattr(report, tag) for tag in _TRAIN_TAGS}
+        self._add("train", {**report.metrics, **values}, report.step)
+
+    def on_evaluate(self, report: EvalReport) -> None:
+        self._add("eval", {**report.metrics, "loss": report.loss, "perplexity": report.perplexity}, report.step)
+
+    def on_save(self, path: Path) -> None:
+        self._writer.flush()
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        self._writer.close()
+
+    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        for tag, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{tag}", value, step)
 
 
 def _history_entry(record: dict[str, Any]) -> dict[str, Any]:
