@@ -17,15 +17,8 @@ from PIL import Image
 from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatune.training.callbacks import (
-    Callback,
-    CallbackList,
-    EvalReport,
-    LogReport,
-    StepReport,
-    TrainSummary,
-    build_callbacks,
-)
+from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog, read_json_lines
 from megatune.training.callbacks.plot import LossPlot, draw, smooth

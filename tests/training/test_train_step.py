@@ -84,17 +84,17 @@ def train_on_slow_data(settings: Settings, run_dir: Path, seconds: float) -> int
     """A run each of whose steps waits for its data."""
     from megatune.training import loop
 
-    batches: Callable[..., Any] = loop.StepLoader.batches
+    batches: Callable[..., Any] = loop.StepLoader.__getitem__
 
     def slow_batches(loader: loop.StepLoader, step: int) -> Any:
         time.sleep(seconds)
         return batches(loader, step)
 
-    loop.StepLoader.batches = slow_batches  # type: ignore[method-assign]
+    loop.StepLoader.__getitem__ = slow_batches  # type: ignore[method-assign]
     try:
         return train(settings, run_dir)
     finally:
-        loop.StepLoader.batches = batches  # type: ignore[method-assign]
+        loop.StepLoader.__getitem__ = batches  # type: ignore[method-assign]
 
 
 def test_steps_are_measured_with_the_time_that_they_wait_for_data(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,13 @@ class Generator:
         """
         return self._generate(self.tokenizer(prompt, return_tensors="pt"), on_text)
 
-    def reply(self, prompt: str, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Reply to one prompt without history: complete it where the options say raw, else answer it."""
+    def reply(
+        self, prompt: str, on_text: Callable[[str], None] | None = None, history: Sequence[Message] = ()
+    ) -> Reply:
+        """Complete a prompt, without the history, where the options say raw; else answer it."""
         if self.options.raw:
             return self.complete(prompt, on_text)
-        return self.answer([{"role": "user", "content": prompt}], on_text)
+        return self.answer([*history, {"role": "user", "content": prompt}], on_text)
 
     def _generate(self, inputs: Any, on_text: Callable[[str], None] | None) -> Reply:
         prompt_ids = inputs["input_ids"].to(self.model.device)  # [1, T]
@@ -223,16 +225,11 @@ def chat(generator: Generator, *, stream: bool) -> None:
 
 
 def _take_turn(generator: Generator, history: list[Message], prompt: str, stream: bool) -> None:
-    """One question and its answer, both added to the history unless the user stops it."""
-    on_text = _print_piece if stream else None
-    question: Message = {"role": "user", "content": prompt}
+    """Ask one question and print its answer, both added to the history unless the user stops it."""
     print("Assistant: ", end="", flush=True)
     try:
-        if generator.options.raw:
-            reply = generator.complete(prompt, on_text)
-        else:
-            reply = generator.answer([*history, question], on_text)
-            history += [question, {"role": "assistant", "content": reply.text}]
+        reply = generator.reply(prompt, _print_piece if stream else None, history)
+        history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply.text}]
         _finish(reply, stream)
     except KeyboardInterrupt:
         print("\n(stopped, and forgotten)", file=sys.stderr)

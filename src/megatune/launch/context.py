@@ -95,15 +95,7 @@ class RankContext:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's last sign of progress.
-
-    Attributes:
-        count: beats so far.
-        time: when, in seconds since the epoch.
-        phase: what the rank is doing ("forward", "save", ...).
-        step: the training step it is in; 0 before the first.
-        limit: seconds this phase may take; None for the run's general limit.
-    """
+    """A rank's last sign of progress, as `RankContext.beat` notes it; `time` in seconds since the epoch."""
 
     count: int
     time: float

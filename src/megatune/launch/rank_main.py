@@ -62,13 +62,10 @@ def run_joined(
 
 
 def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, int]) -> int:
-    """Run the target in a rank that the zygote started.
+    """Run the target in a rank that the zygote started, and return as `run_joined`.
 
     Args:
         terminal: descriptors of the terminal's stdout and stderr, for rank 0.
-
-    Returns:
-        DONE or STOPPED; anything else ends the process here (`end_unless_well`).
     """
     env = request.world.rank_env(local_rank)
     context = RankContext(env, request.run_dir, request.stop_file)

@@ -20,7 +20,8 @@ from megatune.launch.context import RankContext
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
-from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainSummary
+from megatune.training.callbacks import CallbackList
+from megatune.training.callbacks.base import EvalReport, StepReport, TrainSummary
 from megatune.training.checkpoint import TrainState, save_checkpoint
 from megatune.training.feed import Feed
 from megatune.training.learning_rate import LearningRateSchedule

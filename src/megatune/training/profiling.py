@@ -37,14 +37,10 @@ def check_profiled_steps(settings: Settings, total_steps: int) -> None:
     """
     end = settings.logging.profile_step_end
     if settings.logging.profile and end > total_steps:
-        raise MegatuneError(
-            Finding(
-                f"profile_step_end {end} is beyond the {total_steps} steps of this run",
-                why="nothing would be profiled, or not all of it",
-                fix=f"write profile_step_end: {total_steps}, and a smaller profile_step_start",
-            ),
-            ExitCode.SETTINGS,
-        )
+        what = f"profile_step_end {end} is beyond the {total_steps} steps of this run"
+        why = "nothing would be profiled, or not all of it"
+        fix = f"write profile_step_end: {total_steps}, and a smaller profile_step_start"
+        raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
 
 
 def profiled_ranks(settings: Settings) -> list[int]:
@@ -53,11 +49,7 @@ def profiled_ranks(settings: Settings) -> list[int]:
 
 
 class StepProfiler:
-    """Profiles the steps of a run that the settings name, on the ranks that they name.
-
-    Args:
-        rank: this process's.
-    """
+    """Profiles the steps of a run that the settings name, on the ranks that they name."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         logs = settings.logging
@@ -121,9 +113,6 @@ class MemoryLog:
     """RUN_DIR/memory/rank-K.json: what a rank holds at moments of its run.
 
     It is on disk at once: a rank that runs out of memory has no time to say it.
-
-    Args:
-        run_dir: as in `launch.context.RankContext`.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:

@@ -19,7 +19,8 @@ from megatune.plan.case import Case
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
-from megatune.training.callbacks import CallbackList, begin_record, build_callbacks
+from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.callbacks.prediction import begin_record
 from megatune.training.checkpoint import TrainState, load_checkpoint
 from megatune.training.feed import RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
@@ -112,6 +113,9 @@ def _build_trainer(
         state = load_checkpoint(resumed, assembly, settings, state)
     feed = data.feed(schedule, assembly.architecture.vocab_size)
     first = context.rank == 0
+    tokenizer = load_tokenizer(source)
+    # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
+    paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
     return Trainer(
         settings=settings,
         assembly=assembly,
@@ -129,7 +133,7 @@ def _build_trainer(
         store=CheckpointStore(output_dir),
         context=context,
         source=source,
-        pad_token_id=_pad_token_id(source),
+        pad_token_id=next(int(token) for token in paddings if token is not None),
         memory=memory,
     )
 
@@ -152,13 +156,6 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
         return ExitCode.STOPPED
     on_rank_0(lambda: _finish(trainer, output_dir))
     return ExitCode.DONE
-
-
-def _pad_token_id(source: Path) -> int:
-    """Choose a token for padding. Any does: padding is on the right, no real token attends to it, none is trained."""
-    tokenizer = load_tokenizer(source)
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(token) for token in candidates if token is not None)
 
 
 def _finish(trainer: Trainer, output_dir: Path) -> None:

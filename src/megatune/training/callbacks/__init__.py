@@ -14,19 +14,8 @@ from megatune.training.callbacks.base import Callback, EvalReport, LogReport, St
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
-from megatune.training.callbacks.prediction import Prediction, begin_record
+from megatune.training.callbacks.prediction import Prediction
 from megatune.training.run_schedule import RunSchedule
-
-__all__ = [
-    "Callback",
-    "CallbackList",
-    "EvalReport",
-    "LogReport",
-    "StepReport",
-    "TrainSummary",
-    "begin_record",
-    "build_callbacks",
-]
 
 _logger = logging.getLogger(__name__)
 _PACE_STEPS = 20
@@ -38,8 +27,6 @@ def build_callbacks(
     """Build what the settings ask for, as one callback that the loop calls.
 
     Args:
-        settings: `logging.logging_steps`, `logging.report_to`, `logging.plot_loss` and `run.run_name` are read.
-        output_dir: where the files go.
         resume_step: steps already done; what an earlier run logged beyond them is dropped.
         planned: there is a plan (`begin_record`) to hold the run against.
     """
@@ -120,32 +107,24 @@ class CallbackList(Callback):
 
 
 def _merged(steps: list[StepReport], *, elapsed_seconds: float, eta_seconds: float) -> LogReport:
-    """Make one report of several steps."""
+    """Make one report of several steps, as `LogReport` says."""
     last = steps[-1]
-    seconds = sum(step.seconds for step in steps)
+    sums = ("num_tokens", "num_input_tokens", "seconds", "data_seconds")
+    added: dict[str, Any] = {name: sum(getattr(step, name) for step in steps) for name in sums}
 
-    def mean_over_time(values: list[float]) -> float:
-        if seconds <= 0:
-            return values[-1]
-        return sum(value * step.seconds for value, step in zip(values, steps, strict=True)) / seconds
+    def mean_over_time(name: str) -> Any:
+        values = [getattr(step, name) for step in steps]
+        if None in values or added["seconds"] <= 0:
+            return values[-1] if None not in values else None
+        return sum(value * step.seconds for value, step in zip(values, steps, strict=True)) / added["seconds"]
 
-    mfu = [step.mfu for step in steps if step.mfu is not None]
     reported = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in last.metrics}
     return LogReport(
-        step=last.step,
-        total_steps=last.total_steps,
-        epoch=last.epoch,
+        **{name: getattr(last, name) for name in ("step", "total_steps", "epoch", "learning_rate", "grad_norm")},
+        **added,
+        **{name: mean_over_time(name) for name in ("tokens_per_second", "model_tflops", "mfu")},
         num_steps=len(steps),
         loss=sum(step.loss for step in steps) / len(steps),
-        learning_rate=last.learning_rate,
-        grad_norm=last.grad_norm,
-        num_tokens=sum(step.num_tokens for step in steps),
-        num_input_tokens=sum(step.num_input_tokens for step in steps),
-        seconds=seconds,
-        data_seconds=sum(step.data_seconds for step in steps),
-        tokens_per_second=mean_over_time([step.tokens_per_second for step in steps]),
-        model_tflops=mean_over_time([step.model_tflops for step in steps]),
-        mfu=mean_over_time(mfu) if len(mfu) == len(steps) else None,
         memory_gib=max(step.memory_gib for step in steps),
         metrics={name: sum(values) / len(values) for name, values in reported.items()},
         num_skipped=sum(step.skipped for step in steps),

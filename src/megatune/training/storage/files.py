@@ -75,9 +75,7 @@ def _full_disk(error: BaseException) -> OSError | None:
 
 
 def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
-    why = error.strerror or str(error)
-    if error.filename:
-        why = f"{why}: {error.filename}"
+    why = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
     if error.errno not in _FULL:
         return Finding(f"cannot write {path}", why=why, fix="make it writable, or choose another output_dir")
     need = f"needs {amount(bytes_needed)}, " if bytes_needed is not None else ""
@@ -85,15 +83,12 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
         room = f"{amount(shutil.disk_usage(_existing(path)).free)} free there"
     except OSError:
         room = "and it is not reachable"
-    return Finding(
-        f"no room to write {path}: {need}{room}",
-        why=why,
-        fix="free some room, lower save_total_limit, or choose an output_dir on another disk",
-    )
+    fix = "free some room, lower save_total_limit, or choose an output_dir on another disk"
+    return Finding(f"no room to write {path}: {need}{room}", "", why, fix)
 
 
 def _existing(path: Path) -> Path:
-    """Return the nearest folder above `path`, or `path` itself, that exists."""
+    """Return `path`, or the nearest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -54,12 +55,12 @@ class OutputLock:
                 if error.errno not in _NO_LOCKS:
                     os.close(descriptor)
                     raise
-                _logger.warning(
-                    "the file system of %s has no locks: another run could write to it too", self._path.parent
-                )
+                folder = self._path.parent
+                _logger.warning("the file system of %s has no locks: another run could write to it too", folder)
                 return descriptor
-            if _same_file(descriptor, self._path):
-                return descriptor
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                    return descriptor
             os.close(descriptor)  # the run before released it, and removed the file, between the open and the lock
 
     def release(self) -> None:
@@ -80,13 +81,6 @@ class OutputLock:
         self.release()
 
 
-def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
 def _held_by(output_dir: Path, holder: bytes) -> Finding:
     try:
         record = json.loads(holder)
@@ -94,7 +88,5 @@ def _held_by(output_dir: Path, holder: bytes) -> Finding:
         who = f"process {record['pid']} on host {record['host']}, started {age} ago"
     except (ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
         who = "a process that has just started"
-    return Finding(
-        f"{output_dir} is being written to by another run: {who}",
-        fix="wait for that run or stop it, or choose another output_dir",
-    )
+    fix = "wait for that run or stop it, or choose another output_dir"
+    return Finding(f"{output_dir} is being written to by another run: {who}", fix=fix)
