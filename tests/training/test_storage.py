@@ -23,8 +23,7 @@ from safetensors.numpy import save_file
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training import storage
 from megatune.training.storage import store
-from megatune.training.storage.files import ensure_room, writing
-from megatune.training.storage.lock import OutputLock
+from megatune.training.storage.files import OutputLock, ensure_room, writing
 from megatune.training.storage.manifest import problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, list_checkpoints, rotate
 
@@ -400,7 +399,7 @@ def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
 HOLDER = """
     import os, sys, time
     from pathlib import Path
-    from megatune.training.storage.lock import OutputLock
+    from megatune.training.storage.files import OutputLock
     lock = OutputLock(Path(sys.argv[1]))
     worker = os.fork()
     if worker:

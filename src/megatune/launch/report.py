@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatune.errors import ExitCode, Finding
 from megatune.launch.context import log_path
@@ -121,9 +121,8 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
         verb, why = "ended", "rank 0 failed so; see the report of its machine"
     else:
         verb = "failed"
-    finding = Finding(
-        f"{who} {verb} {place}: {failure.summary}", why=why, fix=fix or f"read the full traceback in {log}"
-    )
+    fix = fix or f"read the full traceback in {log}"
+    finding = Finding(f"{who} {verb} {place}: {failure.summary}", "", why, fix)
     return Outcome("failed", failure.exit_code, rank, (finding,), failure.traceback, failure.summary)
 
 
@@ -131,11 +130,9 @@ def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outc
     """Return the outcome of a run whose zygote ended by itself, before or after it started the ranks."""
     end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
     killed = signum == signal.SIGKILL and out_of_memory
-    finding = Finding(
-        f"the process that imports the program and starts the ranks {end}, and the ranks with it",
-        why=_OUT_OF_MEMORY_KILL if killed else _SIGNAL_REASONS.get(signum or 0, ""),
-        fix=f"read {log_path(run_dir, 'start')}; {_AGAIN}",
-    )
+    what = f"the process that imports the program and starts the ranks {end}, and the ranks with it"
+    why = _OUT_OF_MEMORY_KILL if killed else _SIGNAL_REASONS.get(signum or 0, "")
+    finding = Finding(what, "", why, f"read {log_path(run_dir, 'start')}; {_AGAIN}")
     return Outcome("failed", ExitCode.OUT_OF_MEMORY if killed else ExitCode.PROCESS_DIED, findings=(finding,))
 
 
@@ -226,12 +223,10 @@ def hung_outcome(
     if others and all(other.in_collective for other in others):
         behind = "all ranks wait in collective operations, and this one is behind"
         why += f"; {behind if activity.in_collective else 'the other ranks wait for it in a collective operation'}"
-    what = (
-        f"rank {culprit.rank} on host {socket.gethostname()} hung {_place(culprit)}:"
-        f" no progress for {silent_seconds:.0f} s"
-    )
+    who, silence = f"rank {culprit.rank} on host {socket.gethostname()}", f"no progress for {silent_seconds:.0f} s"
     fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {_AGAIN}"
-    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (Finding(what, why=why, fix=fix),))
+    finding = Finding(f"{who} hung {_place(culprit)}: {silence}", "", why, fix)
+    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (finding,))
 
 
 def place_text(phase: str, step: int) -> str:
@@ -250,9 +245,9 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def print_outcome(outcome: Outcome, file: TextIO | None = None) -> None:
-    """Print what to tell the user; nothing for a run that is done."""
-    file = file or sys.stderr
+def print_outcome(outcome: Outcome) -> None:
+    """Print the findings on stderr, below the end of a traceback that is no user's fault."""
+    file = sys.stderr
     if outcome.findings and file.isatty():
         print(file=file)  # rank 0 may have been in the middle of a line
     if outcome.kind == "failed" and outcome.traceback and outcome.exit_code == ExitCode.INTERNAL:

@@ -187,11 +187,12 @@ class _OomKills:
 def _conclude_failure(processes: RankProcesses, kills: _OomKills) -> Outcome:
     """A rank has failed: gather what failed with it, end the others, and find the first cause."""
     run_dir = processes.request.run_dir
+
+    def is_strong() -> bool:
+        return first_cause(run_dir, processes.failed())[2] is Kind.ERROR
+
     processes.poll_until(lambda: False, SETTLE_SECONDS)
-    if first_cause(run_dir, processes.failed())[2] is not Kind.ERROR:
-        processes.poll_until(
-            lambda: first_cause(run_dir, processes.failed())[2] is Kind.ERROR, SETTLE_COLLECTIVE_SECONDS
-        )
+    processes.poll_until(is_strong, SETTLE_COLLECTIVE_SECONDS)
     culprit, failure, kind = first_cause(run_dir, processes.failed())
     if kind is Kind.COLLECTIVE and failure is not None and failure.timed_out and processes.alive():
         # The rank that waited in vain is the victim; the one it waited for is still alive.
@@ -210,12 +211,10 @@ def _conclude_hang(processes: RankProcesses) -> Outcome:
 
 def _start_timed_out(processes: RankProcesses, limit: float) -> Outcome:
     processes.dump_zygote()
-    finding = Finding(
-        f"{processes.request.target.partition(':')[0]} was not imported within {limit:.0f} s",
-        why="the file system of the Python installation is slow, or the machine is busy",
-        fix=f"read where its import is in {log_path(processes.request.run_dir, 'start')}",
-    )
-    return Outcome("hung", ExitCode.PROCESS_DIED, findings=(finding,))
+    what = f"{processes.request.target.partition(':')[0]} was not imported within {limit:.0f} s"
+    why = "the file system of the Python installation is slow, or the machine is busy"
+    fix = f"read where its import is in {log_path(processes.request.run_dir, 'start')}"
+    return Outcome("hung", ExitCode.PROCESS_DIED, findings=(Finding(what, "", why, fix),))
 
 
 def _give_up_stopping(processes: RankProcesses, grace: float | None) -> Outcome:

@@ -209,15 +209,12 @@ class Trainer:
         """Name the step, the rows and the gradients; nothing was updated."""
         by_rank = list(not_finite_gradients(self.assembly).items())[:3]
         where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in by_rank)
-        return MegatuneError(
-            Finding(
-                f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}",
-                why=f"gradients that are not finite on {where or 'no rank: their norm overflows'}; the step's rows are "
-                f"{', '.join(self.feed.rows.names(step)[:8])}; the weights are as they were before the step",
-                fix="lower learning_rate, train in bf16 instead of fp16, or look at those rows",
-            ),
-            ExitCode.NOT_FINITE,
-        )
+        rows = f"the step's rows are {', '.join(self.feed.rows.names(step)[:8])}"
+        what = f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
+        why = f"gradients that are not finite on {where or 'no rank: their norm overflows'}; {rows}"
+        fix = "lower learning_rate, train in bf16 instead of fp16, or look at those rows"
+        finding = Finding(what, "", f"{why}; the weights are as they were before the step", fix)
+        return MegatuneError(finding, ExitCode.NOT_FINITE)
 
     def _evaluate(self) -> None:
         """Compute the loss over all evaluation rows, in their order."""

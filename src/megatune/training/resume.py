@@ -95,18 +95,18 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path) -
         return [Finding("holds a model without training state, so no run can resume from it", where=str(checkpoint))]
     began = time.monotonic()
     key, total = f"verify/{checkpoint.name}", sum(file.size for file in manifest.files)
-    problems = _verify_share(context, checkpoint, shares(manifest.files, context.world_size)[context.rank], key, total)
-    if context.rank == 0:
-        groups.post(f"{key}/all", json.dumps(problems))
-    else:
-        while (posted := groups.posted(f"{key}/all")) is None:
-            context.beat("verify", 0)
-            time.sleep(_POLL_SECONDS)
-        problems = json.loads(posted)
+    progress = _Progress(context, key, total)
+    _verify_share(context, checkpoint, shares(manifest.files, context.world_size)[context.rank], progress)
+    while (posted := groups.posted(f"{key}/all")) is None:
+        if context.rank == 0 and None not in (gathered := [problems for _, problems in progress.gather()]):
+            groups.post(f"{key}/all", json.dumps([problem for problems in gathered for problem in problems or ()]))
+            continue
+        context.beat("verify", 0)
+        time.sleep(_POLL_SECONDS)
     seconds = time.monotonic() - began
     speed = f"{amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s"
     notes.append(f"verified   {checkpoint}: {speed}, by {context.world_size} processes")
-    return [Finding(problem, where=str(checkpoint)) for problem in sorted(problems)]
+    return [Finding(problem, where=str(checkpoint)) for problem in sorted(json.loads(posted))]
 
 
 def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest]]:
@@ -120,11 +120,8 @@ def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest
     return found
 
 
-def _verify_share(
-    context: RankContext, checkpoint: Path, files: Sequence[FileDigest], key: str, total: int
-) -> list[str]:
-    """Read this rank's files and post what is wrong with them; rank 0 waits for all ranks and returns what is wrong."""
-    progress = _Progress(context, key, total)
+def _verify_share(context: RankContext, checkpoint: Path, files: Sequence[FileDigest], progress: _Progress) -> None:
+    """Read this rank's files and post what is wrong with them."""
     num_threads = max(1, min(len(files), (os.cpu_count() or 1) // context.local_world_size, _MOST_THREADS))
     with ThreadPoolExecutor(num_threads) as threads:
         futures = [threads.submit(problem_of, checkpoint, file, progress.add) for file in files]
@@ -134,14 +131,7 @@ def _verify_share(
             progress.post(None)
     # Another machine may see another file system: say which one it is.
     suffix = f" (on {socket.gethostname()})" if context.node_rank else ""
-    problems = [problem + suffix for future in futures if (problem := future.result())]
-    progress.post(problems)
-    while context.rank == 0 and (gathered := progress.gather()) is not None:
-        if all(found is not None for _, found in gathered):
-            return [problem for _, found in gathered for problem in found or ()]
-        time.sleep(_POLL_SECONDS)
-        context.beat("verify", 0)
-    return problems
+    progress.post([problem + suffix for future in futures if (problem := future.result())])
 
 
 class _Progress:

@@ -20,8 +20,9 @@ from megatune.training.storage.files import write_atomically
 METRICS_NAME = "metrics.jsonl"
 # Keys that every line of steps has, null where they are no part of the loss.
 _ALWAYS = {"load_balancing_loss": None, "z_loss": None}
-# The part of a line of metrics.jsonl that Transformers' log_history has, under the same names.
-_HISTORY = ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")
+# The part of a line of metrics.jsonl that Transformers' log_history has, and its names there.
+_HISTORY = {key: key for key in ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")}
+_HISTORY["eval_seconds"] = "eval_runtime"
 
 _TRAIN_TAGS = (
     *("loss", "learning_rate", "grad_norm", "epoch", "data_seconds"),
@@ -136,7 +137,10 @@ class Results(Callback):
             "max_steps": schedule.total_steps,
             "num_train_epochs": None if schedule.num_epochs is None else math.ceil(schedule.num_epochs),
             "is_world_process_zero": True,
-            "log_history": [_history_entry(record) for record in read_json_lines(self._output_dir / METRICS_NAME)],
+            "log_history": [
+                {_HISTORY[key]: record[key] for key in _HISTORY if key in record}
+                for record in read_json_lines(self._output_dir / METRICS_NAME)
+            ],
         }
         self._write("trainer_state.json", state)
         if summary.outcome != "finished" or not num_steps:
@@ -193,11 +197,6 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(f"{group}/{tag}", value, step)
 
 
-def _history_entry(record: dict[str, Any]) -> dict[str, Any]:
-    entry = {key: record[key] for key in _HISTORY if key in record}
-    return entry | ({"eval_runtime": record["eval_seconds"]} if "eval_seconds" in record else {})
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read the records of a file; lines that are not whole are passed over, and a file that is not there has none."""
     if not path.exists():
@@ -214,7 +213,5 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+    not_finite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({**record, **not_finite}, ensure_ascii=False, allow_nan=False) + "\n"
