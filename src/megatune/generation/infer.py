@@ -139,7 +139,9 @@ class Generator:
             )
         new_ids = generated[0, num_prompt_tokens:].tolist()
         text = self.tokenizer.decode(new_ids, skip_special_tokens=True)
-        return Reply(text, len(new_ids), stopped=bool(new_ids) and new_ids[-1] in self._stop_ids())
+        stop_ids = self.model.generation_config.eos_token_id
+        stop_ids = [stop_ids] if isinstance(stop_ids, int) else stop_ids or ()
+        return Reply(text, len(new_ids), stopped=bool(new_ids) and new_ids[-1] in stop_ids)
 
     def _sampling(self) -> dict[str, Any]:
         """Return the options of `generate` that are not left to the model's generation config."""
@@ -148,10 +150,6 @@ class Generator:
         if options.temperature > 0:
             chosen |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
         return {name: value for name, value in chosen.items() if value is not None}
-
-    def _stop_ids(self) -> list[int]:
-        stop_ids = self.model.generation_config.eos_token_id
-        return [stop_ids] if isinstance(stop_ids, int) else list(stop_ids or ())
 
     def _room_for(self, num_prompt_tokens: int) -> int:
         """Return tokens that may be generated after a prompt."""

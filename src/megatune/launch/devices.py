@@ -43,12 +43,7 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine.
-
-    Attributes:
-        name: the driver's: "NVIDIA H100 80GB HBM3".
-        memory: all of it, in bytes.
-    """
+    """A GPU of this machine: the driver's name for it ("NVIDIA H100 80GB HBM3"), and all its memory in bytes."""
 
     name: str
     memory: int

@@ -47,7 +47,7 @@ class RankState:
         return not self.alive and self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
 
 
-class RankProcesses:
+class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     """The zygote, and a RankState for each rank it starts. As a context manager, leaves no process behind.
 
     Attributes:
@@ -76,9 +76,6 @@ class RankProcesses:
                 start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
             )
         os.close(write_end)
-
-    def __enter__(self) -> RankProcesses:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.send(signal.SIGKILL)

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -145,19 +146,14 @@ def _spare_forks_the_handler() -> None:
 
     It is held back during a fork: one that came before the child is set up would be lost.
     """
-
-    def mask(how: int) -> None:
-        signal.pthread_sigmask(how, {signal.SIGTERM})
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
+    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def release_in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        mask(signal.SIG_UNBLOCK)
+        release()
 
-    os.register_at_fork(
-        before=lambda: mask(signal.SIG_BLOCK),
-        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
-        after_in_child=release_in_child,
-    )
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_in_child)
 
 
 def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: bool) -> None:

@@ -77,17 +77,16 @@ class Trainer:
         finally:
             if manual_gc:
                 gc.enable()
-            self.callbacks.on_train_end(
-                TrainSummary(
-                    outcome=outcome,
-                    step=self.state.step,
-                    total_steps=self.schedule.total_steps,
-                    seconds=time.monotonic() - began,
-                    memory=tuple(memory or [self.memory.now]),
-                    best_checkpoint=self.best_checkpoint,
-                    best_loss=self.state.best_loss,
-                )
+            summary = TrainSummary(
+                outcome=outcome,
+                step=self.state.step,
+                total_steps=self.schedule.total_steps,
+                seconds=time.monotonic() - began,
+                memory=tuple(memory or [self.memory.now]),
+                best_checkpoint=self.best_checkpoint,
+                best_loss=self.state.best_loss,
             )
+            self.callbacks.on_train_end(summary)
         return outcome
 
     @property
@@ -233,17 +232,16 @@ class Trainer:
         )
         if self.state.best_loss is None or found.loss < self.state.best_loss:
             self.state.best_loss, self.state.best_step = found.loss, step
-        self.callbacks.on_evaluate(
-            EvalReport(
-                step=step,
-                epoch=self._epoch,
-                loss=found.loss,
-                perplexity=math.exp(min(found.loss, 700)),
-                num_tokens=int(found.normalizer),
-                seconds=time.monotonic() - began,
-                metrics=found.metrics,
-            )
+        report = EvalReport(
+            step=step,
+            epoch=self._epoch,
+            loss=found.loss,
+            perplexity=math.exp(min(found.loss, 700)),
+            num_tokens=int(found.normalizer),
+            seconds=time.monotonic() - began,
+            metrics=found.metrics,
         )
+        self.callbacks.on_evaluate(report)
 
     def _save(self) -> None:
         if self._saved_step == self.state.step:

@@ -48,7 +48,7 @@ def profiled_ranks(settings: Settings) -> list[int]:
     return settings.logging.profile_ranks if settings.logging.profile else []
 
 
-class StepProfiler:
+class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     """Profiles the steps of a run that the settings name, on the ranks that they name."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
@@ -67,9 +67,6 @@ class StepProfiler:
         """Write the trace where the last step to profile is done."""
         if self._profile is not None and done not in self._steps:
             self._write()
-
-    def __enter__(self) -> StepProfiler:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._profile is not None and kind is None:  # a run that stops on request

@@ -20,7 +20,7 @@ from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
 from megatune.training.callbacks import CallbackList, build_callbacks
-from megatune.training.callbacks.prediction import begin_record
+from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import TrainState, load_checkpoint
 from megatune.training.feed import RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
@@ -69,7 +69,7 @@ def _train(
     source = model_on_node(context, settings, model_dir, resumed)
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
-            trainer = _build_trainer(context, settings, source, data, resumed, memory, planned=case is not None)
+            trainer = _build_trainer(context, settings, source, data, resumed, memory)
             return _run(trainer, resumed, notes)
     finally:
         memory.note()
@@ -92,14 +92,7 @@ def _note_plan(output_dir: Path, case: Case | None, resumed: Path | None) -> Non
 
 
 def _build_trainer(
-    context: RankContext,
-    settings: Settings,
-    source: Path,
-    data: RunData,
-    resumed: Path | None,
-    memory: MemoryLog,
-    *,
-    planned: bool,
+    context: RankContext, settings: Settings, source: Path, data: RunData, resumed: Path | None, memory: MemoryLog
 ) -> Trainer:
     """Load model, optimizer and training state."""
     assert settings.run.output_dir is not None
@@ -112,7 +105,8 @@ def _build_trainer(
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
     feed = data.feed(schedule, assembly.architecture.vocab_size)
-    first = context.rank == 0
+    shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
+    warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
     tokenizer = load_tokenizer(source)
     # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
     paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
@@ -122,14 +116,8 @@ def _build_trainer(
         feed=feed,
         schedule=schedule,
         state=state,
-        learning_rate=LearningRateSchedule(
-            optimizer.learning_rate,
-            optimizer.lr_scheduler_type,
-            optimizer.lr_scheduler_kwargs,
-            warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps),
-            schedule.total_steps,
-        ),
-        callbacks=build_callbacks(settings, output_dir, state.step, planned=planned) if first else CallbackList(),
+        learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
+        callbacks=build_callbacks(settings, output_dir, state.step) if context.rank == 0 else CallbackList(),
         store=CheckpointStore(output_dir),
         context=context,
         source=source,

@@ -68,10 +68,7 @@ def check_gradients(assembly: Assembly, step: int) -> None:
     """Compare gradients after they were summed, before the optimizer uses them; collective.
 
     Each replica holds all sums where the optimizer is not distributed, and its share where it is: that is held by
-    tensor-parallel ranks only.
-
-    Args:
-        step: counted from 1, for the report.
+    tensor-parallel ranks only. `step` is counted from 1, for the report.
 
     Raises:
         MegatuneError: NOT_FINITE, see `check_agreement`.

@@ -10,25 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
+from megatune.plan.run.record import PLAN_NAME
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
+from megatune.training.callbacks.metrics import Metrics, Prediction, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
-from megatune.training.callbacks.prediction import Prediction
 from megatune.training.run_schedule import RunSchedule
 
 _logger = logging.getLogger(__name__)
 _PACE_STEPS = 20
 
 
-def build_callbacks(
-    settings: Settings, output_dir: Path, resume_step: int = 0, *, planned: bool = False
-) -> CallbackList:
+def build_callbacks(settings: Settings, output_dir: Path, resume_step: int = 0) -> CallbackList:
     """Build what the settings ask for, as one callback that the loop calls.
 
     Args:
+        output_dir: with plan.json, where there is a plan to hold the run against (`begin_record`).
         resume_step: steps already done; what an earlier run logged beyond them is dropped.
-        planned: there is a plan (`begin_record`) to hold the run against.
     """
     run_name = settings.run.run_name or output_dir.absolute().name
     callbacks: list[Callback] = [
@@ -37,7 +35,7 @@ def build_callbacks(
         TrainerLog(output_dir, resume_step),
         Results(output_dir),
     ]
-    if planned:
+    if (output_dir / PLAN_NAME).exists():
         callbacks.append(Prediction(output_dir))
     if settings.logging.plot_loss:
         callbacks.append(LossPlot(output_dir))

@@ -27,7 +27,6 @@ class Console(Callback):
     """Prints every log line, evaluation and save; on a terminal a progress bar stays below them.
 
     Args:
-        run_name: what the first line calls the run.
         resume_step: steps done before this process.
         console: where to print; standard output unless given.
     """

@@ -1,23 +1,30 @@
 """The files of numbers: every logged step and evaluation as JSON lines and for TensorBoard, and the outcome of a run.
 
-metrics.jsonl is ours; the others are where Transformers' and LLaMA-Factory's users look for them.
+metrics.jsonl and plan.json are ours; the others are where Transformers' and LLaMA-Factory's users look for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import statistics
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatune.engine import device
+from megatune.errors import MegatuneError
+from megatune.plan.case import Case
+from megatune.plan.run import record as plan_record
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import write_atomically
 
 METRICS_NAME = "metrics.jsonl"
+_WARM_UP = 2  # steps that are not timed for plan.json, of a run that has more
 # Keys that every line of steps has, null where they are no part of the loss.
 _ALWAYS = {"load_balancing_loss": None, "z_loss": None}
 # The part of a line of metrics.jsonl that Transformers' log_history has, and its names there.
@@ -33,10 +40,7 @@ _TRAIN_TAGS = (
 class _JsonLines(Callback):
     """A file of JSON lines that survives kill -9 and continues after a resume.
 
-    Args:
-        path: the file. Records of steps after `resume_step`, and a torn last line, are dropped from it.
-        step_key: the key of a record that holds its step.
-        resume_step: steps done before this process.
+    Records whose `step_key` is above the steps done before this process, and a torn last line, are dropped from it.
     """
 
     def __init__(self, path: Path, step_key: str, resume_step: int) -> None:
@@ -164,9 +168,7 @@ class Results(Callback):
 class TensorBoard(Callback):
     """TensorBoard event files, under the tags that the Transformers Trainer uses.
 
-    Args:
-        log_dir: folder of the event files; its name is the run's name in TensorBoard.
-        resume_step: steps done before this process; events after it are hidden by TensorBoard.
+    The folder's name is the run's in TensorBoard, which hides events after the steps done before this process.
     """
 
     def __init__(self, log_dir: Path, resume_step: int = 0) -> None:
@@ -195,6 +197,58 @@ class TensorBoard(Callback):
         for tag, value in values.items():
             if value is not None:
                 self._writer.add_scalar(f"{group}/{tag}", value, step)
+
+
+def begin_record(output_dir: Path, case: Case, first_step: int) -> None:
+    """Note what is planned, before anything can go wrong. Of a resumed run, what it noted before stays."""
+    earlier: list[plan_record.RunRecord] = []
+    if first_step:
+        with contextlib.suppress(MegatuneError):  # there is none, or it is of another version
+            earlier = [record for record in plan_record.read_records(output_dir) if record.measured is not None]
+    record = plan_record.RunRecord(case=case, first_step=first_step)
+    write_atomically(output_dir / plan_record.PLAN_NAME, plan_record.dump_records([*earlier, record]))
+
+
+class Prediction(Callback):
+    """plan.json: what `begin_record` wrote, completed at every save and at any end; prints how good the plan was."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        *self._earlier, self._record = plan_record.read_records(output_dir)
+        self._steps: list[StepReport] = []
+
+    def on_step_end(self, report: StepReport) -> None:
+        self._steps.append(report)
+
+    def on_save(self, path: Path) -> None:
+        self._write(self._record.outcome, ())
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        self._write(summary.outcome, summary.memory)
+        if summary.outcome != "failed":
+            print("\n".join(plan_record.verdict(self._record)), flush=True)
+
+    def _write(self, outcome: plan_record.Outcome, memory: tuple[plan_record.RankMemory, ...]) -> None:
+        self._record = replace(self._record, outcome=outcome, measured=self._measured(memory))
+        records = plan_record.dump_records([*self._earlier, self._record])
+        write_atomically(self._output_dir / plan_record.PLAN_NAME, records)
+
+    def _measured(self, memory: tuple[plan_record.RankMemory, ...]) -> plan_record.Measured:
+        measured = plan_record.Measured(counted=device.COUNTED, stages=plan_record.fullest_of(memory))
+        if not self._steps:
+            return measured
+        timed = self._steps[min(_WARM_UP, len(self._steps) - 1) :]
+        documents = [step.document_tokens for step in timed if step.document_tokens is not None]
+        return replace(
+            measured,
+            peaks=tuple(each.peak for each in memory) if len(memory) == self._record.case.world_size else (),
+            step_seconds=statistics.median(step.seconds for step in timed),
+            num_steps=len(timed),
+            row_tokens=statistics.fmean(step.row_tokens for step in timed),
+            longest_row=max(step.longest_row for step in self._steps),
+            document_tokens=statistics.fmean(documents) if documents else None,
+            tokens_per_step=statistics.fmean(step.num_input_tokens for step in timed),
+        )
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -47,11 +47,7 @@ class LossPlot(Callback):
 
 
 def draw(metrics: Path, image: Path) -> bool:
-    """Draw a metrics.jsonl as a PNG: loss raw and smoothed, evaluation loss, learning rate, gradient norm, metrics.
-
-    Returns:
-        Whether there was anything to draw.
-    """
+    """Draw losses, learning rate, gradient norm and metrics as a PNG, and return whether there was anything to draw."""
     records = read_json_lines(metrics)
     loss, evaluation = _series(records, "loss"), _series(records, "eval_loss")
     if not loss[0] and not evaluation[0]:

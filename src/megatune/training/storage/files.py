@@ -110,7 +110,7 @@ def amount(num_bytes: int) -> str:
     return f"{amount:.1f} TB"
 
 
-class OutputLock:
+class OutputLock(contextlib.AbstractContextManager["OutputLock"]):
     """An exclusive lock on `output_dir`, held from construction to `release` or the end of the process.
 
     The kernel holds it, so a run that was killed leaves none behind, and no guess is made about who is still alive.
@@ -163,9 +163,6 @@ class OutputLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> OutputLock:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()

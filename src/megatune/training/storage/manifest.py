@@ -27,13 +27,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """One file of a checkpoint.
-
-    Attributes:
-        name: path inside the checkpoint, with forward slashes.
-        size: bytes.
-        xxh3_128: digest of the content, 32 hexadecimal digits.
-    """
+    """A file of a checkpoint: its path inside (with forward slashes), its bytes, its digest (32 hexadecimal digits)."""
 
     name: str
     size: int
@@ -115,8 +109,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None] | None = None) -> str:
     """Read a file of a checkpoint and say what is wrong with it, "" where it is as the manifest has it.
 
-    Args:
-        on_read: called with the bytes of every piece that was read.
+    `on_read` is called with the bytes of every piece that was read.
     """
     path = checkpoint / file.name
     try:

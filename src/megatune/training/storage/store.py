@@ -129,11 +129,7 @@ def newest_verified(
     """Return the newest checkpoint with which nothing is wrong, and why newer ones were passed over.
 
     Where there is none and there are findings, training from the start would silently throw work away: the caller
-    refuses or asks.
-
-    Args:
-        checkpoints: the smallest step first.
-        verify: says what is wrong with one.
+    refuses. The smallest step of `checkpoints` comes first.
     """
     passed_over: list[Finding] = []
     for path in reversed(checkpoints):
