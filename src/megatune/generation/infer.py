@@ -178,9 +178,8 @@ class _Stream(TextStreamer):
 
 
 def _cannot_load(folder: Path, why: str) -> MegatuneError:
-    first = why.strip().partition("\n")[0]
-    finding = Finding("the model cannot be loaded", str(folder), first, "copy or save the model again")
-    return MegatuneError(finding, ExitCode.INPUT)
+    what, fix = "the model cannot be loaded", "copy or save the model again"
+    return MegatuneError(Finding(what, str(folder), why.strip().partition("\n")[0], fix), ExitCode.INPUT)
 
 
 def answer_prompts(generator: Generator, prompts: Iterable[str], *, stream: bool) -> None:

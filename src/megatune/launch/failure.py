@@ -51,9 +51,8 @@ class Failure:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Failure:
-        kind = Kind[fields["kind"].upper()]
         findings = tuple(Finding(**finding) for finding in fields["findings"])
-        return cls(**fields | {"kind": kind, "findings": findings})
+        return cls(**fields | {"kind": Kind[fields["kind"].upper()], "findings": findings})
 
 
 def error_path(run_dir: Path, rank: int) -> Path:

@@ -191,8 +191,7 @@ def _process_state(pid: int) -> str:
 
 
 def _main_stack(log: Path, offset: int) -> tuple[str, ...]:
-    """Return the last thread's frames of a dump, which is the main one, as "function (file:line)"; without this
-    room's."""
+    """Return the frames of a dump's last thread, the main one, as "function (file:line)", without those of launch/."""
     if not log.exists():
         return ()
     with log.open(errors="replace") as file:

@@ -77,10 +77,9 @@ def save_checkpoint(
         if assembly.place.rank == 0:
             files += _copy_model_files(source, folder, settings)
     digests = [digest for part in groups.gather(store.digest(state.step, files)) for digest in part]
-    consumed = state.step * state.global_batch_size
     model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
-    layout = _layout(assembly, settings)
-    metadata = {"megatune": __version__, **model, "layout": layout, "consumed_rows": consumed}
+    rows = {"layout": _layout(assembly, settings), "consumed_rows": state.step * state.global_batch_size}
+    metadata = {"megatune": __version__, **model, **rows}
 
     def commit() -> Path:
         path = store.commit(state.step, digests, metadata)

@@ -174,29 +174,28 @@ class Trainer:
         peak = planned.flops[self.settings.precision.params_dtype] if planned else None
         rows = [batch.input_ids.numel() / self.settings.batch.per_device_train_batch_size for batch in batches]
         self.state.step = step + 1
-        self.callbacks.on_step_end(
-            StepReport(
-                step=self.state.step,
-                total_steps=self.schedule.total_steps,
-                epoch=self._epoch,
-                loss=result.totals.loss,
-                learning_rate=self.learning_rate.at(step),
-                grad_norm=result.grad_norm,
-                num_tokens=int(result.totals.normalizer),
-                num_input_tokens=sum(lengths),
-                seconds=seconds,
-                data_seconds=waited,
-                tokens_per_second=sum(lengths) / seconds,
-                model_tflops=flops / 1e12,
-                mfu=flops / peak if peak else None,
-                memory_gib=device.peak_memory_bytes() / 2**30,
-                metrics=result.totals.metrics,
-                row_tokens=sum(rows) / len(rows),
-                longest_row=math.ceil(max(rows)),
-                document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
-                skipped=skipped,
-            )
+        report = StepReport(
+            step=self.state.step,
+            total_steps=self.schedule.total_steps,
+            epoch=self._epoch,
+            loss=result.totals.loss,
+            learning_rate=self.learning_rate.at(step),
+            grad_norm=result.grad_norm,
+            num_tokens=int(result.totals.normalizer),
+            num_input_tokens=sum(lengths),
+            seconds=seconds,
+            data_seconds=waited,
+            tokens_per_second=sum(lengths) / seconds,
+            model_tflops=flops / 1e12,
+            mfu=flops / peak if peak else None,
+            memory_gib=device.peak_memory_bytes() / 2**30,
+            metrics=result.totals.metrics,
+            row_tokens=sum(rows) / len(rows),
+            longest_row=math.ceil(max(rows)),
+            document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
+            skipped=skipped,
         )
+        self.callbacks.on_step_end(report)
 
     @property
     def _epoch(self) -> float | None:

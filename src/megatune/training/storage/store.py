@@ -233,12 +233,10 @@ def _place(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     partial.unlink(missing_ok=True)
-    linked = False
     if source.suffix == ".safetensors":
         with contextlib.suppress(OSError):  # another file system, or one without hard links
             os.link(source, partial)
-            linked = True
-    if not linked:
+    if not partial.exists():
         shutil.copyfile(source, partial)
         sync(partial)
     # Without this a rename onto another link to the same file would do nothing, and leave both names.
