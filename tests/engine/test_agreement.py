@@ -14,7 +14,7 @@ from megatune.config.settings import Settings
 from megatune.engine.agreement import _CHUNK, check_scalars, digest
 from megatune.engine.optimizer import main_shards
 from megatune.errors import ExitCode, MegatuneError
-from megatune.training.copies import check_gradients, check_weights
+from megatune.training.train_step import check_gradients, check_weights
 from megatune.verify.measure import deal, measure_loss
 from megatune.verify.samples import Sample, random_samples
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.infer import Generator
-from megatune.generation.options import GenerationOptions, check_options
+from megatune.generation.inputs import GenerationOptions, check_options
 
 QUESTION = [{"role": "user", "content": "Who are you? 你是谁？"}]
 

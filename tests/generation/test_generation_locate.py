@@ -12,8 +12,7 @@ from tiny_models import tiny_model
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.infer import Generator
-from megatune.generation.locate import find_model
-from megatune.generation.options import GenerationOptions
+from megatune.generation.inputs import GenerationOptions, find_model
 
 
 @pytest.fixture(scope="module")

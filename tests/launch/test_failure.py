@@ -74,8 +74,8 @@ def ended(rank: int, moment: float, exit_code: int | None = None, signum: int | 
         ([ended(0, 4.0, 1), ended(1, 5.0, None, signal.SIGABRT)], 0),
     ],
 )
-def test_first_cause(states, culprit):
-    assert first_cause(states, {}).rank == culprit
+def test_first_cause(states, culprit, tmp_path):
+    assert first_cause(tmp_path, states)[0].rank == culprit
 
 
 def test_the_hung_rank_is_the_one_outside_of_a_collective_or_behind():

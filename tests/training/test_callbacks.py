@@ -17,22 +17,14 @@ from PIL import Image
 from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatune.training.callbacks import (
-    Callback,
-    CallbackList,
-    EvalReport,
-    LogReport,
-    StepReport,
-    TrainInfo,
-    TrainSummary,
-    build_callbacks,
-)
+from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog, read_json_lines
+from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog, read_json_lines
 from megatune.training.callbacks.plot import LossPlot, draw, smooth
-from megatune.training.callbacks.tensorboard import TensorBoard
+from megatune.training.run_schedule import RunSchedule
 
-INFO = TrainInfo(total_steps=12, num_train_epochs=3, global_batch_size=16)
+SCHEDULE = RunSchedule(16, steps_per_epoch=4, total_steps=12, save_every=0, evaluate_every=0)
 
 
 def step(number: int, **changes: Any) -> StepReport:
@@ -74,7 +66,7 @@ class Recorder(Callback):
 
 def run(callbacks: list[Callback], steps: range, logging_steps: int = 1, evaluate_at: tuple[int, ...] = ()) -> None:
     every = CallbackList(callbacks, logging_steps)
-    every.on_train_begin(INFO)
+    every.on_train_begin(SCHEDULE)
     for number in steps:
         every.on_step_end(step(number))
         if number in evaluate_at:
@@ -104,7 +96,7 @@ def test_first_last_and_every_logging_steps(steps: range, logging_steps: int, lo
 def test_a_line_is_about_all_its_steps() -> None:
     recorder = Recorder()
     every = CallbackList([recorder], logging_steps=3)
-    every.on_train_begin(INFO)
+    every.on_train_begin(SCHEDULE)
     every.on_step_end(step(1))
     every.on_step_end(step(2, loss=4.0, seconds=3.0, tokens_per_second=100.0, memory_gib=7.0, mfu=0.2, skipped=True))
     every.on_step_end(step(3, loss=2.0, seconds=1.0, tokens_per_second=300.0, learning_rate=3e-5, mfu=0.4))
@@ -151,7 +143,7 @@ def test_a_callback_that_fails_is_named_once_and_stops_nothing(caplog: pytest.Lo
 def test_plain_lines() -> None:
     output = io.StringIO()
     every = CallbackList([Console("demo", 0, RichConsole(file=output, width=40))], logging_steps=10)
-    every.on_train_begin(INFO)
+    every.on_train_begin(SCHEDULE)
     every.on_step_end(step(1, loss=12.34567, tokens_per_second=12345.4, mfu=0.4123, model_tflops=1234.5))
     every.on_step_end(step(12, skipped=True, grad_norm=float("inf")))
     every.on_evaluate(evaluation(12))
@@ -182,7 +174,7 @@ def test_plain_lines() -> None:
 def test_a_resumed_run_that_stops_says_so() -> None:
     output = io.StringIO()
     console = Console("demo", 7, RichConsole(file=output))
-    console.on_train_begin(INFO)
+    console.on_train_begin(SCHEDULE)
     console.on_train_end(summary("stopped", 9))
     assert output.getvalue().splitlines() == [
         "training demo: 12 steps, 3 epochs, 16 rows per step, resumed after step 7",
@@ -210,7 +202,7 @@ def test_metrics_of_any_name_are_means_and_shown_everywhere(tmp_path: Path) -> N
     console = Console("demo", 0, RichConsole(file=output))
     callbacks = [recorder, console, Metrics(tmp_path), TensorBoard(tmp_path / "runs"), LossPlot(tmp_path)]
     every = CallbackList(callbacks, logging_steps=2)
-    every.on_train_begin(INFO)
+    every.on_train_begin(SCHEDULE)
     every.on_step_end(step(1, metrics={"load_balancing_loss": 1.5, "reward": -0.25}))
     every.on_step_end(step(2, metrics={"load_balancing_loss": 1.25, "reward": -0.75}))
     every.on_step_end(step(3, metrics={"load_balancing_loss": 1.75, "reward": -0.25}))
@@ -239,7 +231,7 @@ def test_lines_of_steps_keep_their_keys(tmp_path: Path) -> None:
 def test_waiting_for_data_is_warned_of_once() -> None:
     output = io.StringIO()
     every = CallbackList([Console("demo", 0, RichConsole(file=output))])
-    every.on_train_begin(INFO)
+    every.on_train_begin(SCHEDULE)
     for number in range(1, 13):
         waited = 0.4 if number < 3 else 0.02 if number < 7 else 0.3
         every.on_step_end(step(number, data_seconds=waited))
@@ -276,7 +268,7 @@ def test_metrics(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_still_json(tmp_path: Path) -> None:
     every = CallbackList([Metrics(tmp_path)])
-    every.on_train_begin(INFO)
+    every.on_train_begin(SCHEDULE)
     every.on_step_end(step(1, loss=float("nan"), grad_norm=float("inf")))
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert (line["loss"], line["grad_norm"]) == (None, None)
@@ -298,7 +290,7 @@ def test_lines_are_there_after_kill_9(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         every = CallbackList([Metrics(tmp_path)])
-        every.on_train_begin(INFO)
+        every.on_train_begin(SCHEDULE)
         every.on_step_end(step(1))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
@@ -361,7 +353,7 @@ def test_the_plot_is_drawn_while_the_run_lives(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(time, "monotonic", lambda: now)
     image = tmp_path / "training_loss.png"
     every = CallbackList([Metrics(tmp_path), LossPlot(tmp_path)])
-    every.on_train_begin(INFO)
+    every.on_train_begin(SCHEDULE)
     drawn = []
     for number in range(1, 9):
         now += 10.0
@@ -392,7 +384,7 @@ def whole_run(output: Path, **logging_settings: Any) -> set[str]:
 
     settings = Settings(logging={"logging_steps": 3, **logging_settings}, run={"run_name": "first/try"})
     every = build_callbacks(settings, output)
-    every.on_train_begin(INFO)
+    every.on_train_begin(SCHEDULE)
     for number in range(1, 13):
         every.on_step_end(step(number))
     every.on_train_end(summary())

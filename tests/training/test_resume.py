@@ -12,7 +12,9 @@ from pool import RankPool
 
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.training.storage import CheckpointStore, FileDigest, manifest
+from megatune.training.storage import manifest
+from megatune.training.storage.manifest import FileDigest
+from megatune.training.storage.store import CheckpointStore
 
 
 def save(output: Path, step: int, sizes: list[int], *, resumable: bool = True) -> Path:

@@ -14,7 +14,7 @@ from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors
 from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.training.storage import list_checkpoints
+from megatune.training.storage.store import list_checkpoints
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks; (DATA) a prompt that is empty or too long; what a
             hub refuses the model with.
     """
-    from megatune.generation.options import GenerationOptions, check_options
+    from megatune.generation.inputs import GenerationOptions, check_options, find_model
 
     options = GenerationOptions(
         max_new_tokens=args.max_new_tokens,
@@ -65,12 +65,9 @@ def run(args: argparse.Namespace) -> int:
     )
     check_options(options)  # before the seconds that loading takes
 
-    from megatune.generation.locate import find_model
-
     folder = find_model(_model_dir(args))
 
-    from megatune.generation.chat import answer_prompts, chat, print_reply
-    from megatune.generation.infer import Generator
+    from megatune.generation.infer import Generator, answer_prompts, chat, print_reply
 
     generator = Generator.load(folder, options)
     if args.prompt is not None:
@@ -84,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _model_dir(args: argparse.Namespace) -> Path:
     """Return the folder that is named, or that a model on a hub is fetched into."""
-    from megatune.generation.locate import nearest_folder
+    from megatune.generation.inputs import nearest_folder
     from megatune.hub.models import is_hub_id, open_model
 
     path = Path(args.model)

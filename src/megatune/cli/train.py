@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from megatune.launch.world import joined
     from megatune.plan.run.trouble import ran_out_of_memory
     from megatune.training.source import RunModel
-    from megatune.training.storage import OutputLock
+    from megatune.training.storage.files import OutputLock
 
     words = split_arguments(args.words)
     loaded = load(words.source, words.overrides, [*words.flags, *(("--stage", args.stage) if args.stage else ())])

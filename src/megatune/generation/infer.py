@@ -1,8 +1,10 @@
-"""Answers and completions from a checkpoint, through Transformers' generate."""
+"""Text from a checkpoint through Transformers' generate: answers to prompts, and a chat on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.locate import find_model
-from megatune.generation.options import GenerationOptions, check_options
+from megatune.generation.inputs import GenerationOptions, check_options, find_model
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
@@ -40,8 +41,6 @@ class Generator:
 
     Args:
         model: a causal language model, in eval mode.
-        tokenizer: its tokenizer.
-        options: how to write.
         source: the folder it came from, for messages.
 
     Raises:
@@ -52,12 +51,15 @@ class Generator:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: GenerationOptions, source: str
     ) -> None:
         check_options(options)
-        self.model = model
-        self.tokenizer = tokenizer
-        self.options = options
-        self.source = source
-        if not options.raw:
-            self._check_chat_template()
+        self.model, self.tokenizer, self.options, self.source = model, tokenizer, options, source
+        template = tokenizer.chat_template
+        if not options.raw and template is None:
+            why = "it may be a base model, which continues text and doesn't chat"
+            raise MegatuneError(Finding("the tokenizer has no chat template", source, why, "add --raw"), ExitCode.INPUT)
+        if options.enable_thinking is not None and "enable_thinking" not in str(template):
+            why = f"the chat template of {source} has no such switch"
+            finding = Finding("has no effect", "--enable_thinking", why, "leave it out")
+            raise MegatuneError(finding, ExitCode.SETTINGS)
 
     @classmethod
     def load(cls, path: Path, options: GenerationOptions) -> Generator:
@@ -66,7 +68,6 @@ class Generator:
         Raises:
             MegatuneError: (SETTINGS) options that don't hold; (INPUT) what is missing or can't be read.
         """
-        check_options(options)
         folder = find_model(path)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -78,8 +79,7 @@ class Generator:
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise _cannot_load(folder, str(error)) from error
         # Transformers fills what is missing with random numbers, and its warning is silenced above.
-        missing = sorted(loading["missing_keys"])
-        if missing:
+        if missing := sorted(loading["missing_keys"]):
             raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         return cls(model.to(device).eval(), tokenizer, options, str(folder))
@@ -116,11 +116,13 @@ class Generator:
         """
         return self._generate(self.tokenizer(prompt, return_tensors="pt"), on_text)
 
-    def reply(self, prompt: str, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Reply to one prompt without history: complete it where the options say raw, else answer it."""
+    def reply(
+        self, prompt: str, on_text: Callable[[str], None] | None = None, history: Sequence[Message] = ()
+    ) -> Reply:
+        """Complete a prompt, without the history, where the options say raw; else answer it."""
         if self.options.raw:
             return self.complete(prompt, on_text)
-        return self.answer([{"role": "user", "content": prompt}], on_text)
+        return self.answer([*history, {"role": "user", "content": prompt}], on_text)
 
     def _generate(self, inputs: Any, on_text: Callable[[str], None] | None) -> Reply:
         prompt_ids = inputs["input_ids"].to(self.model.device)  # [1, T]
@@ -137,7 +139,9 @@ class Generator:
             )
         new_ids = generated[0, num_prompt_tokens:].tolist()
         text = self.tokenizer.decode(new_ids, skip_special_tokens=True)
-        return Reply(text, len(new_ids), stopped=bool(new_ids) and new_ids[-1] in self._stop_ids())
+        stop_ids = self.model.generation_config.eos_token_id
+        stop_ids = [stop_ids] if isinstance(stop_ids, int) else stop_ids or ()
+        return Reply(text, len(new_ids), stopped=bool(new_ids) and new_ids[-1] in stop_ids)
 
     def _sampling(self) -> dict[str, Any]:
         """Return the options of `generate` that are not left to the model's generation config."""
@@ -146,10 +150,6 @@ class Generator:
         if options.temperature > 0:
             chosen |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
         return {name: value for name, value in chosen.items() if value is not None}
-
-    def _stop_ids(self) -> list[int]:
-        stop_ids = self.model.generation_config.eos_token_id
-        return [stop_ids] if isinstance(stop_ids, int) else list(stop_ids or ())
 
     def _room_for(self, num_prompt_tokens: int) -> int:
         """Return tokens that may be generated after a prompt."""
@@ -163,17 +163,6 @@ class Generator:
             fix = "shorten it; in a chat, 'clear' forgets what was said"
             raise MegatuneError(Finding(what, "--prompt", f"{why}, its answer included", fix), ExitCode.DATA)
         return min(self.options.max_new_tokens, context - num_prompt_tokens)
-
-    def _check_chat_template(self) -> None:
-        template = self.tokenizer.chat_template
-        if template is None:
-            why = "it may be a base model, which continues text and doesn't chat"
-            finding = Finding("the tokenizer has no chat template", self.source, why, "add --raw")
-            raise MegatuneError(finding, ExitCode.INPUT)
-        if self.options.enable_thinking is not None and "enable_thinking" not in str(template):
-            why = f"the chat template of {self.source} has no such switch"
-            finding = Finding("has no effect", "--enable_thinking", why, "leave it out")
-            raise MegatuneError(finding, ExitCode.SETTINGS)
 
 
 class _Stream(TextStreamer):
@@ -189,6 +178,67 @@ class _Stream(TextStreamer):
 
 
 def _cannot_load(folder: Path, why: str) -> MegatuneError:
-    first = why.strip().partition("\n")[0]
-    finding = Finding("the model cannot be loaded", str(folder), first, "copy or save the model again")
-    return MegatuneError(finding, ExitCode.INPUT)
+    what, fix = "the model cannot be loaded", "copy or save the model again"
+    return MegatuneError(Finding(what, str(folder), why.strip().partition("\n")[0], fix), ExitCode.INPUT)
+
+
+def answer_prompts(generator: Generator, prompts: Iterable[str], *, stream: bool) -> None:
+    """Print the answer to each prompt, each without the others; empty prompts are passed over."""
+    for prompt in prompts:
+        if prompt.strip():
+            print_reply(generator, prompt.rstrip("\r\n"), stream=stream)
+
+
+def print_reply(generator: Generator, prompt: str, *, stream: bool) -> None:
+    """Print the answer to one prompt.
+
+    Raises:
+        MegatuneError: as `Generator.reply`.
+    """
+    _finish(generator.reply(prompt, _print_piece if stream else None), stream)
+
+
+def chat(generator: Generator, *, stream: bool) -> None:
+    """Chat with the user until `exit` or the end of input; `clear` forgets the conversation.
+
+    Ctrl-C while an answer is written drops that turn; at the prompt it is raised to the caller.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (importing it gives input() line editing and a history)
+    print("exit or Ctrl-D ends, clear forgets what was said, Ctrl-C stops an answer", file=sys.stderr)
+    history: list[Message] = []
+    while True:
+        try:
+            prompt = input("User: ").strip()
+        except EOFError:
+            print()
+            return
+        if prompt == "exit":
+            return
+        if prompt == "clear":
+            history.clear()
+        elif prompt:
+            _take_turn(generator, history, prompt, stream)
+
+
+def _take_turn(generator: Generator, history: list[Message], prompt: str, stream: bool) -> None:
+    """Ask one question and print its answer, both added to the history unless the user stops it."""
+    print("Assistant: ", end="", flush=True)
+    try:
+        reply = generator.reply(prompt, _print_piece if stream else None, history)
+        history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply.text}]
+        _finish(reply, stream)
+    except KeyboardInterrupt:
+        print("\n(stopped, and forgotten)", file=sys.stderr)
+    except MegatuneError as error:  # a conversation too long, say; the user can clear it and continue
+        print(f"\n{error}", file=sys.stderr)
+
+
+def _finish(reply: Reply, streamed: bool) -> None:
+    print("" if streamed else reply.text, flush=True)
+    if not reply.stopped:
+        print(f"(cut after {reply.num_tokens} tokens; --max_new_tokens sets the limit)", file=sys.stderr)
+
+
+def _print_piece(text: str) -> None:
+    print(text, end="", flush=True)

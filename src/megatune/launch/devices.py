@@ -15,7 +15,11 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Count the GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; 0 on a CPU machine."""
-    installed = _count_installed_gpus()
+    listing = _nvidia_smi("-L")
+    if listing is None:
+        installed = sum(1 for device in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name))
+    else:
+        installed = sum(line.startswith("GPU ") for line in listing.splitlines())
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return installed
@@ -26,13 +30,6 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
             break
         count += 1
     return min(count, installed)
-
-
-def _count_installed_gpus() -> int:
-    listing = _nvidia_smi("-L")
-    if listing is None:
-        return sum(1 for device in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name))
-    return sum(1 for line in listing.splitlines() if line.startswith("GPU "))
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
@@ -46,12 +43,7 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine.
-
-    Attributes:
-        name: the driver's: "NVIDIA H100 80GB HBM3".
-        memory: all of it, in bytes.
-    """
+    """A GPU of this machine: the driver's name for it ("NVIDIA H100 80GB HBM3"), and all its memory in bytes."""
 
     name: str
     memory: int
@@ -71,12 +63,10 @@ def list_gpus(env: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     chosen = []
     for entry in visible.split(","):
         # As CUDA: a name may be cut short, and the first entry that names no device ends the list.
-        key = next(
-            (key for key in found if key == entry.strip() or (entry[:4] == "GPU-" and key.startswith(entry))), ""
-        )
-        if not key:
+        named = [key for key in found if key == entry.strip() or (entry[:4] == "GPU-" and key.startswith(entry))]
+        if not named:
             break
-        chosen.append(found[key])
+        chosen.append(found[named[0]])
     return tuple(chosen)
 
 
@@ -117,11 +107,7 @@ def _cgroup_rooms() -> Iterator[int]:
 
 def _cgroup_of(controller: str) -> Path:
     """This process's group below the mount of a controller; "" is that of cgroup v2."""
-    try:
-        groups = (_PROC / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return Path()
-    for line in groups:
+    for line in _text(_PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(",") or controllers == controller:
             return Path(path.lstrip("/"))
@@ -131,23 +117,23 @@ def _cgroup_of(controller: str) -> Path:
 def count_cpus() -> int:
     """Return the number of CPU cores this process may use: its affinity, and its container's quota (cgroup v2)."""
     cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    match _text(Path("/sys/fs/cgroup/cpu.max")).split():
+        case [quota, period] if quota != "max":
+            return max(1, min(cores, int(quota) // int(period)))
+    return cores
 
 
 def count_oom_kills() -> int:
     """Count the out-of-memory killer's victims so far, as far as is known: in each memory group of this process
     (cgroup v1 and v2), and on the machine. A number that only grows, of no meaning by itself."""
     files = [folder / name for folder, names in _memory_groups() for name in names[-1:]]
-    return sum(_oom_kills(file) for file in [*files, _PROC / "vmstat"])
+    counts = (re.search(r"^oom_kill (\d+)$", _text(file), re.MULTILINE) for file in [*files, _PROC / "vmstat"])
+    return sum(int(found[1]) for found in counts if found)
 
 
-def _oom_kills(file: Path) -> int:
+def _text(file: Path) -> str:
+    """Read a file of the kernel's, "" where there is none."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+        return file.read_text()
     except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        return ""

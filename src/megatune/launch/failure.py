@@ -51,9 +51,8 @@ class Failure:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Failure:
-        kind = Kind[fields["kind"].upper()]
         findings = tuple(Finding(**finding) for finding in fields["findings"])
-        return cls(**fields | {"kind": kind, "findings": findings})
+        return cls(**fields | {"kind": Kind[fields["kind"].upper()], "findings": findings})
 
 
 def error_path(run_dir: Path, rank: int) -> Path:
@@ -68,6 +67,7 @@ def write_failure(path: Path, failure: Failure) -> None:
 
 
 def read_failure(path: Path) -> Failure | None:
+    """Read what `write_failure` wrote; None where there is no file."""
     try:
         return Failure.from_json(json.loads(path.read_text()))
     except FileNotFoundError:
@@ -76,7 +76,8 @@ def read_failure(path: Path) -> Failure | None:
 
 def describe_failure(error: BaseException, context: RankContext | None = None) -> Failure:
     """Collect what the report needs of an exception; `context` is None for one raised before there were ranks."""
-    kind = _kind_of(error)
+    kind, exit_code = _classify(error)
+    frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of ours that caught it
     return Failure(
         rank=context.rank if context else 0,
         host=socket.gethostname(),
@@ -84,15 +85,12 @@ def describe_failure(error: BaseException, context: RankContext | None = None) -
         phase=context.phase if context else "start",
         step=context.step if context else 0,
         time=time.time(),
-        exit_code=_exit_code(error, kind),
+        exit_code=exit_code,
         kind=kind,
         summary="".join(traceback.format_exception_only(error)).strip(),
         timed_out=kind is not Kind.RELAYED and _is_timeout(error),
         findings=error.findings if isinstance(error, MegatuneError) else (),
-        # Without the frame of ours that caught it.
-        traceback="".join(
-            traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
-        ),
+        traceback="".join(traceback.format_exception(type(error), error, frames)),
     )
 
 
@@ -113,16 +111,21 @@ def mark_relayed(error: Exception, exit_code: int) -> Exception:
     return error
 
 
-def _kind_of(error: BaseException) -> Kind:
+def _classify(error: BaseException) -> tuple[Kind, int]:
+    """Return what a failure is, and the exit code of the rank."""
     if hasattr(error, "relayed_exit_code"):
-        return Kind.RELAYED
+        return Kind.RELAYED, error.relayed_exit_code
     if isinstance(error, MegatuneError):
-        return Kind.UNAVAILABLE if error.exit_code == ExitCode.UNAVAILABLE else Kind.ERROR
+        return Kind.UNAVAILABLE if error.exit_code == ExitCode.UNAVAILABLE else Kind.ERROR, error.exit_code
     if _is_out_of_memory(error):
-        return Kind.ERROR
-    if _is_collective(error) or (error.__cause__ is not None and _is_collective(error.__cause__)):
-        return Kind.COLLECTIVE
-    return Kind.ERROR
+        return Kind.ERROR, ExitCode.OUT_OF_MEMORY
+    broken_off = _is_collective(error) or (error.__cause__ is not None and _is_collective(error.__cause__))
+    kind = Kind.COLLECTIVE if broken_off else Kind.ERROR
+    if isinstance(error, SystemExit):
+        return kind, error.code if isinstance(error.code, int) else 1
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+        return kind, ExitCode.CANNOT_WRITE
+    return kind, ExitCode.PROCESS_DIED if broken_off else ExitCode.INTERNAL
 
 
 def _is_collective(error: BaseException) -> bool:
@@ -144,17 +147,3 @@ def _is_timeout(error: BaseException) -> bool:
 
 def _mentions(error: BaseException, texts: str) -> bool:
     return re.search(texts, str(error), re.IGNORECASE) is not None
-
-
-def _exit_code(error: BaseException, kind: Kind) -> int:
-    if kind is Kind.RELAYED:
-        return int(error.relayed_exit_code)  # type: ignore[attr-defined]
-    if isinstance(error, MegatuneError):
-        return int(error.exit_code)
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    if _is_out_of_memory(error):
-        return ExitCode.OUT_OF_MEMORY
-    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
-        return ExitCode.CANNOT_WRITE
-    return ExitCode.INTERNAL if kind is Kind.ERROR else ExitCode.PROCESS_DIED

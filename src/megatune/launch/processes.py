@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatune.errors import ExitCode
-from megatune.launch.context import Beat, heartbeat_path, read_beat
+from megatune.launch.context import Beat, StartRequest, heartbeat_path, read_beat
 from megatune.launch.devices import count_cpus
 from megatune.launch.failure import Failure
-from megatune.launch.protocol import StartRequest
 
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 0.5  # between two looks at the heartbeats, which may be on a network file system
@@ -48,7 +47,7 @@ class RankState:
         return not self.alive and self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
 
 
-class RankProcesses:
+class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     """The zygote, and a RankState for each rank it starts. As a context manager, leaves no process behind.
 
     Attributes:
@@ -77,9 +76,6 @@ class RankProcesses:
                 start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
             )
         os.close(write_end)
-
-    def __enter__(self) -> RankProcesses:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.send(signal.SIGKILL)
@@ -139,16 +135,13 @@ class RankProcesses:
         self._polled = now
         for state in self.ranks.values():
             state.progressed += frozen
-        if readable or now - self._looked >= LOOK_SECONDS:
-            self._look_at_heartbeats(now)
-
-    def _look_at_heartbeats(self, now: float) -> None:
+        if not readable and now - self._looked < LOOK_SECONDS:
+            return
         self._looked = now
         for state in self.ranks.values():
             beat = read_beat(heartbeat_path(self.request.run_dir, state.rank))
             if beat and (state.beat is None or beat.count != state.beat.count):
-                state.beat = beat
-                state.progressed = now
+                state.beat, state.progressed = beat, now
 
     def poll_until(self, done: Callable[[], bool], seconds: float) -> None:
         """Poll until `done`, until nothing is to come, or for `seconds`."""

@@ -10,13 +10,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from megatune.errors import ExitCode
-from megatune.launch.context import RankContext
+from megatune.launch.context import RankContext, StartRequest, die_with_parent, log_path
 from megatune.launch.failure import Failure, Kind, describe_failure, error_path, write_failure
-from megatune.launch.protocol import StartRequest, die_with_parent, log_path
 from megatune.launch.world import RankEnv
 
 Target = Callable[[RankContext, dict[str, Any]], int | None]
@@ -63,13 +63,10 @@ def run_joined(
 
 
 def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, int]) -> int:
-    """Run the target in a rank that the zygote started.
+    """Run the target in a rank that the zygote started, and return as `run_joined`.
 
     Args:
         terminal: descriptors of the terminal's stdout and stderr, for rank 0.
-
-    Returns:
-        DONE or STOPPED; anything else ends the process here (`end_unless_well`).
     """
     env = request.world.rank_env(local_rank)
     context = RankContext(env, request.run_dir, request.stop_file)
@@ -123,7 +120,7 @@ def print_failure(failure: Failure, log: IO[str]) -> None:
 
 @contextlib.contextmanager
 def rank_log(context: RankContext) -> Iterator[IO[str]]:
-    """Open the rank's log, below those of earlier runs, and install the signal handlers that `protocol` lists.
+    """Open the rank's log, below those of earlier runs, and install the signal handlers that `context` lists.
 
     Signals that arrived since the fork are delivered here. SIGUSR1 and crashes write all stacks into the log.
     """
@@ -149,19 +146,14 @@ def _spare_forks_the_handler() -> None:
 
     It is held back during a fork: one that came before the child is set up would be lost.
     """
-
-    def mask(how: int) -> None:
-        signal.pthread_sigmask(how, {signal.SIGTERM})
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
+    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def release_in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        mask(signal.SIG_UNBLOCK)
+        release()
 
-    os.register_at_fork(
-        before=lambda: mask(signal.SIG_BLOCK),
-        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
-        after_in_child=release_in_child,
-    )
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_in_child)
 
 
 def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: bool) -> None:

@@ -10,12 +10,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatune.errors import ExitCode, Finding
+from megatune.launch.context import log_path
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
 from megatune.launch.processes import RankProcesses, RankState
-from megatune.launch.protocol import log_path
 from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
@@ -58,38 +58,33 @@ class Outcome:
     summary: str = ""
 
 
-def collect_failures(run_dir: Path, failed: list[RankState]) -> dict[int, Failure]:
-    """Read what the failed ranks wrote down; those that died of a signal wrote nothing."""
-    failures = {}
-    for state in failed:
+def first_cause(run_dir: Path, failed: list[RankState]) -> tuple[RankState, Failure | None, Kind]:
+    """Find the failed rank that the report blames: the strongest kind, then the earliest.
+
+    Returns:
+        The rank; what it wrote down, None for one that died of a signal; its kind.
+    """
+
+    def describe(state: RankState) -> tuple[RankState, Failure | None, Kind]:
         failure = read_failure(error_path(run_dir, state.rank))
         if failure is not None and failure.pid == state.pid:
-            failures[state.rank] = failure
-    return failures
+            return state, failure, failure.kind
+        # Native libraries abort a rank that waited in vain for another one.
+        return state, None, Kind.UNAVAILABLE if state.signal == signal.SIGABRT else Kind.ERROR
+
+    def order(found: tuple[RankState, Failure | None, Kind]) -> tuple[Kind, float]:
+        state, failure, kind = found
+        return kind, failure.time if failure else state.ended or 0.0
+
+    return min(map(describe, failed), key=order)
 
 
-def kind_of(state: RankState, failure: Failure | None) -> Kind:
-    """Return an abort ranks below other deaths: native libraries abort a rank that waited in vain for another one."""
-    if failure is not None:
-        return failure.kind
-    return Kind.UNAVAILABLE if state.signal == signal.SIGABRT else Kind.ERROR
+def failed_outcome(run_dir: Path, culprit: RankState, failure: Failure | None, out_of_memory: bool) -> Outcome:
+    """Return the outcome of a run of which `first_cause` is known.
 
-
-def first_cause(failed: list[RankState], failures: dict[int, Failure]) -> RankState:
-    """Find the failed rank that the report blames: the strongest kind, then the earliest."""
-
-    def order(state: RankState) -> tuple[Kind, float]:
-        failure = failures.get(state.rank)
-        return kind_of(state, failure), failure.time if failure else state.ended or 0.0
-
-    return min(failed, key=order)
-
-
-def failed_outcome(run_dir: Path, failed: list[RankState], out_of_memory: bool) -> Outcome:
-    """Return the outcome of a run in which ranks failed. `out_of_memory`: the kernel's killer has struck meanwhile."""
-    failures = collect_failures(run_dir, failed)
-    culprit = first_cause(failed, failures)
-    failure = failures.get(culprit.rank)
+    Args:
+        out_of_memory: the kernel's killer has struck meanwhile.
+    """
     if failure is not None:
         return raised_outcome(run_dir, failure, culprit.rank)
     exit_code = ExitCode.PROCESS_DIED
@@ -126,9 +121,8 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
         verb, why = "ended", "rank 0 failed so; see the report of its machine"
     else:
         verb = "failed"
-    finding = Finding(
-        f"{who} {verb} {place}: {failure.summary}", why=why, fix=fix or f"read the full traceback in {log}"
-    )
+    fix = fix or f"read the full traceback in {log}"
+    finding = Finding(f"{who} {verb} {place}: {failure.summary}", "", why, fix)
     return Outcome("failed", failure.exit_code, rank, (finding,), failure.traceback, failure.summary)
 
 
@@ -136,11 +130,9 @@ def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outc
     """Return the outcome of a run whose zygote ended by itself, before or after it started the ranks."""
     end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
     killed = signum == signal.SIGKILL and out_of_memory
-    finding = Finding(
-        f"the process that imports the program and starts the ranks {end}, and the ranks with it",
-        why=_OUT_OF_MEMORY_KILL if killed else _SIGNAL_REASONS.get(signum or 0, ""),
-        fix=f"read {log_path(run_dir, 'start')}; {_AGAIN}",
-    )
+    what = f"the process that imports the program and starts the ranks {end}, and the ranks with it"
+    why = _OUT_OF_MEMORY_KILL if killed else _SIGNAL_REASONS.get(signum or 0, "")
+    finding = Finding(what, "", why, f"read {log_path(run_dir, 'start')}; {_AGAIN}")
     return Outcome("failed", ExitCode.OUT_OF_MEMORY if killed else ExitCode.PROCESS_DIED, findings=(finding,))
 
 
@@ -199,8 +191,7 @@ def _process_state(pid: int) -> str:
 
 
 def _main_stack(log: Path, offset: int) -> tuple[str, ...]:
-    """Return the last thread's frames of a dump, which is the main one, as "function (file:line)"; without this
-    room's."""
+    """Return the frames of a dump's last thread, the main one, as "function (file:line)", without those of launch/."""
     if not log.exists():
         return ()
     with log.open(errors="replace") as file:
@@ -231,12 +222,10 @@ def hung_outcome(
     if others and all(other.in_collective for other in others):
         behind = "all ranks wait in collective operations, and this one is behind"
         why += f"; {behind if activity.in_collective else 'the other ranks wait for it in a collective operation'}"
-    what = (
-        f"rank {culprit.rank} on host {socket.gethostname()} hung {_place(culprit)}:"
-        f" no progress for {silent_seconds:.0f} s"
-    )
+    who, silence = f"rank {culprit.rank} on host {socket.gethostname()}", f"no progress for {silent_seconds:.0f} s"
     fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {_AGAIN}"
-    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (Finding(what, why=why, fix=fix),))
+    finding = Finding(f"{who} hung {_place(culprit)}: {silence}", "", why, fix)
+    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (finding,))
 
 
 def place_text(phase: str, step: int) -> str:
@@ -255,9 +244,9 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def print_outcome(outcome: Outcome, file: TextIO | None = None) -> None:
-    """Print what to tell the user; nothing for a run that is done."""
-    file = file or sys.stderr
+def print_outcome(outcome: Outcome) -> None:
+    """Print the findings on stderr, below the end of a traceback that is no user's fault."""
+    file = sys.stderr
     if outcome.findings and file.isatty():
         print(file=file)  # rank 0 may have been in the middle of a line
     if outcome.kind == "failed" and outcome.traceback and outcome.exit_code == ExitCode.INTERNAL:

@@ -13,25 +13,11 @@ from types import FrameType
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.context import heartbeat_path
+from megatune.launch import report
+from megatune.launch.context import StartRequest, heartbeat_path, log_path
 from megatune.launch.devices import count_oom_kills
 from megatune.launch.failure import Kind, error_path
-from megatune.launch.processes import POLL_SECONDS, RankProcesses, RankState
-from megatune.launch.protocol import StartRequest, log_path
-from megatune.launch.report import (
-    Outcome,
-    collect_failures,
-    dump_stacks,
-    failed_outcome,
-    find_hung,
-    first_cause,
-    hung_outcome,
-    kind_of,
-    lost_outcome,
-    print_outcome,
-    raised_outcome,
-    write_report,
-)
+from megatune.launch.processes import POLL_SECONDS, RankProcesses
 from megatune.launch.world import World, ensure_port_free
 
 START_SECONDS = 600.0
@@ -93,9 +79,9 @@ def run_ranks(
         outcome = _watch(processes, signals, start_timeout=start_timeout, hang_timeout=hang_timeout, grace=grace)
         ranks = [processes.ranks[rank] for rank in sorted(processes.ranks)]
     start_method = processes.ready["start"] if processes.ready else ""
-    print_outcome(outcome)
+    report.print_outcome(outcome)
     with contextlib.suppress(OSError):  # the outcome is printed; a full disk must not replace it
-        write_report(run_dir, world, outcome, ranks, started, start_method)
+        report.write_report(run_dir, world, outcome, ranks, started, start_method)
     return int(outcome.exit_code)
 
 
@@ -134,7 +120,7 @@ def _prepare_run_dir(request: StartRequest) -> None:
 
 def _watch(
     processes: RankProcesses, signals: Counter[int], *, start_timeout: float, hang_timeout: float, grace: float
-) -> Outcome:
+) -> report.Outcome:
     """Follow the ranks until all have ended, ending them where that is needed."""
     begun = time.monotonic()
     stop_by: float | None = None
@@ -145,11 +131,11 @@ def _watch(
         kills.look(now)
         if signals[signal.SIGINT] and stop_by is None:
             processes.end(impatient=lambda: signals[signal.SIGINT] > 1)
-            return Outcome("interrupted", ExitCode.INTERRUPTED, findings=(Finding("interrupted"),))
+            return report.Outcome("interrupted", ExitCode.INTERRUPTED, findings=(Finding("interrupted"),))
         if processes.failed():
             return _conclude_failure(processes, kills)
         if signals[signal.SIGTERM] and not processes.ready:
-            return Outcome("stopped", ExitCode.STOPPED)
+            return report.Outcome("stopped", ExitCode.STOPPED)
         if signals[signal.SIGTERM] and stop_by is None and processes.started:
             processes.send(signal.SIGTERM)
             stop_by = now + grace
@@ -160,13 +146,13 @@ def _watch(
         if processes.overdue(hang_timeout):
             return _conclude_hang(processes)
     if processes.failure is not None:
-        return raised_outcome(processes.request.run_dir, processes.failure, None)
+        return report.raised_outcome(processes.request.run_dir, processes.failure, None)
     if processes.lost:
-        return lost_outcome(processes.request.run_dir, processes.zygote_signal, kills.happened())
+        return report.lost_outcome(processes.request.run_dir, processes.zygote_signal, kills.happened())
     if processes.failed():
         return _conclude_failure(processes, kills)
     stopped = any(state.exit_code == ExitCode.STOPPED for state in processes.ranks.values())
-    return Outcome("stopped", ExitCode.STOPPED) if stopped else Outcome("done", ExitCode.DONE)
+    return report.Outcome("stopped", ExitCode.STOPPED) if stopped else report.Outcome("done", ExitCode.DONE)
 
 
 class _OomKills:
@@ -187,50 +173,43 @@ class _OomKills:
         return count_oom_kills() > self._before
 
 
-def _conclude_failure(processes: RankProcesses, kills: _OomKills) -> Outcome:
+def _conclude_failure(processes: RankProcesses, kills: _OomKills) -> report.Outcome:
     """A rank has failed: gather what failed with it, end the others, and find the first cause."""
     run_dir = processes.request.run_dir
 
-    def strongest() -> tuple[RankState, Kind]:
-        failures = collect_failures(run_dir, processes.failed())
-        culprit = first_cause(processes.failed(), failures)
-        return culprit, kind_of(culprit, failures.get(culprit.rank))
+    def is_strong() -> bool:
+        return report.first_cause(run_dir, processes.failed())[2] is Kind.ERROR
 
     processes.poll_until(lambda: False, SETTLE_SECONDS)
-    if strongest()[1] is not Kind.ERROR:
-        processes.poll_until(lambda: strongest()[1] is Kind.ERROR, SETTLE_COLLECTIVE_SECONDS)
-    culprit, kind = strongest()
-    failure = collect_failures(run_dir, [culprit]).get(culprit.rank)
+    processes.poll_until(is_strong, SETTLE_COLLECTIVE_SECONDS)
+    culprit, failure, kind = report.first_cause(run_dir, processes.failed())
     if kind is Kind.COLLECTIVE and failure is not None and failure.timed_out and processes.alive():
         # The rank that waited in vain is the victim; the one it waited for is still alive.
         return _conclude_hang(processes)
-    failed = processes.failed()  # before the others are ended, which is no failure of theirs
     processes.end()
-    return failed_outcome(run_dir, failed, kills.happened())
+    return report.failed_outcome(run_dir, culprit, failure, kills.happened())
 
 
-def _conclude_hang(processes: RankProcesses) -> Outcome:
-    activities = dump_stacks(processes)
-    culprit = find_hung(processes.alive(), activities)
+def _conclude_hang(processes: RankProcesses) -> report.Outcome:
+    activities = report.dump_stacks(processes)
+    culprit = report.find_hung(processes.alive(), activities)
     silent = time.monotonic() - culprit.progressed
     processes.end()
-    return hung_outcome(processes.request.run_dir, culprit, silent, activities)
+    return report.hung_outcome(processes.request.run_dir, culprit, silent, activities)
 
 
-def _start_timed_out(processes: RankProcesses, limit: float) -> Outcome:
+def _start_timed_out(processes: RankProcesses, limit: float) -> report.Outcome:
     processes.dump_zygote()
-    finding = Finding(
-        f"{processes.request.target.partition(':')[0]} was not imported within {limit:.0f} s",
-        why="the file system of the Python installation is slow, or the machine is busy",
-        fix=f"read where its import is in {log_path(processes.request.run_dir, 'start')}",
-    )
-    return Outcome("hung", ExitCode.PROCESS_DIED, findings=(finding,))
+    what = f"{processes.request.target.partition(':')[0]} was not imported within {limit:.0f} s"
+    why = "the file system of the Python installation is slow, or the machine is busy"
+    fix = f"read where its import is in {log_path(processes.request.run_dir, 'start')}"
+    return report.Outcome("hung", ExitCode.PROCESS_DIED, findings=(Finding(what, "", why, fix),))
 
 
-def _give_up_stopping(processes: RankProcesses, grace: float | None) -> Outcome:
+def _give_up_stopping(processes: RankProcesses, grace: float | None) -> report.Outcome:
     """SIGTERM was not followed in time (`grace`), or was repeated (None)."""
     late = ", ".join(str(state.rank) for state in processes.alive())
     processes.kill()
     reason = f"within {grace:.0f} s of SIGTERM" if grace is not None else "before the second signal"
     finding = Finding(f"ranks {late} had not stopped {reason} and were killed", fix="start again to resume")
-    return Outcome("failed", ExitCode.PROCESS_DIED, findings=(finding,))
+    return report.Outcome("failed", ExitCode.PROCESS_DIED, findings=(finding,))

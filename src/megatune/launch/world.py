@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import socket
@@ -62,26 +63,17 @@ class World:
         return RankEnv(rank, local_rank, self.world_size, local, self.master_addr, self.master_port, self.node_rank)
 
 
-class _Reader:
-    """Reads whole numbers from an environment and keeps what is wrong with them."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self.env = env
-        self.findings: list[Finding] = []
-
-    def integer(self, key: str, default: int | None, low: int = 0, high: int | None = None) -> int | None:
-        text = self.env.get(key, "").strip()
-        if not text:
-            return default
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or value < low or (high is not None and value > high):
-            allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
-            self.findings.append(Finding(f"{key}={text} is not a whole number {allowed}", "environment"))
-            return default
-        return value
+def _integer(
+    env: Mapping[str, str], findings: list[Finding], key: str, default: int = 0, low: int = 0, high: float = math.inf
+) -> int:
+    """Read a whole number from an environment; one that is not, or is out of bounds, becomes a finding."""
+    text = env.get(key, "").strip()
+    with contextlib.suppress(ValueError):
+        if not text or low <= int(text) <= high:
+            return int(text or default)
+    allowed = f"from {low} to {high}" if high < math.inf else f"of at least {low}"
+    findings.append(Finding(f"{key}={text} is not a whole number {allowed}", "environment"))
+    return default
 
 
 def decide_world(
@@ -101,17 +93,15 @@ def decide_world(
     Raises:
         MegatuneError: SETTINGS, with everything that contradicts.
     """
-    read = _Reader(env)
-    nnodes = read.integer("NNODES", 1, low=1) or 1
-    node_rank = read.integer("NODE_RANK", 0) or 0
-    nproc_set = read.integer("NPROC_PER_NODE", None, low=1)
-    port_set = read.integer("MASTER_PORT", None, low=1, high=65535)
+    findings: list[Finding] = []
+    nnodes = _integer(env, findings, "NNODES", 1, low=1)
+    node_rank = _integer(env, findings, "NODE_RANK")
+    nproc_set = _integer(env, findings, "NPROC_PER_NODE", low=1) or None
+    port_set = _integer(env, findings, "MASTER_PORT", low=1, high=65535)
     addr_set = env.get("MASTER_ADDR", "").strip()
-    findings = read.findings + _check_nodes(nnodes, node_rank, addr_set, env)
-
+    findings += _check_nodes(nnodes, node_rank, addr_set, env)
     nproc, contradictions = _decide_nproc(model_parallel_size, nnodes, num_processes, nproc_set, num_devices)
-    findings += contradictions
-    if findings:
+    if findings := findings + contradictions:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     if nnodes == 1:
         return World(1, 0, nproc, addr_set or LOOPBACK, port_set or find_free_port())
@@ -174,25 +164,18 @@ def joined(env: Mapping[str, str]) -> RankEnv | None:
     """
     if not all(env.get(key) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         return None
-    read = _Reader(env)
-    world_size = read.integer("WORLD_SIZE", 1, low=1) or 1
-    rank = read.integer("RANK", 0, high=world_size - 1) or 0
-    local_world_size = read.integer("LOCAL_WORLD_SIZE", world_size, low=1, high=world_size) or 1
-    local_rank = read.integer("LOCAL_RANK", 0, high=local_world_size - 1) or 0
-    node_rank = read.integer("GROUP_RANK", rank // local_world_size) or 0
-    port = read.integer("MASTER_PORT", None, low=1, high=65535)
-    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if not env.get(key)]
-    findings = [
-        *read.findings,
-        *(Finding(f"RANK is set without {key}", "environment", fix="start with torchrun") for key in missing),
-    ]
-    if findings or port is None:
+    findings: list[Finding] = []
+    world_size = _integer(env, findings, "WORLD_SIZE", 1, low=1)
+    rank = _integer(env, findings, "RANK", high=world_size - 1)
+    local_world_size = _integer(env, findings, "LOCAL_WORLD_SIZE", world_size, low=1, high=world_size)
+    local_rank = _integer(env, findings, "LOCAL_RANK", high=local_world_size - 1)
+    node_rank = _integer(env, findings, "GROUP_RANK", rank // local_world_size)
+    port = _integer(env, findings, "MASTER_PORT", low=1, high=65535)
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if not env.get(key, "").strip()]
+    findings += [Finding(f"RANK is set without {key}", "environment", fix="start with torchrun") for key in missing]
+    if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     return RankEnv(rank, local_rank, world_size, local_world_size, env["MASTER_ADDR"], port, node_rank)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# TCP ports of this machine, for the store where the ranks of a run meet
 
 
 def find_free_port() -> int:
@@ -233,10 +216,8 @@ def ensure_port_free(port: int) -> None:
 def _holder(port: int) -> str:
     import psutil
 
-    try:
+    with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.pid:
                 return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    except psutil.Error:
-        pass
     return ""

@@ -17,8 +17,8 @@ import traceback
 import warnings
 from pathlib import Path
 
+from megatune.launch.context import StartRequest, die_with_parent, log_path, send_event, set_process_name
 from megatune.launch.failure import describe_failure
-from megatune.launch.protocol import StartRequest, die_with_parent, log_path, send_event, set_process_name
 from megatune.launch.rank_main import load_target, run_supervised
 
 # Threads that survive a fork: their library stops and restarts them around it.
@@ -26,7 +26,7 @@ _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 
 
 def main() -> int:
-    """`zygote SUPERVISOR_PID EVENT_FD`, stdin as `protocol` says. Returns in the zygote and in every forked rank."""
+    """`zygote SUPERVISOR_PID EVENT_FD`, stdin as `context` says. Returns in the zygote and in every forked rank."""
     supervisor, events = map(int, sys.argv[1:])
     die_with_parent(supervisor)
     set_process_name("megatune-zygote")
@@ -71,7 +71,10 @@ def _start_ranks(request: StartRequest, events: int, terminal: tuple[int, int], 
             set_process_name(f"megatune-rank{env.rank}")
             os.environ.update(env.variables())
             if hazard:
-                _exec_rank(local_rank, zygote, terminal)
+                for descriptor in terminal:
+                    os.set_inheritable(descriptor, True)
+                arguments = [str(number) for number in (local_rank, zygote, *terminal)]
+                os.execv(sys.executable, [sys.executable, "-P", "-m", "megatune.launch.rank_main", *arguments])
             os.close(events)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             return run_supervised(request, local_rank, terminal)
@@ -85,7 +88,7 @@ def _start_ranks(request: StartRequest, events: int, terminal: tuple[int, int], 
 
 
 def fork_hazard() -> str:
-    """Why this process must not be forked after its imports; "" where it may.
+    """Return why this process must not be forked after its imports; "" where it may.
 
     A fork has only the thread that called it, and a CUDA driver that was initialised before it is unusable after.
     """
@@ -108,13 +111,6 @@ def _set_output_aside(run_dir: Path) -> tuple[int, int]:
     os.dup2(log, 2)
     os.close(log)
     return terminal
-
-
-def _exec_rank(local_rank: int, zygote: int, terminal: tuple[int, int]) -> None:
-    for descriptor in terminal:
-        os.set_inheritable(descriptor, True)
-    arguments = [str(number) for number in (local_rank, zygote, *terminal)]
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "megatune.launch.rank_main", *arguments])
 
 
 def _reap(ranks: dict[int, int], events: int) -> None:

@@ -24,11 +24,7 @@ _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "g
 
 
 def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
-    """Describe the model, the layout, the data and the schedule of the run, a line each.
-
-    Args:
-        resumed: the checkpoint that the run resumes from.
-    """
+    """Describe the model, the layout, the data, the schedule and the checkpoint that is resumed from, a line each."""
     settings, assembly, schedule = trainer.settings, trainer.assembly, trainer.schedule
     architecture, place, parallel = assembly.architecture, assembly.place, settings.parallel
     revision = settings.model.model_revision
@@ -56,9 +52,8 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         f"batch      {batch.per_device_train_batch_size} rows × {batch.gradient_accumulation_steps} micro-batches × "
         f"dp {place.dp_size} = {schedule.global_batch_size} rows a step"
     )
-    epochs = ""
-    if schedule.num_epochs is not None:
-        epochs = f", {schedule.steps_per_epoch} an epoch ({schedule.num_epochs:.2f} epochs)"
+    passes = schedule.num_epochs
+    epochs = "" if passes is None else f", {schedule.steps_per_epoch} an epoch ({passes:.2f} epochs)"
     yield f"schedule   {schedule.total_steps} steps{epochs}, into {settings.run.output_dir}"
     if resumed is not None:
         yield f"resume     {resumed}: {trainer.state.step} steps done"

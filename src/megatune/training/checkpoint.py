@@ -25,7 +25,8 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.flops import num_parameters
 from megatune.training.agreement import on_rank_0
-from megatune.training.storage import CheckpointStore, ensure_room, rotate, write_atomically, writing
+from megatune.training.storage.files import ensure_room, write_atomically, writing
+from megatune.training.storage.store import CheckpointStore, rotate
 
 _TRAINING = "training"
 _STATE = "state.json"
@@ -68,21 +69,16 @@ def save_checkpoint(
     """
     gather_parameters(assembly.model)
     needed = _bytes_needed(assembly, settings)
-
-    def begin() -> Path:
-        ensure_room(store.output_dir, needed)
-        return store.begin(state.step)
-
-    folder = on_rank_0(begin)
+    on_rank_0(lambda: ensure_room(store.output_dir, needed))
+    folder = on_rank_0(lambda: store.begin(state.step))
     with writing(folder, needed):
         files = list(_write(folder, assembly, settings, state))
         if assembly.place.rank == 0:
             files += _copy_model_files(source, folder, settings)
     digests = [digest for part in groups.gather(store.digest(state.step, files)) for digest in part]
-    consumed = state.step * state.global_batch_size
     model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
-    layout = _layout(assembly, settings)
-    metadata = {"megatune": __version__, **model, "layout": layout, "consumed_rows": consumed}
+    rows = {"layout": _layout(assembly, settings), "consumed_rows": state.step * state.global_batch_size}
+    metadata = {"megatune": __version__, **model, **rows}
 
     def commit() -> Path:
         path = store.commit(state.step, digests, metadata)
@@ -134,11 +130,10 @@ def _bytes_needed(assembly: Assembly, settings: Settings) -> int:
 
 
 def _layout(assembly: Assembly, settings: Settings) -> dict[str, Any]:
-    parallel = settings.parallel
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     return {
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_stages,
+        **{name: getattr(settings.parallel, name) for name in sizes},
+        "virtual_pipeline_model_parallel_size": settings.parallel.virtual_stages,
         "data_parallel_size": assembly.place.dp_size,
         "params_dtype": settings.precision.params_dtype,
     }
@@ -177,31 +172,19 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
 
 
 def _check_unchanged(checkpoint: Path, state: TrainState, expected: TrainState) -> None:
-    findings = [
-        Finding(
-            f"{what} was {before}, and is {after} in this run",
-            str(checkpoint),
-            "rows already trained could not be told from those to come",
-            f"set it to {before} again, or start anew with overwrite_output_dir: true",
-        )
-        for what, before, after in (
-            (
-                "rows per step (batch size × accumulation × data-parallel size)",
-                state.global_batch_size,
-                expected.global_batch_size,
-            ),
-            ("seed", state.seed, expected.seed),
-        )
-        if before != after
-    ]
+    size = "rows per step (batch size × accumulation × data-parallel size)"
+    findings = []
+    for what, name in ((size, "global_batch_size"), ("seed", "seed")):
+        before, after = getattr(state, name), getattr(expected, name)
+        if before != after:
+            changed = f"{what} was {before}, and is {after} in this run"
+            why = "rows already trained could not be told from those to come"
+            fix = f"set it to {before} again, or start anew with overwrite_output_dir: true"
+            findings.append(Finding(changed, str(checkpoint), why, fix))
     if state.rows_digest != expected.rows_digest:
-        findings.append(
-            Finding(
-                "the training rows are others than those the run began with",
-                str(checkpoint),
-                "a file of the data sets, the tokenizer, the template or another data setting was changed",
-                "put it back, or start anew with overwrite_output_dir: true",
-            )
-        )
+        what = "the training rows are others than those the run began with"
+        why = "a file of the data sets, the tokenizer, the template or another data setting was changed"
+        fix = "put it back, or start anew with overwrite_output_dir: true"
+        findings.append(Finding(what, str(checkpoint), why, fix))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)

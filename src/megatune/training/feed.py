@@ -33,7 +33,7 @@ from megatune.training.agreement import on_rank_0
 from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage import writing
+from megatune.training.storage.files import writing
 
 
 @dataclass(frozen=True, slots=True)

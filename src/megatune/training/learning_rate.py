@@ -20,7 +20,6 @@ def warmup_steps_of(warmup_steps: float, warmup_ratio: float | None, total_steps
     Args:
         warmup_steps: a number of steps from 1 on; below 1 it is a ratio of `total_steps` (Transformers 5).
         warmup_ratio: ratio of `total_steps`, used where `warmup_steps` is 0.
-        total_steps: optimizer steps of the whole run.
     """
     if warmup_steps >= 1:
         return int(warmup_steps)
@@ -35,11 +34,9 @@ class LearningRateSchedule:
     has a learning rate of 0.
 
     Args:
-        learning_rate: peak learning rate.
-        lr_scheduler_type: one of SCHEDULER_TYPES.
-        lr_scheduler_kwargs: arguments of that type, under Transformers' names (min_lr, num_decay_steps, ...).
+        learning_rate: the peak.
+        lr_scheduler_kwargs: arguments of the type, under Transformers' names (min_lr, num_decay_steps, ...).
         warmup_steps: steps of linear warm-up; see `warmup_steps_of`.
-        total_steps: optimizer steps of the whole run.
 
     Raises:
         ValueError: a type that is not in SCHEDULER_TYPES.
@@ -57,8 +54,12 @@ class LearningRateSchedule:
         if lr_scheduler_type not in SCHEDULER_TYPES:
             raise ValueError(f"lr_scheduler_type {lr_scheduler_type!r} is not one of {', '.join(SCHEDULER_TYPES)}")
         kwargs = dict(lr_scheduler_kwargs or {})
-        if lr_scheduler_type == "warmup_stable_decay":
-            _check_phases(kwargs, warmup_steps, total_steps)
+        decay = kwargs.get("num_decay_steps") if lr_scheduler_type == "warmup_stable_decay" else None
+        if isinstance(decay, int) and kwargs.get("num_stable_steps") is None and warmup_steps + decay > total_steps:
+            # Transformers would accept a negative stable phase, and the rate would jump into the middle of the decay.
+            phases = f"warm-up of {warmup_steps} and decay of {decay} steps"
+            fix = f"set num_decay_steps to at most {max(0, total_steps - warmup_steps)}"
+            raise _refused(f"{phases} do not fit a run of {total_steps} steps", fix=fix)
         self.learning_rate = learning_rate
         try:
             self._factor = _factor_of_step(learning_rate, lr_scheduler_type, kwargs, warmup_steps, total_steps)
@@ -90,16 +91,6 @@ def _factor_of_step(
         scheduler_specific_kwargs=kwargs,
     )
     return scheduler.lr_lambdas[0]
-
-
-def _check_phases(kwargs: Mapping[str, Any], warmup_steps: int, total_steps: int) -> None:
-    # Transformers would accept a negative stable phase, and the learning rate would jump into the middle of the decay.
-    num_decay_steps = kwargs.get("num_decay_steps")
-    if not isinstance(num_decay_steps, int) or kwargs.get("num_stable_steps") is not None:
-        return
-    if warmup_steps + num_decay_steps > total_steps:
-        what = f"warm-up of {warmup_steps} and decay of {num_decay_steps} steps do not fit a run of {total_steps} steps"
-        raise _refused(what, fix=f"set num_decay_steps to at most {max(0, total_steps - warmup_steps)}")
 
 
 def _refused(what: str, why: object = "", fix: str = "") -> MegatuneError:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
@@ -22,14 +20,14 @@ from megatune.launch.context import RankContext
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
-from megatune.training.callbacks import CallbackList, EvalReport, StepReport, TrainInfo, TrainSummary
+from megatune.training.callbacks import CallbackList
+from megatune.training.callbacks.base import EvalReport, StepReport, TrainSummary
 from megatune.training.checkpoint import TrainState, save_checkpoint
 from megatune.training.feed import Feed
 from megatune.training.learning_rate import LearningRateSchedule
-from megatune.training.memory import MemoryLog
-from megatune.training.profiling import StepProfiler
+from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage import CheckpointStore
+from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
 
 Outcome = Literal["finished", "stopped"]
@@ -66,30 +64,29 @@ class Trainer:
         began = time.monotonic()
         outcome: Literal["finished", "stopped", "failed"] = "failed"
         self._saved_step = self.state.step
-        self.callbacks.on_train_begin(
-            TrainInfo(
-                total_steps=self.schedule.total_steps,
-                num_train_epochs=self.schedule.num_epochs,
-                global_batch_size=self.schedule.global_batch_size,
-            )
-        )
+        self.callbacks.on_train_begin(self.schedule)
         memory: list[RankMemory] | None = None
+        # Left alone, each process collects garbage whenever its own counters say so, for some tens of milliseconds, and
+        # the others wait for it in the next collective operation.
+        manual_gc = self.settings.performance.manual_gc
+        if manual_gc:
+            gc.disable()
         try:
-            with _manual_garbage_collection(self.settings.performance.manual_gc):
-                outcome = self._train()
+            outcome = self._train()
             memory = groups.gather(self.memory.now)
         finally:
-            self.callbacks.on_train_end(
-                TrainSummary(
-                    outcome=outcome,
-                    step=self.state.step,
-                    total_steps=self.schedule.total_steps,
-                    seconds=time.monotonic() - began,
-                    memory=tuple(memory or [self.memory.now]),
-                    best_checkpoint=self.best_checkpoint,
-                    best_loss=self.state.best_loss,
-                )
+            if manual_gc:
+                gc.enable()
+            summary = TrainSummary(
+                outcome=outcome,
+                step=self.state.step,
+                total_steps=self.schedule.total_steps,
+                seconds=time.monotonic() - began,
+                memory=tuple(memory or [self.memory.now]),
+                best_checkpoint=self.best_checkpoint,
+                best_loss=self.state.best_loss,
             )
+            self.callbacks.on_train_end(summary)
         return outcome
 
     @property
@@ -103,20 +100,14 @@ class Trainer:
     def _train(self) -> Outcome:
         performance, interval = self.settings.performance, self.settings.run.check_agreement_interval
         batch, data = self.settings.batch, self.settings.data
-        batches = iter(
-            self._loader(
-                self.feed.rows,
-                batch.per_device_train_batch_size,
-                batch.gradient_accumulation_steps,
-                range(self.state.step, self.schedule.total_steps),
-                num_workers=data.dataloader_num_workers,
-                pin_memory=data.dataloader_pin_memory,
-            )
-        )
+        steps = range(self.state.step, self.schedule.total_steps)
+        sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
+        workers = {"num_workers": data.dataloader_num_workers, "pin_memory": data.dataloader_pin_memory}
+        batches = iter(self._loader(self.feed.rows, *sizes, steps, **workers))
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             profiler.begin(self.state.step)
             began = time.monotonic()  # of the step: when the work of the one before had ended
-            for step in range(self.state.step, self.schedule.total_steps):
+            for step in steps:
                 waiting = time.monotonic()
                 if self.feed.follower is not None:
                     self.context.beat("data", step + 1)
@@ -152,14 +143,7 @@ class Trainer:
         return "finished"
 
     def _loader(
-        self,
-        rows: StepRows,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        steps: range,
-        *,
-        num_workers: int = 0,
-        pin_memory: bool = False,
+        self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, **workers: Any
     ) -> StepLoader:
         parallel, place = self.settings.parallel, self.assembly.place
         return StepLoader(
@@ -177,8 +161,7 @@ class Trainer:
             same_length=place.pp_size > 1,  # pipelines send one shape from stage to stage
             start_step=steps.start,
             stop_step=steps.stop,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
+            **workers,
         )
 
     def _report(self, step: int, batches: list[Batch], result: StepResult, seconds: float, waited: float) -> None:
@@ -191,33 +174,31 @@ class Trainer:
         peak = planned.flops[self.settings.precision.params_dtype] if planned else None
         rows = [batch.input_ids.numel() / self.settings.batch.per_device_train_batch_size for batch in batches]
         self.state.step = step + 1
-        self.callbacks.on_step_end(
-            StepReport(
-                step=self.state.step,
-                total_steps=self.schedule.total_steps,
-                epoch=self._epoch,
-                loss=result.totals.loss,
-                learning_rate=self.learning_rate.at(step),
-                grad_norm=result.grad_norm,
-                num_tokens=int(result.totals.normalizer),
-                num_input_tokens=sum(lengths),
-                seconds=seconds,
-                data_seconds=waited,
-                tokens_per_second=sum(lengths) / seconds,
-                model_tflops=flops / 1e12,
-                mfu=flops / peak if peak else None,
-                memory_gib=device.peak_memory_bytes() / 2**30,
-                metrics=result.totals.metrics,
-                row_tokens=sum(rows) / len(rows),
-                longest_row=math.ceil(max(rows)),
-                document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
-                skipped=skipped,
-            )
+        report = StepReport(
+            step=self.state.step,
+            total_steps=self.schedule.total_steps,
+            epoch=self._epoch,
+            loss=result.totals.loss,
+            learning_rate=self.learning_rate.at(step),
+            grad_norm=result.grad_norm,
+            num_tokens=int(result.totals.normalizer),
+            num_input_tokens=sum(lengths),
+            seconds=seconds,
+            data_seconds=waited,
+            tokens_per_second=sum(lengths) / seconds,
+            model_tflops=flops / 1e12,
+            mfu=flops / peak if peak else None,
+            memory_gib=device.peak_memory_bytes() / 2**30,
+            metrics=result.totals.metrics,
+            row_tokens=sum(rows) / len(rows),
+            longest_row=math.ceil(max(rows)),
+            document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
+            skipped=skipped,
         )
+        self.callbacks.on_step_end(report)
 
     @property
     def _epoch(self) -> float | None:
-        """Passes done."""
         if self.feed.follower is not None:
             return self.feed.follower.epoch_after(self.state.step)
         return self.schedule.epoch_of(self.state.step)
@@ -226,15 +207,12 @@ class Trainer:
         """Name the step, the rows and the gradients; nothing was updated."""
         by_rank = list(not_finite_gradients(self.assembly).items())[:3]
         where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in by_rank)
-        return MegatuneError(
-            Finding(
-                f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}",
-                why=f"gradients that are not finite on {where or 'no rank: their norm overflows'}; the step's rows are "
-                f"{', '.join(self.feed.rows.names(step)[:8])}; the weights are as they were before the step",
-                fix="lower learning_rate, train in bf16 instead of fp16, or look at those rows",
-            ),
-            ExitCode.NOT_FINITE,
-        )
+        rows = f"the step's rows are {', '.join(self.feed.rows.names(step)[:8])}"
+        what = f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
+        why = f"gradients that are not finite on {where or 'no rank: their norm overflows'}; {rows}"
+        fix = "lower learning_rate, train in bf16 instead of fp16, or look at those rows"
+        finding = Finding(what, "", f"{why}; the weights are as they were before the step", fix)
+        return MegatuneError(finding, ExitCode.NOT_FINITE)
 
     def _evaluate(self) -> None:
         """Compute the loss over all evaluation rows, in their order."""
@@ -253,17 +231,16 @@ class Trainer:
         )
         if self.state.best_loss is None or found.loss < self.state.best_loss:
             self.state.best_loss, self.state.best_step = found.loss, step
-        self.callbacks.on_evaluate(
-            EvalReport(
-                step=step,
-                epoch=self._epoch,
-                loss=found.loss,
-                perplexity=math.exp(min(found.loss, 700)),
-                num_tokens=int(found.normalizer),
-                seconds=time.monotonic() - began,
-                metrics=found.metrics,
-            )
+        report = EvalReport(
+            step=step,
+            epoch=self._epoch,
+            loss=found.loss,
+            perplexity=math.exp(min(found.loss, 700)),
+            num_tokens=int(found.normalizer),
+            seconds=time.monotonic() - began,
+            metrics=found.metrics,
         )
+        self.callbacks.on_evaluate(report)
 
     def _save(self) -> None:
         if self._saved_step == self.state.step:
@@ -274,19 +251,3 @@ class Trainer:
         path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
         self._saved_step = self.state.step
         self.callbacks.on_save(path)
-
-
-@contextmanager
-def _manual_garbage_collection(manual: bool) -> Iterator[None]:
-    """Keep Python from collecting garbage by itself until the block ends.
-
-    Left alone, each process collects whenever its own counters say so, for some tens of milliseconds, and the others
-    wait for it in the next collective operation.
-    """
-    if manual:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if manual:
-            gc.enable()

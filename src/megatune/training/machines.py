@@ -16,7 +16,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
-from megatune.training.storage import writing
+from megatune.training.storage.files import writing
 
 _POLL_SECONDS = 0.05
 KEY = "the key"

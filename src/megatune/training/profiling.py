@@ -1,10 +1,13 @@
-"""`profile: true`: a trace of a few steps, a table of the slowest operators, and GPU memory when it runs out."""
+"""What a rank's steps take: a trace and a table of operators (`profile: true`), and the memory held, always."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -13,9 +16,11 @@ from torch.profiler import profile
 from megatune.config.settings import Settings
 from megatune.engine import device
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.run.record import RankMemory, rank_memory_path
 
 _logger = logging.getLogger(__name__)
 _OPERATORS = 40  # rows of the table
+_GROWTH = 1.02  # the file of memory is written again when the peak has grown by this factor
 
 
 def profile_dir(settings: Settings) -> Path:
@@ -32,14 +37,10 @@ def check_profiled_steps(settings: Settings, total_steps: int) -> None:
     """
     end = settings.logging.profile_step_end
     if settings.logging.profile and end > total_steps:
-        raise MegatuneError(
-            Finding(
-                f"profile_step_end {end} is beyond the {total_steps} steps of this run",
-                why="nothing would be profiled, or not all of it",
-                fix=f"write profile_step_end: {total_steps}, and a smaller profile_step_start",
-            ),
-            ExitCode.SETTINGS,
-        )
+        what = f"profile_step_end {end} is beyond the {total_steps} steps of this run"
+        why = "nothing would be profiled, or not all of it"
+        fix = f"write profile_step_end: {total_steps}, and a smaller profile_step_start"
+        raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
 
 
 def profiled_ranks(settings: Settings) -> list[int]:
@@ -47,12 +48,8 @@ def profiled_ranks(settings: Settings) -> list[int]:
     return settings.logging.profile_ranks if settings.logging.profile else []
 
 
-class StepProfiler:
-    """Profiles the steps of a run that the settings name, on the ranks that they name.
-
-    Args:
-        rank: this process's.
-    """
+class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
+    """Profiles the steps of a run that the settings name, on the ranks that they name."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         logs = settings.logging
@@ -70,9 +67,6 @@ class StepProfiler:
         """Write the trace where the last step to profile is done."""
         if self._profile is not None and done not in self._steps:
             self._write()
-
-    def __enter__(self) -> StepProfiler:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._profile is not None and kind is None:  # a run that stops on request
@@ -93,7 +87,7 @@ class StepProfiler:
             _logger.warning("the profile of this rank cannot be written to %s: %r", self._path.parent, error)
 
 
-@contextmanager
+@contextlib.contextmanager
 def memory_snapshot(settings: Settings, rank: int) -> Iterator[None]:
     """Write profile/memory-rank-K.pickle where the block runs out of GPU memory, for pytorch.org/memory_viz.
 
@@ -110,3 +104,41 @@ def memory_snapshot(settings: Settings, rank: int) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         device.dump_memory_history(folder / f"memory-rank-{rank}.pickle")
         raise
+
+
+class MemoryLog:
+    """RUN_DIR/memory/rank-K.json: what a rank holds at moments of its run.
+
+    It is on disk at once: a rank that runs out of memory has no time to say it.
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._path = rank_memory_path(run_dir, rank)
+        self._written_peak = 0
+        self._memory = RankMemory(rank=rank)
+        self.note(joined=device.memory_bytes())  # before anything is built
+
+    def stepped(self) -> None:
+        """Note what is held after a step: the first one, and those that hold more."""
+        if not self._memory.stepped:
+            self.note(stepped=device.memory_bytes())
+        elif device.peak_memory_bytes() > _GROWTH * self._written_peak:
+            self.note()
+
+    @property
+    def now(self) -> RankMemory:
+        """With the peak so far."""
+        # The kernel's resident peak is counted in coarse steps, and may lie below what was held.
+        held = max(self._memory.joined, self._memory.loaded, self._memory.stepped)
+        return replace(self._memory, peak=max(held, device.peak_memory_bytes()))
+
+    def note(self, **moments: int) -> None:
+        """Write what is held now, and the moments given by name."""
+        self._memory = replace(self._memory, **moments)
+        memory = self.now
+        self._written_peak = memory.peak
+        partial = self._path.with_suffix(".partial")
+        with contextlib.suppress(OSError):  # training continues without it
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(asdict(memory)) + "\n", encoding="utf-8")
+            os.replace(partial, self._path)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 from megatune.config.settings import Settings
@@ -16,16 +17,9 @@ from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
-from megatune.training.storage import (
-    FileDigest,
-    amount,
-    checkpoint_step,
-    list_checkpoints,
-    newest_verified,
-    problem_of,
-    read_manifest,
-    remove_checkpoints,
-)
+from megatune.training.storage.files import amount
+from megatune.training.storage.manifest import FileDigest, problem_of, read_manifest
+from megatune.training.storage.store import checkpoint_step, list_checkpoints, newest_verified, remove_checkpoints
 
 _POLL_SECONDS = 0.2
 _PROGRESS_SECONDS = 10.0
@@ -40,10 +34,7 @@ def choose_checkpoint(context: RankContext, settings: Settings, output_dir: Path
     """
     asked = settings.run.resume_from_checkpoint
     notes: list[str] = []
-
-    def check(path: Path) -> list[Finding]:
-        return _verify_together(context, path, notes)
-
+    check = partial(_verify_together, context, notes)
     if isinstance(asked, str):
         path = Path(asked)
         if not on_rank_0(path.is_dir):
@@ -54,13 +45,13 @@ def choose_checkpoint(context: RankContext, settings: Settings, output_dir: Path
     if asked is False or settings.run.overwrite_output_dir:
         return None, []
     newest, problems = newest_verified(on_rank_0(lambda: list_checkpoints(output_dir)), check)
-    if newest is None and (asked or problems):
-        nothing = Finding(f"resume_from_checkpoint: there is no checkpoint in {output_dir}")
-        fix = Finding(
-            f"{output_dir} holds checkpoints and none can be resumed from",
-            fix="overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them",
-        )
-        raise MegatuneError([*problems, fix] if problems else [nothing], ExitCode.INPUT)
+    if newest is None and problems:
+        fix = "overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them"
+        none = Finding(f"{output_dir} holds checkpoints and none can be resumed from", fix=fix)
+        raise MegatuneError([*problems, none], ExitCode.INPUT)
+    if newest is None and asked:
+        nothing = f"resume_from_checkpoint: there is no checkpoint in {output_dir}"
+        raise MegatuneError(Finding(nothing), ExitCode.INPUT)
     return newest, [*(f"passed over: {problem}" for problem in problems), *notes]
 
 
@@ -76,19 +67,14 @@ def clear_later_checkpoints(settings: Settings, output_dir: Path, resumed: Path 
     if not beyond or (resumed is not None and not isinstance(asked, str)):
         return  # what an automatic resume passed over is damaged, and is replaced when the run comes to it
     if not settings.run.overwrite_output_dir:
-        names = ", ".join(path.name for path in beyond[-3:])
-        raise MegatuneError(
-            Finding(
-                f"{output_dir} holds {names} of an earlier run",
-                why=f"this run begins at step {step}, and the next resume could not tell them from its own",
-                fix="overwrite_output_dir: true deletes them; another output_dir keeps them",
-            ),
-            ExitCode.CANNOT_WRITE,
-        )
+        what = f"{output_dir} holds {', '.join(path.name for path in beyond[-3:])} of an earlier run"
+        why = f"this run begins at step {step}, and the next resume could not tell them from its own"
+        fix = "overwrite_output_dir: true deletes them; another output_dir keeps them"
+        raise MegatuneError(Finding(what, "", why, fix), ExitCode.CANNOT_WRITE)
     remove_checkpoints(beyond)
 
 
-def _verify_together(context: RankContext, checkpoint: Path, notes: list[str]) -> list[Finding]:
+def _verify_together(context: RankContext, notes: list[str], checkpoint: Path) -> list[Finding]:
     """Compare every file of a checkpoint with its manifest, each rank a share of the bytes. Collective.
 
     A state of terabytes takes longer than any collective operation may: ranks leave notes in the store, as often as
@@ -109,20 +95,18 @@ def _verify_together(context: RankContext, checkpoint: Path, notes: list[str]) -
         return [Finding("holds a model without training state, so no run can resume from it", where=str(checkpoint))]
     began = time.monotonic()
     key, total = f"verify/{checkpoint.name}", sum(file.size for file in manifest.files)
-    problems = _verify_share(context, checkpoint, shares(manifest.files, context.world_size)[context.rank], key, total)
-    if context.rank == 0:
-        groups.post(f"{key}/all", json.dumps(problems))
-    else:
-        while (posted := groups.posted(f"{key}/all")) is None:
-            context.beat("verify", 0)
-            time.sleep(_POLL_SECONDS)
-        problems = json.loads(posted)
+    progress = _Progress(context, key, total)
+    _verify_share(context, checkpoint, shares(manifest.files, context.world_size)[context.rank], progress)
+    while (posted := groups.posted(f"{key}/all")) is None:
+        if context.rank == 0 and None not in (gathered := [problems for _, problems in progress.gather()]):
+            groups.post(f"{key}/all", json.dumps([problem for problems in gathered for problem in problems or ()]))
+            continue
+        context.beat("verify", 0)
+        time.sleep(_POLL_SECONDS)
     seconds = time.monotonic() - began
-    notes.append(
-        f"verified   {checkpoint}: {amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s, "
-        f"by {context.world_size} processes"
-    )
-    return [Finding(problem, where=str(checkpoint)) for problem in sorted(problems)]
+    speed = f"{amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s"
+    notes.append(f"verified   {checkpoint}: {speed}, by {context.world_size} processes")
+    return [Finding(problem, where=str(checkpoint)) for problem in sorted(json.loads(posted))]
 
 
 def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest]]:
@@ -136,11 +120,8 @@ def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest
     return found
 
 
-def _verify_share(
-    context: RankContext, checkpoint: Path, files: Sequence[FileDigest], key: str, total: int
-) -> list[str]:
-    """Read this rank's files and post what is wrong with them; rank 0 waits for all ranks and returns what is wrong."""
-    progress = _Progress(context, key, total)
+def _verify_share(context: RankContext, checkpoint: Path, files: Sequence[FileDigest], progress: _Progress) -> None:
+    """Read this rank's files and post what is wrong with them."""
     num_threads = max(1, min(len(files), (os.cpu_count() or 1) // context.local_world_size, _MOST_THREADS))
     with ThreadPoolExecutor(num_threads) as threads:
         futures = [threads.submit(problem_of, checkpoint, file, progress.add) for file in files]
@@ -150,14 +131,7 @@ def _verify_share(
             progress.post(None)
     # Another machine may see another file system: say which one it is.
     suffix = f" (on {socket.gethostname()})" if context.node_rank else ""
-    problems = [problem + suffix for future in futures if (problem := future.result())]
-    progress.post(problems)
-    while context.rank == 0 and (gathered := progress.gather()) is not None:
-        if all(found is not None for _, found in gathered):
-            return [problem for _, found in gathered for problem in found or ()]
-        time.sleep(_POLL_SECONDS)
-        context.beat("verify", 0)
-    return problems
+    progress.post([problem + suffix for future in futures if (problem := future.result())])
 
 
 class _Progress:

@@ -19,24 +19,18 @@ from megatune.plan.case import Case
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
-from megatune.training.callbacks import CallbackList, begin_record, build_callbacks
+from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import TrainState, load_checkpoint
 from megatune.training.feed import RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loop import Trainer
 from megatune.training.machines import model_on_node
-from megatune.training.memory import MemoryLog
-from megatune.training.profiling import check_profiled_steps, memory_snapshot
+from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_snapshot
 from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage import (
-    CheckpointStore,
-    checkpoint_step,
-    clean_partials,
-    finalize_model,
-    write_atomically,
-    writing,
-)
+from megatune.training.storage.files import write_atomically, writing
+from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
 
 
 def train(context: RankContext, payload: dict[str, Any]) -> int:
@@ -55,14 +49,8 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     settings: Settings = payload["settings"]
     context.beat("join", 0, limit=settings.run.ddp_timeout)
     _quiet()
-    groups.join(
-        context.rank,
-        context.world_size,
-        context.local_rank,
-        context.master_addr,
-        context.master_port,
-        timeout=settings.run.ddp_timeout,
-    )
+    ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
+    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout)
     try:
         return _train(context, settings, payload["run_yaml"], payload.get("case"), payload.get("model_dir"))
     finally:
@@ -75,14 +63,13 @@ def _train(
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
     memory = MemoryLog(context.run_dir, context.rank)
-    memory.joined()
     on_rank_0(lambda: _open_output(output_dir, run_yaml))
     resumed, notes = choose_checkpoint(context, settings, output_dir)
     on_rank_0(lambda: _note_plan(output_dir, case, resumed))
     source = model_on_node(context, settings, model_dir, resumed)
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
-            trainer = _build_trainer(context, settings, source, data, resumed, memory, planned=case is not None)
+            trainer = _build_trainer(context, settings, source, data, resumed, memory)
             return _run(trainer, resumed, notes)
     finally:
         memory.note()
@@ -92,8 +79,7 @@ def _open_output(output_dir: Path, run_yaml: str) -> None:
     """Tidy what a killed run left in the folder, and note what this one does."""
     with writing(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-    clean_partials(output_dir)
-    with writing(output_dir):
+        clean_partials(output_dir)
         write_atomically(output_dir / "run.yaml", run_yaml)
 
 
@@ -106,18 +92,11 @@ def _note_plan(output_dir: Path, case: Case | None, resumed: Path | None) -> Non
 
 
 def _build_trainer(
-    context: RankContext,
-    settings: Settings,
-    source: Path,
-    data: RunData,
-    resumed: Path | None,
-    memory: MemoryLog,
-    *,
-    planned: bool,
+    context: RankContext, settings: Settings, source: Path, data: RunData, resumed: Path | None, memory: MemoryLog
 ) -> Trainer:
     """Load model, optimizer and training state."""
     assert settings.run.output_dir is not None
-    output_dir = Path(settings.run.output_dir)
+    output_dir, optimizer = Path(settings.run.output_dir), settings.optimizer
     context.beat("load", 0, limit=settings.run.ddp_timeout)
     assembly = assemble(resumed or source, settings)
     schedule = RunSchedule.plan(settings, data.num_rows, assembly.place.dp_size)
@@ -126,21 +105,23 @@ def _build_trainer(
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
     feed = data.feed(schedule, assembly.architecture.vocab_size)
-    callbacks = CallbackList()
-    if context.rank == 0:
-        callbacks = build_callbacks(settings, output_dir, state.step, planned=planned)
+    shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
+    warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
+    tokenizer = load_tokenizer(source)
+    # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
+    paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
     return Trainer(
         settings=settings,
         assembly=assembly,
         feed=feed,
         schedule=schedule,
         state=state,
-        learning_rate=_learning_rate(settings, schedule.total_steps),
-        callbacks=callbacks,
+        learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
+        callbacks=build_callbacks(settings, output_dir, state.step) if context.rank == 0 else CallbackList(),
         store=CheckpointStore(output_dir),
         context=context,
         source=source,
-        pad_token_id=_pad_token_id(source),
+        pad_token_id=next(int(token) for token in paddings if token is not None),
         memory=memory,
     )
 
@@ -153,7 +134,7 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not look at it again and again
     device.synchronize()
-    trainer.memory.loaded(trainer.assembly.place.pp_rank)
+    trainer.memory.note(stage=trainer.assembly.place.pp_rank, loaded=device.memory_bytes())
     outcome = trainer.run()
     if trainer.context.rank == 0 and trainer.feed.follower is not None:
         print("\n".join(trainer.feed.follower.summary()), flush=True)
@@ -163,24 +144,6 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
         return ExitCode.STOPPED
     on_rank_0(lambda: _finish(trainer, output_dir))
     return ExitCode.DONE
-
-
-def _learning_rate(settings: Settings, total_steps: int) -> LearningRateSchedule:
-    optimizer = settings.optimizer
-    return LearningRateSchedule(
-        optimizer.learning_rate,
-        optimizer.lr_scheduler_type,
-        optimizer.lr_scheduler_kwargs,
-        warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, total_steps),
-        total_steps,
-    )
-
-
-def _pad_token_id(source: Path) -> int:
-    """Choose a token for padding. Any does: padding is on the right, no real token attends to it, none is trained."""
-    tokenizer = load_tokenizer(source)
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(token) for token in candidates if token is not None)
 
 
 def _finish(trainer: Trainer, output_dir: Path) -> None:

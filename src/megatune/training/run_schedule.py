@@ -29,8 +29,7 @@ class RunSchedule:
     def plan(cls, settings: Settings, num_rows: int | None, dp_size: int) -> RunSchedule:
         """Derive the schedule from the settings.
 
-        Args:
-            num_rows: to train; None where they are streamed, which the settings' rules allow with max_steps only.
+        Without `num_rows`, rows are streamed, which the settings' rules allow with max_steps only.
         """
         batch = settings.batch
         size = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * dp_size

@@ -8,7 +8,8 @@ from pathlib import Path
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import HubModel, is_hub_id, open_model
-from megatune.training.storage import list_checkpoints, read_manifest
+from megatune.training.storage.manifest import read_manifest
+from megatune.training.storage.store import list_checkpoints
 
 
 class RunModel:

@@ -1,20 +1,20 @@
-"""One optimizer step from its micro-batches, and an evaluation: what a training loop of any kind is built of."""
+"""One optimizer step from its micro-batches, its checks, and an evaluation: what any training loop is built of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatune.bridge.assemble import Assembly
+from megatune.bridge.parameters import LocalParameter
 from megatune.data.batches import Batch
 from megatune.engine import groups, optimizer
+from megatune.engine.agreement import Held, check_agreement, check_scalars
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.step import Objective, StepTotals, forward_backward
 from megatune.objectives.language_model import CrossEntropy
-from megatune.training.copies import check_gradients, check_weights
 
 _CROSS_ENTROPY = CrossEntropy()
 
@@ -63,6 +63,44 @@ def train_step(
     return StepResult(totals, grad_norm, updated)
 
 
+def check_gradients(assembly: Assembly, step: int) -> None:
+    """Compare gradients after they were summed, before the optimizer uses them; collective.
+
+    Each replica holds all sums where the optimizer is not distributed, and its share where it is: that is held by
+    tensor-parallel ranks only. `step` is counted from 1, for the report.
+
+    Raises:
+        MegatuneError: NOT_FINITE, see `check_agreement`.
+    """
+    shards = optimizer.main_shards(assembly.optimizer)
+    held = [
+        Held(_name(local, assembly), local.parameter, shards[local.parameter].grad)
+        for local in assembly.parameters
+        if local.parameter in shards
+    ]
+    is_split = assembly.model[0].ddp_config.use_distributed_optimizer
+    check_agreement(f"step {step}: gradients", held, over_replicas=not is_split)
+
+
+def check_weights(assembly: Assembly, step: int, **values: float) -> None:
+    """Compare weights after an update, and numbers that every rank holds, such as `grad_norm`; collective.
+
+    Raises:
+        MegatuneError: NOT_FINITE, see `check_agreement`.
+    """
+    kept = {f"the optimizer's {name}": value for name, value in optimizer.scalars(assembly.optimizer).items()}
+    check_scalars(f"step {step}", {"step": step, **values, **kept})
+    gather_parameters(assembly.model)
+    held = [Held(_name(local, assembly), local.parameter, local.parameter) for local in assembly.parameters]
+    check_agreement(f"step {step}: weights", held)
+
+
+def _name(local: LocalParameter, assembly: Assembly) -> str:
+    """Name the first of the Hugging Face tensors that the parameter is made of, and how many more there are."""
+    first, *others = local.hf_shapes(assembly.architecture)
+    return f"{first} (and {len(others)} more in one tensor)" if others else first
+
+
 def not_finite_gradients(assembly: Assembly) -> dict[int, list[str]]:
     """Name the parameters whose gradients are not finite, by rank; collective."""
     shards = optimizer.main_shards(assembly.optimizer)
@@ -91,19 +129,14 @@ def evaluate(
     """
     gather_parameters(model)
     found: list[StepTotals] = []
-    with _eval_mode(model), torch.no_grad():
-        for index, batches in enumerate(steps):
-            on_step(index)
-            found.append(forward_backward(model, batches, objective, forward_only=True))
-    return StepTotals.summed(found)
-
-
-@contextmanager
-def _eval_mode(model: list[Chunk]) -> Iterator[None]:
     for chunk in model:
         chunk.eval()
     try:
-        yield
+        with torch.no_grad():
+            for index, batches in enumerate(steps):
+                on_step(index)
+                found.append(forward_backward(model, batches, objective, forward_only=True))
     finally:
         for chunk in model:
             chunk.train()
+    return StepTotals.summed(found)

@@ -10,39 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
+from megatune.plan.run.record import PLAN_NAME
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.metrics import Metrics, Results, TrainerLog
+from megatune.training.callbacks.metrics import Metrics, Prediction, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
-from megatune.training.callbacks.prediction import Prediction, begin_record
-from megatune.training.callbacks.tensorboard import TensorBoard
-
-__all__ = [
-    "Callback",
-    "CallbackList",
-    "EvalReport",
-    "LogReport",
-    "StepReport",
-    "TrainInfo",
-    "TrainSummary",
-    "begin_record",
-    "build_callbacks",
-]
+from megatune.training.run_schedule import RunSchedule
 
 _logger = logging.getLogger(__name__)
 _PACE_STEPS = 20
 
 
-def build_callbacks(
-    settings: Settings, output_dir: Path, resume_step: int = 0, *, planned: bool = False
-) -> CallbackList:
+def build_callbacks(settings: Settings, output_dir: Path, resume_step: int = 0) -> CallbackList:
     """Build what the settings ask for, as one callback that the loop calls.
 
     Args:
-        settings: `logging.logging_steps`, `logging.report_to`, `logging.plot_loss` and `run.run_name` are read.
-        output_dir: where the files go.
+        output_dir: with plan.json, where there is a plan to hold the run against (`begin_record`).
         resume_step: steps already done; what an earlier run logged beyond them is dropped.
-        planned: there is a plan (`begin_record`) to hold the run against.
     """
     run_name = settings.run.run_name or output_dir.absolute().name
     callbacks: list[Callback] = [
@@ -51,7 +35,7 @@ def build_callbacks(
         TrainerLog(output_dir, resume_step),
         Results(output_dir),
     ]
-    if planned:
+    if (output_dir / PLAN_NAME).exists():
         callbacks.append(Prediction(output_dir))
     if settings.logging.plot_loss:
         callbacks.append(LossPlot(output_dir))
@@ -76,9 +60,9 @@ class CallbackList(Callback):
         self._num_steps = 0  # of this process
         self._began = time.monotonic()
 
-    def on_train_begin(self, info: TrainInfo) -> None:
+    def on_train_begin(self, schedule: RunSchedule) -> None:
         self._began = time.monotonic()
-        self._call("on_train_begin", info)
+        self._call("on_train_begin", schedule)
 
     def on_step_end(self, report: StepReport) -> None:
         self._num_steps += 1
@@ -121,32 +105,24 @@ class CallbackList(Callback):
 
 
 def _merged(steps: list[StepReport], *, elapsed_seconds: float, eta_seconds: float) -> LogReport:
-    """Make one report of several steps."""
+    """Make one report of several steps, as `LogReport` says."""
     last = steps[-1]
-    seconds = sum(step.seconds for step in steps)
+    sums = ("num_tokens", "num_input_tokens", "seconds", "data_seconds")
+    added: dict[str, Any] = {name: sum(getattr(step, name) for step in steps) for name in sums}
 
-    def mean_over_time(values: list[float]) -> float:
-        if seconds <= 0:
-            return values[-1]
-        return sum(value * step.seconds for value, step in zip(values, steps, strict=True)) / seconds
+    def mean_over_time(name: str) -> Any:
+        values = [getattr(step, name) for step in steps]
+        if None in values or added["seconds"] <= 0:
+            return values[-1] if None not in values else None
+        return sum(value * step.seconds for value, step in zip(values, steps, strict=True)) / added["seconds"]
 
-    mfu = [step.mfu for step in steps if step.mfu is not None]
     reported = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in last.metrics}
     return LogReport(
-        step=last.step,
-        total_steps=last.total_steps,
-        epoch=last.epoch,
+        **{name: getattr(last, name) for name in ("step", "total_steps", "epoch", "learning_rate", "grad_norm")},
+        **added,
+        **{name: mean_over_time(name) for name in ("tokens_per_second", "model_tflops", "mfu")},
         num_steps=len(steps),
         loss=sum(step.loss for step in steps) / len(steps),
-        learning_rate=last.learning_rate,
-        grad_norm=last.grad_norm,
-        num_tokens=sum(step.num_tokens for step in steps),
-        num_input_tokens=sum(step.num_input_tokens for step in steps),
-        seconds=seconds,
-        data_seconds=sum(step.data_seconds for step in steps),
-        tokens_per_second=mean_over_time([step.tokens_per_second for step in steps]),
-        model_tflops=mean_over_time([step.model_tflops for step in steps]),
-        mfu=mean_over_time(mfu) if len(mfu) == len(steps) else None,
         memory_gib=max(step.memory_gib for step in steps),
         metrics={name: sum(values) / len(values) for name, values in reported.items()},
         num_skipped=sum(step.skipped for step in steps),

@@ -8,21 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatune.plan.run.record import RankMemory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainInfo:
-    """A run that begins.
-
-    Attributes:
-        total_steps: optimizer steps of the whole run, those before a resume among them.
-        num_train_epochs: passes over the training rows; None where that is not known, as these are streamed.
-        global_batch_size: rows per optimizer step.
-    """
-
-    total_steps: int
-    num_train_epochs: float | None
-    global_batch_size: int
+from megatune.training.run_schedule import RunSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +134,7 @@ class TrainSummary:
 class Callback:
     """Acts beside the training step; every method does nothing unless a subclass says otherwise."""
 
-    def on_train_begin(self, info: TrainInfo) -> None:
+    def on_train_begin(self, schedule: RunSchedule) -> None:
         """Before the first step of this process."""
 
     def on_step_end(self, report: StepReport) -> None:

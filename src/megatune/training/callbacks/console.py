@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.run_schedule import RunSchedule
 
 _SHORT_NAMES = {"load_balancing_loss": "balance"}
 # Waiting for data, of the seconds of steps: what a log line mentions, and what a warning is worth, given once, from the
@@ -26,7 +27,6 @@ class Console(Callback):
     """Prints every log line, evaluation and save; on a terminal a progress bar stays below them.
 
     Args:
-        run_name: what the first line calls the run.
         resume_step: steps done before this process.
         console: where to print; standard output unless given.
     """
@@ -40,17 +40,15 @@ class Console(Callback):
         self._warned = False
         self._seconds = self._data_seconds = 0.0  # of the steps after those that warm up
 
-    def on_train_begin(self, info: TrainInfo) -> None:
+    def on_train_begin(self, schedule: RunSchedule) -> None:
         resumed = f", resumed after step {self._resume_step}" if self._resume_step else ""
-        epochs = "" if info.num_train_epochs is None else f"{info.num_train_epochs:g} epochs, "
-        self._print(
-            f"training {self._run_name}: {info.total_steps} steps, {epochs}"
-            f"{info.global_batch_size} rows per step{resumed}"
-        )
+        epochs = "" if schedule.num_epochs is None else f"{schedule.num_epochs:g} epochs, "
+        rows = f"{schedule.global_batch_size} rows per step"
+        self._print(f"training {self._run_name}: {schedule.total_steps} steps, {epochs}{rows}{resumed}")
         if self._console.is_terminal:
             columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}")
             self._progress = Progress(*columns, console=self._console, expand=True)
-            self._progress.add_task("", total=info.total_steps, completed=self._resume_step)
+            self._progress.add_task("", total=schedule.total_steps, completed=self._resume_step)
             self._progress.start()
 
     def on_step_end(self, report: StepReport) -> None:
@@ -81,9 +79,8 @@ class Console(Callback):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        done = f"after step {summary.step} of {summary.total_steps}"
-        if summary.outcome == "finished":
-            done = f"{summary.total_steps} steps"
+        finished = summary.outcome == "finished"
+        done = f"{summary.total_steps} steps" if finished else f"after step {summary.step} of {summary.total_steps}"
         self._print(f"{summary.outcome}: {done} in {_duration(summary.seconds)}")
         if summary.best_checkpoint is not None and summary.best_loss is not None:
             self._print(f"best: {summary.best_checkpoint}  eval_loss {summary.best_loss:.4f}")

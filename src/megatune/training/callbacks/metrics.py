@@ -1,41 +1,52 @@
-"""The files of numbers: every logged step and evaluation as JSON lines, and the outcome of a run.
+"""The files of numbers: every logged step and evaluation as JSON lines and for TensorBoard, and the outcome of a run.
 
-metrics.jsonl is ours; the others are where Transformers' and LLaMA-Factory's users look for them.
+metrics.jsonl and plan.json are ours; the others are where Transformers' and LLaMA-Factory's users look for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import statistics
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainInfo, TrainSummary
-from megatune.training.storage import write_atomically
+from megatune.engine import device
+from megatune.errors import MegatuneError
+from megatune.plan.case import Case
+from megatune.plan.run import record as plan_record
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.run_schedule import RunSchedule
+from megatune.training.storage.files import write_atomically
 
 METRICS_NAME = "metrics.jsonl"
+_WARM_UP = 2  # steps that are not timed for plan.json, of a run that has more
 # Keys that every line of steps has, null where they are no part of the loss.
 _ALWAYS = {"load_balancing_loss": None, "z_loss": None}
-# The part of a line of metrics.jsonl that Transformers' log_history has, under the same names.
-_HISTORY = ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")
+# The part of a line of metrics.jsonl that Transformers' log_history has, and its names there.
+_HISTORY = {key: key for key in ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")}
+_HISTORY["eval_seconds"] = "eval_runtime"
+
+_TRAIN_TAGS = (
+    *("loss", "learning_rate", "grad_norm", "epoch", "data_seconds"),
+    *("tokens_per_second", "model_tflops", "mfu", "memory_gib"),
+)
 
 
 class _JsonLines(Callback):
     """A file of JSON lines that survives kill -9 and continues after a resume.
 
-    Args:
-        path: the file. Records of steps after `resume_step`, and a torn last line, are dropped from it.
-        step_key: the key of a record that holds its step.
-        resume_step: steps done before this process.
+    Records whose `step_key` is above the steps done before this process, and a torn last line, are dropped from it.
     """
 
     def __init__(self, path: Path, step_key: str, resume_step: int) -> None:
         self._path, self._step_key, self._resume_step = path, step_key, resume_step
 
-    def on_train_begin(self, info: TrainInfo) -> None:
+    def on_train_begin(self, schedule: RunSchedule) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             records = read_json_lines(self._path)
@@ -75,9 +86,9 @@ class TrainerLog(_JsonLines):
         self._total_steps = 0
         self._times: dict[str, str] = {}
 
-    def on_train_begin(self, info: TrainInfo) -> None:
-        self._total_steps = info.total_steps
-        super().on_train_begin(info)
+    def on_train_begin(self, schedule: RunSchedule) -> None:
+        self._total_steps = schedule.total_steps
+        super().on_train_begin(schedule)
 
     def on_log(self, report: LogReport) -> None:
         self._times = {
@@ -104,8 +115,8 @@ class Results(Callback):
         self._epoch: float | None = 0.0
         self._evaluation: dict[str, Any] = {}
 
-    def on_train_begin(self, info: TrainInfo) -> None:
-        self._info = info
+    def on_train_begin(self, schedule: RunSchedule) -> None:
+        self._schedule = schedule
 
     def on_step_end(self, report: StepReport) -> None:
         self._num_steps += 1
@@ -121,16 +132,19 @@ class Results(Callback):
         }
 
     def on_train_end(self, summary: TrainSummary) -> None:
-        info, best, num_steps = self._info, summary.best_checkpoint, self._num_steps
+        schedule, best, num_steps = self._schedule, summary.best_checkpoint, self._num_steps
         state = {
             "best_metric": summary.best_loss,
             "best_model_checkpoint": str(best) if best is not None else None,
             "epoch": self._epoch,
             "global_step": summary.step,
-            "max_steps": info.total_steps,
-            "num_train_epochs": None if info.num_train_epochs is None else math.ceil(info.num_train_epochs),
+            "max_steps": schedule.total_steps,
+            "num_train_epochs": None if schedule.num_epochs is None else math.ceil(schedule.num_epochs),
             "is_world_process_zero": True,
-            "log_history": [_history_entry(record) for record in read_json_lines(self._output_dir / METRICS_NAME)],
+            "log_history": [
+                {_HISTORY[key]: record[key] for key in _HISTORY if key in record}
+                for record in read_json_lines(self._output_dir / METRICS_NAME)
+            ],
         }
         self._write("trainer_state.json", state)
         if summary.outcome != "finished" or not num_steps:
@@ -139,7 +153,7 @@ class Results(Callback):
             "epoch": self._epoch,
             "train_loss": self._loss_sum / num_steps,
             "train_runtime": summary.seconds,
-            "train_samples_per_second": num_steps * info.global_batch_size / summary.seconds,
+            "train_samples_per_second": num_steps * schedule.global_batch_size / summary.seconds,
             "train_steps_per_second": num_steps / summary.seconds,
         }
         self._write("train_results.json", train)
@@ -151,9 +165,90 @@ class Results(Callback):
         write_atomically(self._output_dir / name, json.dumps(content, indent=2) + "\n")
 
 
-def _history_entry(record: dict[str, Any]) -> dict[str, Any]:
-    entry = {key: record[key] for key in _HISTORY if key in record}
-    return entry | ({"eval_runtime": record["eval_seconds"]} if "eval_seconds" in record else {})
+class TensorBoard(Callback):
+    """TensorBoard event files, under the tags that the Transformers Trainer uses.
+
+    The folder's name is the run's in TensorBoard, which hides events after the steps done before this process.
+    """
+
+    def __init__(self, log_dir: Path, resume_step: int = 0) -> None:
+        self._log_dir = log_dir
+        self._resume_step = resume_step
+
+    def on_train_begin(self, schedule: RunSchedule) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._log_dir), purge_step=self._resume_step + 1, flush_secs=30)
+
+    def on_log(self, report: LogReport) -> None:
+        values = {tag: getattr(report, tag) for tag in _TRAIN_TAGS}
+        self._add("train", {**report.metrics, **values}, report.step)
+
+    def on_evaluate(self, report: EvalReport) -> None:
+        self._add("eval", {**report.metrics, "loss": report.loss, "perplexity": report.perplexity}, report.step)
+
+    def on_save(self, path: Path) -> None:
+        self._writer.flush()
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        self._writer.close()
+
+    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        for tag, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{tag}", value, step)
+
+
+def begin_record(output_dir: Path, case: Case, first_step: int) -> None:
+    """Note what is planned, before anything can go wrong. Of a resumed run, what it noted before stays."""
+    earlier: list[plan_record.RunRecord] = []
+    if first_step:
+        with contextlib.suppress(MegatuneError):  # there is none, or it is of another version
+            earlier = [record for record in plan_record.read_records(output_dir) if record.measured is not None]
+    record = plan_record.RunRecord(case=case, first_step=first_step)
+    write_atomically(output_dir / plan_record.PLAN_NAME, plan_record.dump_records([*earlier, record]))
+
+
+class Prediction(Callback):
+    """plan.json: what `begin_record` wrote, completed at every save and at any end; prints how good the plan was."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        *self._earlier, self._record = plan_record.read_records(output_dir)
+        self._steps: list[StepReport] = []
+
+    def on_step_end(self, report: StepReport) -> None:
+        self._steps.append(report)
+
+    def on_save(self, path: Path) -> None:
+        self._write(self._record.outcome, ())
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        self._write(summary.outcome, summary.memory)
+        if summary.outcome != "failed":
+            print("\n".join(plan_record.verdict(self._record)), flush=True)
+
+    def _write(self, outcome: plan_record.Outcome, memory: tuple[plan_record.RankMemory, ...]) -> None:
+        self._record = replace(self._record, outcome=outcome, measured=self._measured(memory))
+        records = plan_record.dump_records([*self._earlier, self._record])
+        write_atomically(self._output_dir / plan_record.PLAN_NAME, records)
+
+    def _measured(self, memory: tuple[plan_record.RankMemory, ...]) -> plan_record.Measured:
+        measured = plan_record.Measured(counted=device.COUNTED, stages=plan_record.fullest_of(memory))
+        if not self._steps:
+            return measured
+        timed = self._steps[min(_WARM_UP, len(self._steps) - 1) :]
+        documents = [step.document_tokens for step in timed if step.document_tokens is not None]
+        return replace(
+            measured,
+            peaks=tuple(each.peak for each in memory) if len(memory) == self._record.case.world_size else (),
+            step_seconds=statistics.median(step.seconds for step in timed),
+            num_steps=len(timed),
+            row_tokens=statistics.fmean(step.row_tokens for step in timed),
+            longest_row=max(step.longest_row for step in self._steps),
+            document_tokens=statistics.fmean(documents) if documents else None,
+            tokens_per_step=statistics.fmean(step.num_input_tokens for step in timed),
+        )
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -172,7 +267,5 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+    not_finite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({**record, **not_finite}, ensure_ascii=False, allow_nan=False) + "\n"

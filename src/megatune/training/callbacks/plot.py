@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.picture import as_png, new_figure
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
+from megatune.training.callbacks.base import Callback, LogReport, TrainSummary
 from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
-from megatune.training.storage import write_atomically
+from megatune.training.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,32 +30,24 @@ class LossPlot(Callback):
         self._image = output_dir / PLOT_NAME
         self._next = time.monotonic() + _PAUSE_SECONDS
 
-    def on_log(self, report: LogReport) -> None:
-        self._draw_if_due()
-
-    def on_evaluate(self, report: EvalReport) -> None:
-        self._draw_if_due()
-
-    def on_save(self, path: Path) -> None:
-        self._draw_if_due()
-
     def on_train_end(self, summary: TrainSummary) -> None:
         draw(self._metrics, self._image)
 
-    def _draw_if_due(self) -> None:
+    def _draw_if_due(self, report: object) -> None:
         begin = time.monotonic()
         if begin >= self._next:
             draw(self._metrics, self._image)
             end = time.monotonic()
             self._next = end + max(_PAUSE_SECONDS, (end - begin) / _LARGEST_SHARE)
 
+    on_log = on_evaluate = _draw_if_due
+
+    def on_save(self, path: Path) -> None:
+        self._draw_if_due(path)
+
 
 def draw(metrics: Path, image: Path) -> bool:
-    """Draw a metrics.jsonl as a PNG: loss raw and smoothed, evaluation loss, learning rate, gradient norm, metrics.
-
-    Returns:
-        Whether there was anything to draw.
-    """
+    """Draw losses, learning rate, gradient norm and metrics as a PNG, and return whether there was anything to draw."""
     records = read_json_lines(metrics)
     loss, evaluation = _series(records, "loss"), _series(records, "eval_loss")
     if not loss[0] and not evaluation[0]:

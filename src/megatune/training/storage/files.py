@@ -1,22 +1,30 @@
-"""Durable writes, and what a user is told when a disk refuses them."""
+"""Durable writes, what a user reads when a disk refuses them, and the lock for one run at a time in an output_dir."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import json
+import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+_logger = logging.getLogger(__name__)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TORCH_SHORT_WRITE = "unexpected pos "  # all that torch.save says when the disk takes less than it was given
 
 
-def sync_file(path: Path) -> None:
-    """Force a file's content to the disk."""
+def sync(path: Path) -> None:
+    """Force a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -24,16 +32,13 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-sync_folder = sync_file  # a folder is synced, with the names in it, through a descriptor like a file
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content`: a reader, or a crash, sees the old file or the new one, nothing between."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync_file(partial)
+    sync(partial)
     os.replace(partial, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def ensure_room(path: Path, bytes_needed: int) -> None:
@@ -48,7 +53,7 @@ def ensure_room(path: Path, bytes_needed: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing(path: Path, bytes_needed: int | None = None) -> Iterator[None]:
     """Turn an OSError of the block into a MegatuneError (CANNOT_WRITE) that names the target and its free room.
 
@@ -78,9 +83,7 @@ def _full_disk(error: BaseException) -> OSError | None:
 
 
 def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
-    why = error.strerror or str(error)
-    if error.filename:
-        why = f"{why}: {error.filename}"
+    why = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
     if error.errno not in _FULL:
         return Finding(f"cannot write {path}", why=why, fix="make it writable, or choose another output_dir")
     need = f"needs {amount(bytes_needed)}, " if bytes_needed is not None else ""
@@ -88,15 +91,12 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
         room = f"{amount(shutil.disk_usage(_existing(path)).free)} free there"
     except OSError:
         room = "and it is not reachable"
-    return Finding(
-        f"no room to write {path}: {need}{room}",
-        why=why,
-        fix="free some room, lower save_total_limit, or choose an output_dir on another disk",
-    )
+    fix = "free some room, lower save_total_limit, or choose an output_dir on another disk"
+    return Finding(f"no room to write {path}: {need}{room}", "", why, fix)
 
 
 def _existing(path: Path) -> Path:
-    """Return the nearest folder above `path`, or `path` itself, that exists."""
+    """Return `path`, or the nearest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
@@ -108,3 +108,72 @@ def amount(num_bytes: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
         amount /= 1000
     return f"{amount:.1f} TB"
+
+
+class OutputLock(contextlib.AbstractContextManager["OutputLock"]):
+    """An exclusive lock on `output_dir`, held from construction to `release` or the end of the process.
+
+    The kernel holds it, so a run that was killed leaves none behind, and no guess is made about who is still alive.
+    The file beside it only says who holds it.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE, where another run holds it (named by process, host and age) or the folder cannot
+            be written to.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self._path = Path(output_dir) / ".megatune.lock"
+        with writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = self._acquire()
+            holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, holder.encode(), 0)
+        # A forked data worker would otherwise keep the lock alive after a kill -9 of the process that took it.
+        os.register_at_fork(after_in_child=self._close)
+
+    def _acquire(self) -> int:
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 4096, 0)
+                os.close(descriptor)
+                raise MegatuneError(_held_by(self._path.parent, holder), ExitCode.CANNOT_WRITE) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    os.close(descriptor)
+                    raise
+                folder = self._path.parent
+                _logger.warning("the file system of %s has no locks: another run could write to it too", folder)
+                return descriptor
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                    return descriptor
+            os.close(descriptor)  # the run before released it, and removed the file, between the open and the lock
+
+    def release(self) -> None:
+        """Give the lock back; releasing twice does nothing."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def _held_by(output_dir: Path, holder: bytes) -> Finding:
+    try:
+        record = json.loads(holder)
+        age = timedelta(seconds=max(0, round(time.time() - record["started"])))
+        who = f"process {record['pid']} on host {record['host']}, started {age} ago"
+    except (ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
+        who = "a process that has just started"
+    fix = "wait for that run or stop it, or choose another output_dir"
+    return Finding(f"{output_dir} is being written to by another run: {who}", fix=fix)

@@ -27,13 +27,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """One file of a checkpoint.
-
-    Attributes:
-        name: path inside the checkpoint, with forward slashes.
-        size: bytes.
-        xxh3_128: digest of the content, 32 hexadecimal digits.
-    """
+    """A file of a checkpoint: its path inside (with forward slashes), its bytes, its digest (32 hexadecimal digits)."""
 
     name: str
     size: int
@@ -60,22 +54,16 @@ class Manifest:
         return any(file.name.startswith(TRAINING_FOLDER) for file in self.files)
 
 
-def digest_files(root: Path, paths: Iterable[Path], *, sync: bool = False) -> list[FileDigest]:
-    """Digest files under `root` in parallel threads, in the order of their names.
+def digest_files(root: Path, paths: Iterable[Path]) -> list[FileDigest]:
+    """Digest files under `root` in parallel threads, in the order of their names, and force them to the disk.
 
-    Args:
-        root: the folder that names are relative to.
-        paths: the files, under `root`.
-        sync: also force each file to the disk. Only the machine that wrote a file can, on a shared file system.
+    Only the machine that wrote a file can do the latter, on a shared file system.
     """
-
-    def one(path: Path) -> FileDigest:
-        size, digest = _digest(path, sync=sync)
-        return FileDigest(path.relative_to(root).as_posix(), size, digest)
-
     files = sorted(set(paths))
     with ThreadPoolExecutor(max(1, min(len(files), os.cpu_count() or 1, 8))) as threads:
-        return list(threads.map(one, files))
+        digests = threads.map(lambda path: _digest(path, sync=True), files)
+        names = (path.relative_to(root).as_posix() for path in files)
+        return [FileDigest(name, *found) for name, found in zip(names, digests, strict=True)]
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
@@ -112,7 +100,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if digest != _digest_of_json(content):
         raise _refused(checkpoint, f"{MANIFEST_NAME} is damaged: its digest does not match")
     files = tuple(FileDigest(**file) for file in content["files"])
-    if outside := [file.name for file in files if _leaves(file.name)]:
+    outside = [file.name for file in files if (path := PurePosixPath(file.name)).is_absolute() or ".." in path.parts]
+    if outside:
         raise _refused(checkpoint, f"{MANIFEST_NAME} names files outside the checkpoint: {', '.join(outside)}")
     return Manifest(content["step"], files, content["metadata"])
 
@@ -120,8 +109,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None] | None = None) -> str:
     """Read a file of a checkpoint and say what is wrong with it, "" where it is as the manifest has it.
 
-    Args:
-        on_read: called with the bytes of every piece that was read.
+    `on_read` is called with the bytes of every piece that was read.
     """
     path = checkpoint / file.name
     try:
@@ -158,8 +146,3 @@ def _digest_of_json(content: Mapping[str, Any]) -> str:
 
 def _refused(checkpoint: Path, what: str, fix: str = "") -> MegatuneError:
     return MegatuneError(Finding(what, where=str(checkpoint), fix=fix), ExitCode.INPUT)
-
-
-def _leaves(name: str) -> bool:
-    path = PurePosixPath(name)
-    return path.is_absolute() or ".." in path.parts

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import Finding
-from megatune.training.storage.files import sync_file, sync_folder, writing
+from megatune.training.storage.files import sync, writing
 from megatune.training.storage.manifest import (
     MANIFEST_NAME,
     TRAINING_FOLDER,
@@ -58,8 +58,7 @@ class CheckpointStore:
         """Make an empty folder to write the checkpoint of `step` into; what an interrupted save left there goes."""
         partial = self.partial(step)
         with writing(partial):
-            if partial.exists():
-                _remove(partial)
+            _remove(partial)
             partial.mkdir(parents=True)
         return partial
 
@@ -67,18 +66,14 @@ class CheckpointStore:
         """Digest files that this rank wrote under `partial(step)`, and force them to the disk."""
         partial = self.partial(step)
         with writing(partial):
-            return digest_files(partial, files, sync=True)
+            return digest_files(partial, files)
 
     def commit(self, step: int, digests: Iterable[FileDigest] = (), metadata: Mapping[str, Any] | None = None) -> Path:
-        """Make the checkpoint of `step` visible, whole; an older one of the same step is replaced.
+        """Make the checkpoint of `step` visible, whole, and return it; an older one of the same step is replaced.
 
         Args:
-            step: optimizer steps done.
             digests: what `digest` returned, of all ranks. Files that no rank digested are digested here.
             metadata: kept in the manifest; anything that json can write.
-
-        Returns:
-            The committed folder.
 
         Raises:
             ValueError: a digest that two ranks disagree on, or of a file that is not there or has another size.
@@ -88,20 +83,15 @@ class CheckpointStore:
             files = _all_digests(partial, digests)
             write_manifest(partial, Manifest(step, files, metadata or {}))
             for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-                sync_folder(folder)
-            self._rename(partial, final)
-        return final
-
-    def _rename(self, partial: Path, final: Path) -> None:
-        replaced = _hidden(final, "replaced")
-        if final.exists():
-            if replaced.exists():
+                sync(folder)
+            replaced = _hidden(final, "replaced")
+            if final.exists():
                 _remove(replaced)
-            os.rename(final, replaced)
-        os.rename(partial, final)
-        sync_folder(self.output_dir)
-        if replaced.exists():
+                os.rename(final, replaced)
+            os.rename(partial, final)
+            sync(self.output_dir)
             _remove(replaced)
+        return final
 
 
 def _all_digests(partial: Path, digests: Iterable[FileDigest]) -> tuple[FileDigest, ...]:
@@ -115,7 +105,7 @@ def _all_digests(partial: Path, digests: Iterable[FileDigest]) -> tuple[FileDige
         if name not in present or present[name].stat().st_size != file.size:
             raise ValueError(f"{name} was digested with {file.size} bytes and is missing or has changed since")
     rest = [path for name, path in present.items() if name not in by_name and name != MANIFEST_NAME]
-    by_name |= {file.name: file for file in digest_files(partial, rest, sync=True)}
+    by_name |= {file.name: file for file in digest_files(partial, rest)}
     return tuple(by_name[name] for name in sorted(by_name))
 
 
@@ -139,11 +129,7 @@ def newest_verified(
     """Return the newest checkpoint with which nothing is wrong, and why newer ones were passed over.
 
     Where there is none and there are findings, training from the start would silently throw work away: the caller
-    refuses or asks.
-
-    Args:
-        checkpoints: the smallest step first.
-        verify: says what is wrong with one.
+    refuses. The smallest step of `checkpoints` comes first.
     """
     passed_over: list[Finding] = []
     for path in reversed(checkpoints):
@@ -153,25 +139,19 @@ def newest_verified(
     return None, passed_over
 
 
-def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
-    """Delete the oldest checkpoints beyond `save_total_limit`; call it after a commit.
+def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> None:
+    """Delete the oldest checkpoints beyond `save_total_limit`, never the newest; call it after a commit.
 
     Args:
-        output_dir: the folder of the checkpoints.
         save_total_limit: how many may stay; None keeps all.
         keep: never deleted, though counted: the one just committed and the best one.
-
-    Returns:
-        What was deleted. The newest is never among them.
     """
     if save_total_limit is None:
-        return []
+        return
     checkpoints = list_checkpoints(output_dir)
     excess = max(0, len(checkpoints) - max(1, save_total_limit))
     kept = {path.resolve() for path in keep}
-    deleted = [path for path in checkpoints[:-1] if path.resolve() not in kept][:excess]
-    remove_checkpoints(deleted)
-    return deleted
+    remove_checkpoints([path for path in checkpoints[:-1] if path.resolve() not in kept][:excess])
 
 
 def remove_checkpoints(checkpoints: Iterable[Path]) -> None:
@@ -181,27 +161,19 @@ def remove_checkpoints(checkpoints: Iterable[Path]) -> None:
             _remove(path)
 
 
-def clean_partials(output_dir: Path) -> list[Path]:
+def clean_partials(output_dir: Path) -> None:
     """Tidy what killed runs left; call it at the start, holding the OutputLock.
 
     Unfinished checkpoints are removed. One that a commit had set aside is put back where its successor never arrived.
-
-    Returns:
-        The hidden folders that were found.
     """
-    if not output_dir.is_dir():
-        return []
-    found = sorted(path for path in output_dir.iterdir() if _HIDDEN.fullmatch(path.name))
-    for path in found:
-        match = _HIDDEN.fullmatch(path.name)
-        assert match is not None
-        name, state = match.groups()
-        with writing(path):
-            if state == "replaced" and not (output_dir / name).exists():
-                os.rename(path, output_dir / name)
-            else:
-                _remove(path)
-    return found
+    for path in sorted(output_dir.iterdir()):
+        if match := _HIDDEN.fullmatch(path.name):
+            name, state = match.groups()
+            with writing(path):
+                if state == "replaced" and not (output_dir / name).exists():
+                    os.rename(path, output_dir / name)
+                else:
+                    _remove(path)
 
 
 def _hidden(path: Path, state: str) -> Path:
@@ -211,10 +183,12 @@ def _hidden(path: Path, state: str) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder that, wherever it is interrupted, never looks like a checkpoint on the way.
+    """Delete a folder, if it is there, that never looks like a checkpoint on the way, wherever it is interrupted.
 
     What cannot be deleted (a file still open on NFS) is left under its hidden name for `clean_partials`.
     """
+    if not path.exists():
+        return
     deleted = _hidden(path, "deleted")
     if path != deleted:
         if deleted.exists():
@@ -246,27 +220,25 @@ def finalize_model(checkpoint: Path, output_dir: Path) -> None:
     bytes_needed = sum(file.size for file in manifest.files if file.name in names)
     with writing(output_dir, bytes_needed):
         (output_dir / _CONFIG).unlink(missing_ok=True)
-        sync_folder(output_dir)
+        sync(output_dir)
         for path in output_dir.iterdir():
             if _WEIGHTS.fullmatch(path.name) and path.name not in names:
                 path.unlink()
         for name in names:
             _place(checkpoint / name, output_dir / name)
-        sync_folder(output_dir)
+        sync(output_dir)
 
 
 def _place(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     partial.unlink(missing_ok=True)
-    linked = False
     if source.suffix == ".safetensors":
         with contextlib.suppress(OSError):  # another file system, or one without hard links
             os.link(source, partial)
-            linked = True
-    if not linked:
+    if not partial.exists():
         shutil.copyfile(source, partial)
-        sync_file(partial)
+        sync(partial)
     # Without this a rename onto another link to the same file would do nothing, and leave both names.
     target.unlink(missing_ok=True)
     os.replace(partial, target)
