@@ -16,13 +16,11 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import BatchSettings, DataSettings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.machine import Calibration
-from megatune.plan.memory.activations import activation_bytes
-from megatune.plan.memory.layer import layer_memory
-from megatune.plan.memory.workspace import COMMUNICATOR, CONTEXT, num_communicators, workspace_bytes
+from megatune.plan.memory.activations import activation_bytes, layer_memory
+from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, num_communicators, workspace_bytes
 from megatune.plan.operators.experts import expert_rows
 from megatune.plan.operators.operator import Memory, chain, recomputed, repeat
-from megatune.plan.operators.shapes import shapes_of
-from megatune.plan.routing import expert_imbalance
+from megatune.plan.operators.shapes import expert_imbalance, shapes_of
 from megatune.plan.schedule import in_flight
 
 LENGTH = 1024

@@ -12,7 +12,7 @@ from measured_memory import measure_step
 from memory_table import ASKED, DOCUMENT, MemoryTable
 
 from megatune.plan.memory.activations import activation_bytes
-from megatune.plan.memory.workspace import workspace_bytes
+from megatune.plan.memory.estimate import workspace_bytes
 
 BOUND = 0.10
 KIB = 1024

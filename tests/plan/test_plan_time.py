@@ -17,14 +17,22 @@ from megatune.plan.machine import Calibration, Link
 from megatune.plan.memory.parameters import StageParameters, stage_parameters
 from megatune.plan.operators.operator import Product
 from megatune.plan.operators.shapes import shapes_of
-from megatune.plan.time import TIME_PARTS, ChunkTime, StepTime, step_time
-from megatune.plan.time.communication import Group, all_gather, all_reduce, all_to_all, group_of, send
+from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
+from megatune.plan.time import TIME_PARTS, StepTime, step_time
+from megatune.plan.time.communication import (
+    Group,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    group_of,
+    groups_of,
+    layer_exchange,
+    send,
+)
 from megatune.plan.time.compute import Seconds, layer_seconds
 from megatune.plan.time.efficiency import kernel_seconds, rates_of
 from megatune.plan.time.estimate import module_seconds
-from megatune.plan.time.exchange import groups_of, layer_exchange
 from megatune.plan.time.optimizer import Reduction, data_groups, exposed_seconds, optimizer_seconds, reduction
-from megatune.plan.time.pipeline import bubble_seconds, exchange_seconds
 
 # GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
 GFLOP = {
@@ -265,13 +273,13 @@ def test_exchanges_hide_behind_four_fifths_of_a_pass_but_for_the_last_bucket():
 
 @pytest.mark.parametrize(("stages", "virtual", "count"), [(1, 1, 4), (2, 1, 8), (4, 1, 8), (4, 2, 8), (8, 4, 32)])
 def test_even_stages_wait_the_known_share_of_a_step(stages, virtual, count):
-    chunks = [[ChunkTime(1 / virtual, 2 / virtual)] * virtual] * stages
+    chunks = [[ChunkSeconds(1 / virtual, 2 / virtual)] * virtual] * stages
     assert bubble_seconds(chunks) / (count * 3) == pytest.approx((stages - 1) / (virtual * count))
 
 
 def test_uneven_stages_wait_for_the_slowest():
     # One micro-batch goes through all stages once and back; the slowest does the others meanwhile.
-    assert bubble_seconds([[ChunkTime(1, 2)], [ChunkTime(2, 4)], [ChunkTime(1, 1)]]) == 5
+    assert bubble_seconds([[ChunkSeconds(1, 2)], [ChunkSeconds(2, 4)], [ChunkSeconds(1, 1)]]) == 5
 
 
 def test_virtual_stages_exchange_beside_computing_only_where_they_may():

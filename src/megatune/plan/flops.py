@@ -8,7 +8,7 @@ from math import prod
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
-from megatune.families.weights import Weight, hf_shape, hf_shapes, layers_of
+from megatune.families.weights import hf_shape, hf_shapes, layers_of
 from megatune.plan.case import Case
 from megatune.plan.operators.vision import Images, images_of
 
@@ -29,18 +29,13 @@ def num_parameters(architecture: Architecture) -> int:
 def num_matmul_parameters(architecture: Architecture) -> int:
     """Parameters that a token is multiplied with: all matrices but the word embedding, which is looked up, and of the
     routed experts as many as it goes to. The output layer counts, tied or not."""
-    in_layers = sum(
-        _num_multiplied(weight, architecture) * len(layers_of(weight, architecture))
-        for weight in FAMILIES[architecture.model_type].weight_map(architecture)
-        if weight.per_layer
-    )
-    return in_layers + architecture.vocab_size * architecture.hidden_size
-
-
-def _num_multiplied(weight: Weight, architecture: Architecture) -> int:
-    """Of one layer's weight."""
-    size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
-    return size * architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else size
+    total = architecture.vocab_size * architecture.hidden_size
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if weight.per_layer:
+            size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
+            times = architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else 1
+            total += size * times * len(layers_of(weight, architecture))
+    return total
 
 
 def train_flops(architecture: Architecture, lengths: Iterable[int]) -> float:
@@ -86,6 +81,7 @@ def _vision_flops(images: Images) -> float:
     attention = 4 * tower.depth * tower.hidden_size * images.tokens_of_image * merged
     of_tower = images.tokens * merged * (2 * tower.num_parameters + attention)
     of_projectors = images.tokens * 2 * tower.num_projector_parameters
-    return (_PASSES if images.tower_trained else 1) * of_tower + (
-        _PASSES if images.projector_trained else 1
-    ) * of_projectors
+    tower_passes, projector_passes = (
+        _PASSES if trained else 1 for trained in (images.tower_trained, images.projector_trained)
+    )
+    return tower_passes * of_tower + projector_passes * of_projectors

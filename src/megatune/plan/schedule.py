@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+_ROUNDS = 12  # of pp micro-batches: warm-up takes two at most, but uneven stages settle later
 
 
 class Pass(NamedTuple):
@@ -28,27 +29,23 @@ class Slot(NamedTuple):
     end: float
 
 
-class ChunkSeconds(Protocol):
-    """Seconds of one micro-batch in one virtual stage of one stage."""
+class ChunkSeconds(NamedTuple):
+    """Seconds of one micro-batch in one virtual stage of one stage; `backward` with what is recomputed."""
+
+    forward: float
+    backward: float
 
     @property
-    def forward(self) -> float: ...
-
-    @property
-    def backward(self) -> float: ...
+    def total(self) -> float:
+        return self.forward + self.backward
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When each stage computes what.
-
-    Attributes:
-        stages: of each stage its passes, in their order.
-    """
+class Timeline(NamedTuple):
+    """When each stage computes what: of each stage its passes, in their order."""
 
     stages: tuple[tuple[Slot, ...], ...]
 
-    @cached_property
+    @property
     def makespan(self) -> float:
         """Seconds from the start of the first pass to the end of the last."""
         return max((slots[-1].end for slots in self.stages if slots), default=0.0)
@@ -173,7 +170,35 @@ def bubble_share(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: in
     return 1 - busy / whole if whole else 0.0
 
 
-_ROUNDS = 12  # of pp micro-batches: warm-up takes two at most, but uneven stages settle later
+def bubble_seconds(chunks: Sequence[Sequence[ChunkSeconds]]) -> float:
+    """Return how long the slowest stage waits in a step, in closed form.
+
+    It computes all its micro-batches without a pause once the first has arrived; before it and after its last one the
+    other stages work for one micro-batch, with v virtual stages for one v-th of it. With equal stages that is the
+    well-known bubble of (p - 1) / (v · m).
+    """
+    totals = [sum(forward + backward for forward, backward in stage) for stage in chunks]
+    return (sum(totals) - max(totals)) / len(chunks[0])
+
+
+def exchange_seconds(
+    stages: int, virtual: int, num_micro_batches: int, overlap: bool, hop: float, busy: float
+) -> float:
+    """Return what of the exchanges between stages is not hidden.
+
+    The way to the last stage and back is in nobody's shadow. Between, a stage waits for two exchanges a micro-batch and
+    virtual stage, unless they run beside computing, as only the interleaved schedule can: then for what of them takes
+    longer than all that is computed.
+
+    Args:
+        hop: seconds of one message to the next stage.
+        busy: seconds that a stage computes in a step.
+    """
+    if stages == 1:
+        return 0.0
+    through = 2 * (stages - 1) * hop
+    steady = 2 * virtual * num_micro_batches * hop
+    return through + (max(0.0, steady - busy) if overlap and virtual > 1 else steady)
 
 
 def _last(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float) -> float:

@@ -39,14 +39,6 @@ def full_bucket(dp_size: int) -> int:
     return max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * dp_size)
 
 
-def bucket_size(overlap_grad_reduce: bool, stage: int, virtual_stage: int, dp_size: int) -> int | None:
-    """Return elements after which a bucket is full; None for one bucket."""
-    # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
-    if not overlap_grad_reduce or stage or virtual_stage:
-        return None
-    return full_bucket(dp_size)
-
-
 def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int | None) -> list[Bucket]:
     """Buckets of a buffer under the distributed optimizer.
 

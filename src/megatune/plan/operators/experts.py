@@ -10,8 +10,16 @@ import math
 from collections.abc import Iterator
 
 from megatune.architecture import MixtureOfExperts
-from megatune.plan.operators.feed_forward import activation_work, feed_forward
-from megatune.plan.operators.linear import ADAPTERS, Work, accumulation, adapted, elementwise, linear_work
+from megatune.plan.operators.linear import (
+    ADAPTERS,
+    Work,
+    accumulation,
+    activation_work,
+    adapted,
+    elementwise,
+    feed_forward,
+    linear_work,
+)
 from megatune.plan.operators.operator import Kernel, Memory, Operator, Product, Wait
 from megatune.plan.operators.shapes import Shapes
 
@@ -36,12 +44,11 @@ def expert_rows(shapes: Shapes) -> int:
     rows of the ranks that share the experts."""
     moe = shapes.architecture.moe
     assert moe is not None
-    topk = moe.router_topk
-    even = shapes.part * topk * shapes.etp
-    if shapes.capacity_factor is not None:
-        capacity = min(shapes.part, math.ceil(shapes.part * topk / moe.num_experts * shapes.capacity_factor))
+    even, factor = shapes.part * moe.router_topk * shapes.etp, shapes.experts.moe_expert_capacity_factor
+    if factor is not None:
+        capacity = min(shapes.part, math.ceil(shapes.part * moe.router_topk / moe.num_experts * factor))
         most = capacity * shapes.etp * moe.num_experts
-        if shapes.pads:
+        if shapes.experts.moe_pad_expert_input_to_capacity:
             return most
     else:
         most = even * shapes.ep
@@ -50,16 +57,16 @@ def expert_rows(shapes: Shapes) -> int:
 
 def saves_input_twice(shapes: Shapes) -> bool:
     """Return whether shared experts save another tensor than the router: theirs is gathered."""
-    return shapes.overlaps and shapes.sequence_parallel
+    return shapes.experts.moe_shared_expert_overlap and shapes.sequence_parallel
 
 
 def _shared(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     """Their output is there until that of the routed experts is added."""
     if not moe.shared_expert_intermediate_size:
         return
-    operators = [*feed_forward(
-        shapes, "shared_experts", moe.shared_expert_intermediate_size // shapes.tp, overlapped=shapes.overlaps
-    )]  # fmt: skip
+    channels = moe.shared_expert_intermediate_size // shapes.tp
+    overlaps = shapes.experts.moe_shared_expert_overlap
+    operators = [*feed_forward(shapes, "shared_experts", channels, overlapped=overlaps)]
     if moe.shared_expert_gate:  # its output and the gate's are multiplied
         gate = Memory(shapes.hidden + 2 * shapes.part * shapes.size, shapes.hidden, shapes.hidden)
         operators.append(Operator("shared_experts", gate))
@@ -114,7 +121,7 @@ def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, i
     row = shapes.architecture.hidden_size * shapes.size
     if shapes.ep * shapes.etp == 1:
         return 0, rows * row
-    if shapes.gathers_tokens:
+    if shapes.experts.moe_token_dispatcher_type == "allgather":
         # The allgather dispatcher holds the tokens of all its ranks. It sums into as many, for some tokens at a time:
         # as many choices of them as there are rows (engine.layers.moe.permutation).
         gathered = shapes.part * shapes.ep * shapes.etp
@@ -127,7 +134,7 @@ def _grouped(shapes: Shapes, rows: float, columns: float, depth: float, experts:
     """Kernels of a linear layer of each of a rank's experts, which share the rows: one grouped kernel, or one kernel
     for each expert."""
     each = rows / experts
-    if not shapes.grouped_experts:
+    if not shapes.experts.moe_grouped_gemm:
         return linear_work(shapes, each, columns, depth, name, count=experts)
     size = shapes.size
     weight: tuple[Kernel, ...] = ()
@@ -151,7 +158,7 @@ def _kept_input(shapes: Shapes, name: str, rows: int, channels: int) -> int:
 def _activation(shapes: Shapes, numbers: int) -> Memory:
     """silu(gate) · up · probability of R · f numbers; fused it keeps gate and up only."""
     size = shapes.size
-    if shapes.activation_fusion:
+    if shapes.performance.bias_activation_fusion:
         return Memory(2 * numbers * size, numbers * size, (5 if shapes.on_cpu else 3) * numbers * size)
     # 16-bit numbers times fp32 probabilities are fp32.
     backward = numbers * (3 * shapes.wide if shapes.wide else 4 * size)

@@ -17,9 +17,9 @@ from megatune.plan.changes.fixes import savings, searched
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
-from megatune.plan.memory.uncertainty import least_and_most
 from megatune.plan.pages.words import fullest, largest_part, layout_words, parts, percent, seconds, size
 from megatune.plan.run.warnings import warnings
+from megatune.plan.uncertainty import least_and_most
 
 _SEARCHED = 256  # processes up to which a search for another layout takes no time to speak of
 _ROW_STEP = 64  # tokens; lengths between are not worth telling apart

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatune.plan.operators.layer import decoder_layer
+from megatune.plan.operators.decoder import decoder_layer, embedding, head
 from megatune.plan.operators.operator import Operator
 from megatune.plan.operators.shapes import Shapes
 from megatune.plan.operators.vision import Images, projectors, vision_layer
-from megatune.plan.operators.vocabulary import embedding, head
 from megatune.plan.time.efficiency import Rates, kernel_seconds
 
 
@@ -34,24 +34,13 @@ class Seconds:
 @lru_cache(maxsize=4096)
 def layer_seconds(shapes: Shapes, rates: Rates, sparse: bool) -> Seconds:
     """Time one decoder layer, dense or sparse."""
-    operators = (
-        operator
-        for branch in decoder_layer(shapes, sparse)
-        for operator in (branch.norm, *branch.inner, branch.residual)
-    )
-    return _add_up(rates, operators)
+    return _add_up(rates, itertools.chain(*decoder_layer(shapes, sparse)))
 
 
-@lru_cache(maxsize=4096)
-def embedding_seconds(shapes: Shapes, rates: Rates) -> Seconds:
-    """Time the word embedding."""
-    return _add_up(rates, [embedding(shapes)])
-
-
-@lru_cache(maxsize=4096)
-def loss_seconds(shapes: Shapes, rates: Rates) -> Seconds:
-    """Time the last norm, the output layer and cross-entropy."""
-    return _add_up(rates, head(shapes))
+@lru_cache(maxsize=8192)
+def end_seconds(shapes: Shapes, rates: Rates, loss: bool) -> Seconds:
+    """Time the word embedding, or the last norm, the output layer and the loss."""
+    return _add_up(rates, head(shapes) if loss else (embedding(shapes),))
 
 
 @lru_cache(maxsize=1024)

@@ -27,7 +27,7 @@ class Efficiency:
         matmul: of peak FLOP/s, by dense products. The one figure that is fitted, see benchmarks/planner_accuracy.py.
         grouped: of what `matmul` says, by products of many experts at once.
         attention: of peak FLOP/s, by the fastest kernel for rows of one document: forward, backward.
-        packed_attention: the same of the kernel for rows of several documents.
+        packed: the same of the kernel for rows of several documents.
         memory: of the memory's bandwidth, by operators that compute little.
         link: of a link's bandwidth, by collectives.
         launch: seconds that the host takes for one operator, its share of Python and autograd included.
@@ -37,7 +37,7 @@ class Efficiency:
     tile: tuple[int, int]
     matmul: float
     attention: tuple[float, float]
-    packed_attention: tuple[float, float]
+    packed: tuple[float, float]
     depth: int = 128
     grouped: float = 0.7
     memory: float = 0.8
@@ -46,7 +46,7 @@ class Efficiency:
 
 
 _FLASH_2 = (0.60, 0.50)  # of an A100: FlashAttention-2, arXiv:2307.08691, figures 4 to 6
-_WITHOUT_FLASH = (0.30, 0.25)
+_NO_FLASH, _ON_CPU = (0.30, 0.25), (0.35, 0.30)
 
 # matmul: of Ampere and Hopper fitted to published runs (benchmarks/planner_accuracy.py); of the others assumed, from
 # their nearest kin. Attention: FlashAttention-2 reaches 0.33 of an H100, cuDNN and FlashAttention-3 (arXiv:2407.08608)
@@ -56,29 +56,14 @@ _WITHOUT_FLASH = (0.30, 0.25)
 # kernels do; on a CPU much of what passes hits its caches. link: bus bandwidth of nccl-tests over the data sheet's.
 # launch: an eager operator with Python and autograd takes a host 5 to 20 microseconds.
 EFFICIENCIES = {
-    "volta": Efficiency(
-        units=80, tile=(128, 128), matmul=0.60, attention=_WITHOUT_FLASH, packed_attention=_WITHOUT_FLASH
-    ),
-    "turing": Efficiency(
-        units=72, tile=(128, 128), matmul=0.60, attention=_WITHOUT_FLASH, packed_attention=_WITHOUT_FLASH
-    ),
-    "ampere": Efficiency(units=108, tile=(128, 256), matmul=0.71, attention=_FLASH_2, packed_attention=_FLASH_2),
-    "ada": Efficiency(units=128, tile=(128, 256), matmul=0.71, attention=_FLASH_2, packed_attention=_FLASH_2),
-    "hopper": Efficiency(
-        units=132, tile=(128, 256), matmul=0.58, attention=(0.60, 0.48), packed_attention=(0.35, 0.28)
-    ),
-    "blackwell": Efficiency(
-        units=148, tile=(256, 256), matmul=0.55, attention=(0.55, 0.42), packed_attention=(0.22, 0.17)
-    ),
+    "volta": Efficiency(units=80, tile=(128, 128), matmul=0.60, attention=_NO_FLASH, packed=_NO_FLASH),
+    "turing": Efficiency(units=72, tile=(128, 128), matmul=0.60, attention=_NO_FLASH, packed=_NO_FLASH),
+    "ampere": Efficiency(units=108, tile=(128, 256), matmul=0.71, attention=_FLASH_2, packed=_FLASH_2),
+    "ada": Efficiency(units=128, tile=(128, 256), matmul=0.71, attention=_FLASH_2, packed=_FLASH_2),
+    "hopper": Efficiency(units=132, tile=(128, 256), matmul=0.58, attention=(0.60, 0.48), packed=(0.35, 0.28)),
+    "blackwell": Efficiency(units=148, tile=(256, 256), matmul=0.55, attention=(0.55, 0.42), packed=(0.22, 0.17)),
     "cpu": Efficiency(
-        units=1,
-        tile=(16, 16),
-        depth=16,
-        matmul=0.70,
-        attention=(0.35, 0.30),
-        packed_attention=(0.35, 0.30),
-        memory=1.0,
-        link=0.5,
+        units=1, tile=(16, 16), depth=16, matmul=0.70, attention=_ON_CPU, packed=_ON_CPU, memory=1.0, link=0.5
     ),
 }
 
@@ -169,5 +154,5 @@ def _attention_seconds(rates: Rates, attention: Attention, backward: bool) -> fl
         block = efficiency.tile[0]
         rounds = tokens / block * heads / efficiency.units
         flops = tokens * (document + block) * channels * (1 + 0.5 / max(rounds, 0.5))
-    shares = efficiency.attention if kernel == "rows" else efficiency.packed_attention
+    shares = efficiency.attention if kernel == "rows" else efficiency.packed
     return (2.5 if backward else 1) * flops / (rates.peak * shares[backward])

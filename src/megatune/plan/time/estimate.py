@@ -11,23 +11,24 @@ from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
-from megatune.plan.operators.layer import Recompute, recompute_of
+from megatune.plan.operators.decoder import Recompute, recompute_of
 from megatune.plan.operators.shapes import Shapes, shapes_of
 from megatune.plan.operators.vision import Images, images_of
-from megatune.plan.time.communication import group_of, send
-from megatune.plan.time.compute import Seconds, embedding_seconds, layer_seconds, loss_seconds, vision_seconds
-from megatune.plan.time.efficiency import Rates, rates_of
-from megatune.plan.time.exchange import (
+from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
+from megatune.plan.time.communication import (
     Exchange,
     Groups,
     embedding_exchange,
+    group_of,
     groups_of,
     layer_exchange,
     loss_exchange,
+    send,
 )
+from megatune.plan.time.compute import Seconds, end_seconds, layer_seconds, vision_seconds
+from megatune.plan.time.efficiency import Rates, rates_of
 from megatune.plan.time.optimizer import exposed_seconds, optimizer_seconds, reduction
-from megatune.plan.time.pipeline import ChunkTime, bubble_seconds, exchange_seconds, slowest_stage
-from megatune.plan.time.uncertainty import uncertainty
+from megatune.plan.uncertainty import time_uncertainty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class StepTime:
         num_gpus: devices of the run.
         peak_flops: of one device, FLOP/s, in the dtype of the model.
         chunks: seconds of a micro-batch, by stage and virtual stage.
-        uncertainty: relative: 0.25 is ± 25 %; see `plan.time.uncertainty`.
+        uncertainty: relative: 0.25 is ± 25 %; see `plan.uncertainty`.
     """
 
     compute: float
@@ -63,7 +64,7 @@ class StepTime:
     model_flops: float
     num_gpus: int
     peak_flops: float
-    chunks: tuple[tuple[ChunkTime, ...], ...]
+    chunks: tuple[tuple[ChunkSeconds, ...], ...]
     uncertainty: float
 
     @property
@@ -111,10 +112,10 @@ class _Parts(NamedTuple):
     exchange_forward: float = 0.0
 
     @property
-    def time(self) -> ChunkTime:
+    def time(self) -> ChunkSeconds:
         forward = self.forward + self.exchange_forward
         total = self.forward + self.backward + self.recompute + self.tensor + self.context + self.expert
-        return ChunkTime(forward, total - forward)
+        return ChunkSeconds(forward, total - forward)
 
     def plus(self, other: _Parts, times: int = 1) -> _Parts:
         # Written out: every plan adds up thousands of these.
@@ -140,7 +141,7 @@ def step_time(case: Case) -> StepTime:
     chunks = {content: rank.chunk(content) for content in set(itertools.chain(*contents))}
     seconds = {content: chunk.time for content, chunk in chunks.items()}
     times = tuple(tuple(seconds[content] for content in stage) for stage in contents)
-    slowest = slowest_stage(times)
+    slowest = max(range(len(times)), key=lambda stage: sum(chunk.total for chunk in times[stage]))
     total = _Parts()
     for content in contents[slowest]:
         total = total.plus(chunks[content])
@@ -165,7 +166,7 @@ def step_time(case: Case) -> StepTime:
         num_gpus=case.world_size,
         peak_flops=case.machine.device.flops[settings.precision.params_dtype],
         chunks=times,
-        uncertainty=uncertainty(case),
+        uncertainty=time_uncertainty(case),
     )
 
 
@@ -206,11 +207,11 @@ class _Rank(NamedTuple):
             if count:
                 parts = parts.plus(self._layer(sparse, again), count)
         if content.embedding:
-            parts = parts.plus(self._once(embedding_seconds(shapes, rates), embedding_exchange(shapes, tensor)))
+            parts = parts.plus(self._once(end_seconds(shapes, rates, False), embedding_exchange(shapes, tensor)))
             if self.images:
                 parts = parts.plus(self._once(vision_seconds(shapes, rates, self.images), (0.0, 0.0)))
         if content.loss:
-            parts = parts.plus(self._once(loss_seconds(shapes, rates), loss_exchange(shapes, tensor)))
+            parts = parts.plus(self._once(end_seconds(shapes, rates, True), loss_exchange(shapes, tensor)))
         return parts
 
     def _once(self, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from megatune.plan.case import Case
 from megatune.plan.memory.buffers import full_bucket
-from megatune.plan.memory.optimizer import optimizer_rules
-from megatune.plan.memory.parameters import StageParameters
+from megatune.plan.memory.parameters import StageParameters, optimizer_rules
 from megatune.plan.time.communication import Group, all_gather, all_reduce, group_of
 from megatune.plan.time.efficiency import Rates, memory_seconds
 
