@@ -21,18 +21,20 @@ from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_second
 from megatune.plan.time import TIME_PARTS, StepTime, step_time
 from megatune.plan.time.communication import (
     Group,
+    Reduction,
     all_gather,
     all_reduce,
     all_to_all,
+    data_groups,
+    exposed_seconds,
     group_of,
     groups_of,
     layer_exchange,
+    reduction,
     send,
 )
-from megatune.plan.time.compute import Seconds, layer_seconds
-from megatune.plan.time.efficiency import kernel_seconds, rates_of
+from megatune.plan.time.efficiency import Seconds, kernel_seconds, layer_seconds, optimizer_seconds, rates_of
 from megatune.plan.time.estimate import module_seconds
-from megatune.plan.time.optimizer import Reduction, data_groups, exposed_seconds, optimizer_seconds, reduction
 
 # GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
 GFLOP = {

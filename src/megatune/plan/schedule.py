@@ -128,7 +128,7 @@ def _moments(pp: int, vpp: int, stage: int, num_micro_batches: int) -> tuple[tup
 
 
 def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> Timeline:
-    """Simulates a step: each stage computes its passes in order, each as soon as what it needs has arrived.
+    """Simulate a step: each stage computes its passes in order, each as soon as what it needs has arrived.
 
     Args:
         chunks: seconds by [stage][virtual stage].
@@ -137,9 +137,8 @@ def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, s
     """
     pp, vpp = len(chunks), len(chunks[0])
     slots: list[list[Slot]] = [[] for _ in range(pp)]
-    for event, (start, end) in zip(
-        _events(pp, vpp, num_micro_batches), _times(chunks, num_micro_batches, send), strict=True
-    ):
+    times = _times(chunks, num_micro_batches, send)
+    for event, (start, end) in zip(_events(pp, vpp, num_micro_batches), times, strict=True):
         slots[event.stage].append(Slot(event.work, start, end))
     return Timeline(tuple(map(tuple, slots)))
 

@@ -67,11 +67,6 @@ class ActivationBytes:
         return StageActivations(activations, both - activations, self.total - both)
 
 
-def activation_bytes(case: Case, stage: int) -> StageActivations:
-    """As `stage_activations`, of one stage."""
-    return stage_activations(case, (stage,))[0].parts
-
-
 def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes]:
     """Count the activations of each of these stages at its peak.
 

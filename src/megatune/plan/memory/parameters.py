@@ -65,7 +65,7 @@ class OptimizerRules:
 
 
 def optimizer_rules(settings: Settings) -> OptimizerRules:
-    """Of a run."""
+    """Read them from the settings of a run."""
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd":
         size = 4 if optimizer.sgd_momentum else 0
@@ -110,7 +110,6 @@ class Rules:
     model: PlannedModel
     trainable: FinetuningSettings
     parallel: ParallelSettings
-    dp_size: int
     shards: tuple[int, int]
     parameter_bytes: int
     gradient_bytes: int
@@ -118,16 +117,9 @@ class Rules:
 
     @classmethod
     def of(cls, case: Case) -> Rules:
-        return cls(
-            case.model,
-            case.settings.finetuning,
-            case.settings.parallel,
-            case.dp_size,
-            (case.shard_size, case.expert_shard_size),
-            case.itemsize,
-            case.gradient_itemsize,
-            optimizer_rules(case.settings),
-        )
+        settings, shards = case.settings, (case.shard_size, case.expert_shard_size)
+        sizes, optimizer = (case.itemsize, case.gradient_itemsize), optimizer_rules(settings)
+        return cls(case.model, settings.finetuning, settings.parallel, shards, *sizes, optimizer)
 
     @property
     def is_sharded(self) -> bool:
@@ -142,14 +134,9 @@ class Rules:
 
     def held(self) -> HeldParameters:
         parallel = self.parallel
-        return held_parameters(
-            self.model,
-            self.trainable,
-            parallel.tensor_model_parallel_size,
-            parallel.expert_tensor_size,
-            parallel.expert_model_parallel_size,
-            parallel.pipeline_model_parallel_size > 1,
-        )
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        etp, ep = parallel.expert_tensor_size, parallel.expert_model_parallel_size
+        return held_parameters(self.model, self.trainable, tp, etp, ep, pp > 1)
 
     def chunks(self, stage: int) -> tuple[ChunkContent, ...]:
         return stage_chunks(self.parallel, self.model.architecture)[stage]
@@ -158,7 +145,7 @@ class Rules:
         """Return elements after which a bucket is full; None for one bucket."""
         # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
         first = self.parallel.overlap_grad_reduce and not stage and not virtual_stage
-        return full_bucket(self.dp_size) if first else None
+        return full_bucket(self.shards[0] // self.parallel.context_parallel_size) if first else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,23 +222,22 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
 
 @lru_cache(maxsize=1024)  # asked for twice, one soon after the other
 def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
-    """Return what the fullest rank holds, layers counted by kind: as much of `updated` as any, as little of
-    `on_host`."""
-    return tuple(_closed_part(rules, stage, is_expert) for is_expert in rules.kinds)
-
-
-def _closed_part(rules: Rules, stage: int, is_expert: bool) -> Part:
-    held, shards = rules.held(), rules.shards[is_expert]
-    size = trained = buffers = 0
-    for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-        for parameters, count in _repeated(held, chunk):
-            of_all, of_trained = _sizes(parameters, is_expert)
-            size, trained = size + count * of_all, trained + count * of_trained
-        if rules.is_sharded:
-            buffers += _buffer_size(held, chunk, is_expert, shards, rules.bucket_size(stage, virtual_stage))
-    buffers = buffers if rules.is_sharded else trained
-    updated = min(trained, buffers // shards) if rules.is_sharded else trained
-    return Part(size, trained, buffers, updated, int(rules.optimizer.host_fraction * updated))
+    """Return what the fullest rank holds, dense weights and then experts, layers counted by kind: as much of `updated`
+    as any, as little of `on_host`."""
+    held, parts = rules.held(), []
+    for is_expert in rules.kinds:
+        size = trained = buffers = 0
+        for virtual_stage, chunk in enumerate(rules.chunks(stage)):
+            for parameters, count in _repeated(held, chunk):
+                of_all, of_trained = _sizes(parameters, is_expert)
+                size, trained = size + count * of_all, trained + count * of_trained
+            if rules.is_sharded:
+                full, shards = rules.bucket_size(stage, virtual_stage), rules.shards[is_expert]
+                buffers += _buffer_size(held, chunk, is_expert, shards, full)
+        buffers = buffers if rules.is_sharded else trained
+        updated = min(trained, buffers // rules.shards[is_expert]) if rules.is_sharded else trained
+        parts.append(Part(size, trained, buffers, updated, int(rules.optimizer.host_fraction * updated)))
+    return tuple(parts)
 
 
 def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple[HeldParameter, ...], int]]:

@@ -197,12 +197,11 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 
 def _vision(model: PlannedModel, trainable: FinetuningSettings) -> Iterator[HeldParameter]:
     """Encoder and projectors, each as one parameter: whole on every rank of the first stage."""
-    if model.architecture.vision is None:
-        return
-    full = trainable.finetuning_type == "full"
-    yield HeldParameter(model.architecture.vision.num_parameters, trained=full and not trainable.freeze_vision_tower)
-    projectors = model.architecture.vision.num_projector_parameters
-    yield HeldParameter(projectors, trained=full and not trainable.freeze_multi_modal_projector)
+    vision, full = model.architecture.vision, trainable.finetuning_type == "full"
+    if vision is not None:
+        yield HeldParameter(vision.num_parameters, trained=full and not trainable.freeze_vision_tower)
+        trained = full and not trainable.freeze_multi_modal_projector
+        yield HeldParameter(vision.num_projector_parameters, trained=trained)
 
 
 def adapter_sizes(
@@ -231,22 +230,17 @@ def adapter_sizes(
 
 def num_trained_parameters(model: PlannedModel, trainable: FinetuningSettings) -> int:
     """Return elements of the whole model that are trained, without padding; of adapters as PEFT counts them."""
-    architecture = model.architecture
-    trained = sum(
-        len(layers_of(weight, architecture)) * _num_trained(weight, architecture, trainable)
-        for weight in FAMILIES[architecture.model_type].weight_map(architecture)
-    )
-    if model.architecture.vision is not None and trainable.finetuning_type == "full":
-        trained += 0 if trainable.freeze_vision_tower else model.architecture.vision.num_parameters
-        trained += 0 if trainable.freeze_multi_modal_projector else model.architecture.vision.num_projector_parameters
+    architecture, vision, trained = model.architecture, model.architecture.vision, 0
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if trainable.finetuning_type == "lora":
+            of_layer = sum(adapter_sizes(weight, architecture, WHOLE, trainable))
+        elif trainable.freeze_language_model or weight.is_buffer:
+            continue
+        else:
+            shapes = (hf_shape(tensor, architecture) for tensor in weight.hf)
+            of_layer = len(experts_of(weight, architecture)) * sum(map(prod, shapes))
+        trained += of_layer * len(layers_of(weight, architecture))
+    if vision is not None and trainable.finetuning_type == "full":
+        trained += 0 if trainable.freeze_vision_tower else vision.num_parameters
+        trained += 0 if trainable.freeze_multi_modal_projector else vision.num_projector_parameters
     return trained
-
-
-def _num_trained(weight: Weight, architecture: Architecture, trainable: FinetuningSettings) -> int:
-    """Of one layer's weight."""
-    if trainable.freeze_language_model or weight.is_buffer:
-        return 0
-    if trainable.finetuning_type == "lora":
-        return sum(adapter_sizes(weight, architecture, WHOLE, trainable))
-    experts = len(experts_of(weight, architecture))
-    return experts * sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf)

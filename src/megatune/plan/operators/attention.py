@@ -100,9 +100,8 @@ def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     # Queries of several groups do not lie side by side: they are copied.
     copied = query if heads.groups > 1 else 0
     # Both passes make two products and their sum, or fused two of them.
-    rotated = elementwise(
-        shapes, tokens * sum(sizes), *((2, 2, 2) if shapes.performance.apply_rope_fusion else (7, 7, 14))
-    )
+    passes = (2, 2, 2) if shapes.performance.apply_rope_fusion else (7, 7, 14)
+    rotated = elementwise(shapes, tokens * sum(sizes), *passes)
     yield Operator("rope", Memory(0, source + copied + 2 * query, source + 2 * query), *rotated)
     yield Operator("split", Memory(0), *elementwise(shapes, tokens * mixed, 2, 2, 3))
 
@@ -226,9 +225,8 @@ def _all_gather(heads: Heads) -> tuple[Memory, int]:
     shapes = heads.shapes
     mine = heads.key + heads.value
     whole = mine * (2 * shapes.cp + 1) // 2
-    mask = (
-        shapes.size * shapes.document_tokens**2 // (2 * shapes.cp) if shapes.on_cpu and shapes.kernel == "runs" else 0
-    )
+    masked = shapes.on_cpu and shapes.kernel == "runs"
+    mask = shapes.size * shapes.document_tokens**2 // (2 * shapes.cp) if masked else 0
     kept = heads.query + whole + heads.padded + heads.sums
     backward = heads.context + heads.query + 2 * whole + mine * shapes.cp + mask
     return Memory(kept, mine * shapes.cp + mask, backward), heads.context_copy

@@ -29,7 +29,7 @@ _LEAST_SUMMED = 1024  # tokens whose choices the allgather dispatcher sums at a 
 
 
 def expert_layer(shapes: Shapes) -> Iterator[Operator]:
-    """From the normalized hidden states to what is added to the residual stream."""
+    """Yield the operators from the normalized hidden states to what is added to the residual stream."""
     moe = shapes.architecture.moe
     assert moe is not None
     yield from _shared(shapes, moe)
@@ -80,11 +80,8 @@ def _router(shapes: Shapes, moe: MixtureOfExperts) -> Operator:
     scores, choices = 4 * shapes.part * moe.num_experts, 8 * shapes.part * moe.router_topk
     input_copy = shapes.part * shapes.architecture.hidden_size * (shapes.router_size - shapes.size)
     shares = moe.shared_expert_intermediate_size and "linear_fc1" in shapes.keeps and not saves_input_twice(shapes)
-    memory = Memory(
-        (0 if shares else shapes.hidden) + scores + 5 * choices,
-        2 * scores + input_copy + shapes.hidden,
-        2 * scores + input_copy + 2 * shapes.hidden,
-    )
+    kept, added = (0 if shares else shapes.hidden) + scores + 5 * choices, 2 * scores + input_copy + shapes.hidden
+    memory = Memory(kept, added, added + shapes.hidden)
     return Operator("moe", memory, *linear_work(shapes, shapes.part, moe.num_experts, shapes.architecture.hidden_size))
 
 

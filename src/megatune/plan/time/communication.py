@@ -1,4 +1,4 @@
-"""Seconds of collectives, from their volume and links, and what a layer exchanges and computing does not hide.
+"""Seconds of collectives, and of what a layer and the optimizer exchange and computing does not hide.
 
 Megatron-Core numbers ranks with tensor parallelism fastest, then context, data and pipeline parallelism (of experts:
 expert tensor, expert, expert data, pipeline); ranks fill one machine after the other. A group's size and stride so say
@@ -17,14 +17,17 @@ from typing import NamedTuple
 
 from megatune.plan.case import Case
 from megatune.plan.machine import Link
+from megatune.plan.memory.buffers import full_bucket
+from megatune.plan.memory.parameters import StageParameters
 from megatune.plan.operators.attention import keys_values_size
 from megatune.plan.operators.shapes import Shapes
-from megatune.plan.time.compute import Seconds
-from megatune.plan.time.efficiency import EFFICIENCIES
+from megatune.plan.time.efficiency import EFFICIENCIES, Seconds
 
 # Of what collectives reach elsewhere: over PCIe they share switches, bridges and the hosts' memory. Eight RTX 5090 pass
 # on 28 of 63 GB/s, four 35 (NCCL issue 1639). A link of a user's own has a number of its own.
 _PCIE, _PCIE_SHARE = ("pcie3", "pcie4", "pcie5"), 0.6
+# Of a pass that an exchange runs beside, what hides it: both share memory bandwidth and multiprocessors.
+HIDING = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +83,18 @@ def _group(size: int, stride: int, gpus_per_node: int, link: Link, network: Link
 
 
 def all_gather(group: Group, size: float) -> float:
-    """Return every rank ends with `size` bytes, of which it had 1 / n. A reduce-scatter of `size` bytes takes the
-    same."""
+    """Return seconds until every rank has `size` bytes, of which it had 1 / n; a reduce-scatter takes the same."""
     n = group.size
     return 0.0 if n == 1 else (n - 1) / n * size / group.bandwidth + group.latency
 
 
 def all_reduce(group: Group, size: float) -> float:
-    """Return every rank ends with the sum of `size` bytes: a reduce-scatter and an all-gather."""
+    """Return seconds until every rank has the sum of `size` bytes: a reduce-scatter and an all-gather."""
     return 2 * all_gather(group, size)
 
 
 def all_to_all(group: Group, size: float) -> float:
-    """Return every rank sends `size` bytes in equal parts, one to each rank and one to itself; both kinds of link at
-    once."""
+    """Return seconds in which every rank sends `size` bytes in equal parts to all; both kinds of link work at once."""
     n = group.size
     if n == 1:
         return 0.0
@@ -103,7 +104,7 @@ def all_to_all(group: Group, size: float) -> float:
 
 
 def send(group: Group, size: float) -> float:
-    """One rank sends to the next of its group; where any of them is on another machine, over the network."""
+    """Return seconds of a message to the next rank of the group; over the network where any is on another machine."""
     link = group.network if group.crosses else group.link
     return size / (link.bandwidth * group.efficiency) + link.latency
 
@@ -142,7 +143,7 @@ def groups_of(case: Case) -> Groups:
 
 
 def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: bool) -> Exchange:
-    """Of one decoder layer."""
+    """Return the exchanges of one decoder layer."""
     return Exchange(
         _tensor(shapes, groups.tensor, seconds, sparse),
         _context(shapes, groups.context, seconds),
@@ -159,10 +160,8 @@ def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> tup
     """
     if group.size == 1:
         return 0.0, 0.0
-    moe = shapes.architecture.moe
-    dense = not sparse or (moe is not None and moe.shared_expert_intermediate_size)
-    blocks = 2 if dense else 1
-    hidden = seconds.weight_gradient
+    moe, hidden = shapes.architecture.moe, seconds.weight_gradient
+    blocks = 1 if sparse and not (moe and moe.shared_expert_intermediate_size) else 2
     if not shapes.sequence_parallel:
         once = blocks * all_reduce(group, shapes.whole_hidden)
         return once, max(0.0, once - hidden)
@@ -210,14 +209,71 @@ def _expert(shapes: Shapes, groups: Groups) -> tuple[float, float]:
     return once, once
 
 
-def embedding_exchange(shapes: Shapes, group: Group) -> tuple[float, float]:
-    """Of the word embedding, whose ranks hold different words: sums forward, scattered along the sequence or not."""
-    if shapes.sequence_parallel:
-        return all_gather(group, shapes.whole_hidden), all_gather(group, shapes.whole_hidden)
-    return all_reduce(group, shapes.whole_hidden), 0.0
+def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float]:
+    """Return the exchanges of the word embedding, or of the output layer and the loss.
 
-
-def loss_exchange(shapes: Shapes, group: Group) -> tuple[float, float]:
-    """Of the output layer: its inputs forward, their gradients backward, and two numbers a token for the loss."""
+    The embedding's ranks hold different words: sums forward, scattered along the sequence or not. Of the output layer
+    its inputs forward, their gradients backward, and two numbers a token for the loss.
+    """
     whole = all_gather(group, shapes.whole_hidden)
-    return whole + all_reduce(group, 8 * shapes.tokens), 2 * whole
+    if loss:
+        return whole + all_reduce(group, 8 * shapes.tokens), 2 * whole
+    return (whole, whole) if shapes.sequence_parallel else (2 * whole, 0.0)
+
+
+class Reduction(NamedTuple):
+    """Seconds, whether or not something hides them.
+
+    Attributes:
+        reduce: of gradients. gather: of updated weights.
+        last: of the last bucket, which nothing is left to hide behind.
+    """
+
+    reduce: float
+    gather: float
+    last: float
+
+
+def data_groups(case: Case) -> tuple[Group, Group]:
+    """Return the ranks that hold the same weights: outside of experts, and of experts."""
+    parallel = case.settings.parallel
+    experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size
+    return (
+        group_of(case, case.shard_size, parallel.tensor_model_parallel_size),
+        group_of(case, case.expert_shard_size, experts),
+    )
+
+
+def reduction(case: Case, elements: StageParameters) -> Reduction:
+    """Time the exchanges of a stage's trained parameters, over both kinds of groups.
+
+    Under the distributed optimizer gradients are reduce-scattered, and weights gathered, in the dtypes of their
+    buffers; otherwise gradients are all-reduced.
+    """
+    sharded = case.settings.parallel.use_distributed_optimizer
+    reduce = gather = last = 0.0
+    for group, count in zip(data_groups(case), (elements.trained_dense, elements.trained_expert), strict=True):
+        if not count or group.size == 1:
+            continue
+        exchange = all_gather if sharded else all_reduce
+        reduce += exchange(group, count * case.gradient_itemsize)
+        last += exchange(group, min(count, full_bucket(case.dp_size)) * case.gradient_itemsize)
+        if sharded:
+            gather += all_gather(group, count * case.itemsize)
+    return Reduction(reduce, gather, last)
+
+
+def exposed_seconds(case: Case, exchange: Reduction, forward: float, backward: float) -> float:
+    """Return what of it is not hidden.
+
+    Args:
+        forward, backward: seconds of a stage's last micro-batch backward and first one forward, beside which gradients
+            go out and weights come in where settings say so.
+    """
+    parallel = case.settings.parallel
+    reduce, gather = exchange.reduce, exchange.gather
+    if parallel.overlap_grad_reduce:
+        reduce = max(min(exchange.last, reduce), reduce - HIDING * backward)
+    if parallel.overlap_param_gather:
+        gather = max(0.0, gather - HIDING * forward)
+    return reduce + gather

@@ -1,4 +1,4 @@
-"""What share of a data sheet's rates a device reaches, by generation, and the seconds of single operations.
+"""Seconds that one rank computes, operator by operator, and what share of a data sheet's rates a device reaches.
 
 A kernel distributes its output over the device's multiprocessors in tiles. Small products fill the last round of tiles
 badly and short sums hardly hide their prologue; both follow from the shape, by one law for all devices
@@ -7,13 +7,24 @@ badly and short sums hardly hide their prologue; both follow from the shape, by 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.case import Case
 from megatune.plan.machine import Machine
-from megatune.plan.operators.operator import Attention, Kernel, Moved, Product
+from megatune.plan.memory.parameters import StageParameters, optimizer_rules
+from megatune.plan.operators.decoder import decoder_layer, embedding, head
+from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
+from megatune.plan.operators.shapes import Shapes
+from megatune.plan.operators.vision import Images, projectors, vision_layer
+
+# The host's memory and processor, of one rank, and the way there.
+_HOST_BANDWIDTH = 12e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +97,7 @@ class Rates:
 
 
 def rates_of(machine: Machine, dtype: str) -> Rates:
-    """Of the machine's device.
+    """Return the rates of the machine's device.
 
     Args:
         dtype: torch name of what the model computes in.
@@ -122,7 +133,7 @@ def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = Fal
 
 
 def memory_seconds(rates: Rates, data: float) -> float:
-    """Return an operator that reads and writes `data` bytes together and computes little."""
+    """Return seconds of an operator that reads and writes `data` bytes together and computes little."""
     return data / (rates.bandwidth * rates.efficiency.memory)
 
 
@@ -156,3 +167,77 @@ def _attention_seconds(rates: Rates, attention: Attention, backward: bool) -> fl
         flops = tokens * (document + block) * channels * (1 + 0.5 / max(rounds, 0.5))
     shares = efficiency.attention if kernel == "rows" else efficiency.packed
     return (2.5 if backward else 1) * flops / (rates.peak * shares[backward])
+
+
+class Seconds(NamedTuple):
+    """Seconds of one layer and micro-batch, on one rank.
+
+    Attributes:
+        recompute: forward seconds by module.
+        weight_gradient: seconds of weight gradients behind each exchange of the backward pass, in which it hides.
+        attention: forward, of core attention alone: exchanges of a ring hide in it.
+    """
+
+    forward: float
+    backward: float
+    recompute: dict[str, float]
+    weight_gradient: float
+    attention: float
+
+
+@lru_cache(maxsize=4096)
+def layer_seconds(shapes: Shapes, rates: Rates, sparse: bool) -> Seconds:
+    """Time one decoder layer, dense or sparse."""
+    return _add_up(rates, itertools.chain(*decoder_layer(shapes, sparse)))
+
+
+@lru_cache(maxsize=8192)
+def end_seconds(shapes: Shapes, rates: Rates, loss: bool) -> Seconds:
+    """Time the word embedding, or the last norm, the output layer and the loss."""
+    return _add_up(rates, head(shapes) if loss else (embedding(shapes),))
+
+
+@lru_cache(maxsize=1024)
+def vision_seconds(shapes: Shapes, rates: Rates, images: Images) -> Seconds:
+    """Time a vision tower and its projectors."""
+    operators = [*vision_layer(shapes, images) * images.tower.depth, projectors(shapes, images)]
+    return _add_up(rates, operators, both_ways=images.tower_trained)
+
+
+def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True) -> Seconds:
+    """Sum all operators: as long as the device computes, or the host launches.
+
+    Args:
+        both_ways: the backward pass launches, too.
+    """
+    launch, launches = rates.efficiency.launch, 0
+    forward = backward = weight_gradient = attention = 0.0
+    recompute: dict[str, float] = {}
+    for operator in operators:
+        once = kernel_seconds(rates, operator.forward)
+        weight = kernel_seconds(rates, operator.weight_gradient)
+        forward += once
+        attention += once if operator.module == "core_attn" else 0.0
+        weight_gradient += weight
+        backward += kernel_seconds(rates, operator.backward, backward=True) + weight
+        launches += operator.launches
+        again = max(once, operator.launches * launch)
+        recompute[operator.module] = recompute.get(operator.module, 0.0) + again
+    forward, backward = max(forward, launches * launch), max(backward, 2 * launches * launch if both_ways else 0.0)
+    return Seconds(forward, backward, recompute, weight_gradient, attention)
+
+
+def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> float:
+    """Time the optimizer: scaling and clipping of gradients, the update, and zeroing, all passes over memory.
+
+    Of each trained element gradients are zeroed, scaled by the number of tokens (read and written); of those that this
+    rank updates the norm reads them, clipping reads and writes them, Adam reads them, reads and writes the master
+    weight and both averages, and writes the weight.
+    """
+    gradient, size, rules = case.gradient_itemsize, case.itemsize, optimizer_rules(case.settings)
+    trained = elements.trained_dense + elements.trained_expert
+    touched = 3 * gradient * trained
+    update = (4 * gradient + 2 * rules.element_bytes + (8 + size if size < 4 else 8)) * elements.updated
+    on_host = elements.updated * (4 + size + 2 * rules.element_bytes + 8) / _HOST_BANDWIDTH
+    share = rules.host_fraction
+    return memory_seconds(rates, touched + (1 - share) * update) + share * on_host

@@ -18,16 +18,23 @@ from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_second
 from megatune.plan.time.communication import (
     Exchange,
     Groups,
-    embedding_exchange,
+    end_exchange,
+    exposed_seconds,
     group_of,
     groups_of,
     layer_exchange,
-    loss_exchange,
+    reduction,
     send,
 )
-from megatune.plan.time.compute import Seconds, end_seconds, layer_seconds, vision_seconds
-from megatune.plan.time.efficiency import Rates, rates_of
-from megatune.plan.time.optimizer import exposed_seconds, optimizer_seconds, reduction
+from megatune.plan.time.efficiency import (
+    Rates,
+    Seconds,
+    end_seconds,
+    layer_seconds,
+    optimizer_seconds,
+    rates_of,
+    vision_seconds,
+)
 from megatune.plan.uncertainty import time_uncertainty
 
 
@@ -148,15 +155,19 @@ def step_time(case: Case) -> StepTime:
     count, calibration = case.num_micro_batches, case.machine.calibration
     forward = sum(chunk.forward for chunk in times[slowest])
     backward = sum(chunk.backward for chunk in times[slowest])
+    # Exchanges between stages that nothing hides.
+    pp, virtual, overlap = len(times), len(times[0]), settings.parallel.overlap_p2p_comm
+    hop = calibration.communication * send(group_of(case, pp, case.world_size // pp), rank.shapes.hidden)
+    hops = exchange_seconds(pp, virtual, count, overlap, hop, count * (forward + backward))
     # Of the stages that may hold most parameters.
-    ends = [stage_parameters(case, stage) for stage in sorted({0, len(times) // 2, len(times) - 1})]
+    ends = [stage_parameters(case, stage) for stage in sorted({0, pp // 2, pp - 1})]
     return StepTime(
         compute=count * (total.forward + total.backward),
         recompute=count * total.recompute,
         tensor_parallel=count * total.tensor,
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
-        pipeline=bubble_seconds(times) + _hops(case, rank.shapes, len(times[0]), count * (forward + backward)),
+        pipeline=bubble_seconds(times) + hops,
         data_parallel=calibration.communication
         * max(exposed_seconds(case, reduction(case, elements), forward, backward) for elements in ends),
         optimizer=calibration.compute * max(optimizer_seconds(case, rank.rates, elements) for elements in ends),
@@ -207,11 +218,11 @@ class _Rank(NamedTuple):
             if count:
                 parts = parts.plus(self._layer(sparse, again), count)
         if content.embedding:
-            parts = parts.plus(self._once(end_seconds(shapes, rates, False), embedding_exchange(shapes, tensor)))
+            parts = parts.plus(self._once(end_seconds(shapes, rates, False), end_exchange(shapes, tensor, False)))
             if self.images:
                 parts = parts.plus(self._once(vision_seconds(shapes, rates, self.images), (0.0, 0.0)))
         if content.loss:
-            parts = parts.plus(self._once(end_seconds(shapes, rates, True), loss_exchange(shapes, tensor)))
+            parts = parts.plus(self._once(end_seconds(shapes, rates, True), end_exchange(shapes, tensor, True)))
         return parts
 
     def _once(self, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:
@@ -255,12 +266,3 @@ def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchang
         if module == "mlp" and not sparse:
             exchanging += exchange.tensor[0] / 2
     return computing, exchanging
-
-
-def _hops(case: Case, shapes: Shapes, virtual: int, busy: float) -> float:
-    """Exchanges between stages that nothing hides."""
-    parallel = case.settings.parallel
-    stages = parallel.pipeline_model_parallel_size
-    group = group_of(case, stages, case.world_size // stages)
-    hop = case.machine.calibration.communication * send(group, shapes.hidden)
-    return exchange_seconds(stages, virtual, case.num_micro_batches, parallel.overlap_p2p_comm, hop, busy)
