@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from megatune.plan.case import Case
 from megatune.plan.memory.buffers import Bucket, shared_buckets
 from megatune.plan.memory.parameters import Part, Rules, sum_parts, trained_of
-from megatune.plan.memory.tensors import HeldParameter, chunk_parameters
+from megatune.plan.memory.tensors import HeldParameter
 
 
 def rank_state(case: Case, rank: int) -> SimpleNamespace:
@@ -42,8 +42,8 @@ def _exact_part(rules: Rules, stage: int, is_expert: bool, place: int) -> Part:
     updated: list[tuple[int, HeldParameter]] = []
     size = trained = buffers = 0
     for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-        parameters = trained_of(chunk_parameters(held, chunk), is_expert)
-        size += sum(one.numel for one in chunk_parameters(held, chunk) if one.is_expert == is_expert)
+        parameters = trained_of(held.of_chunk(chunk), is_expert)
+        size += sum(one.numel for one in held.of_chunk(chunk) if one.is_expert == is_expert)
         trained += sum(one.numel for one in parameters)
         if not rules.is_sharded:
             updated += [(one.numel, one) for one in parameters]

@@ -33,7 +33,7 @@ from megatune.plan.time.communication import (
     reduction,
     send,
 )
-from megatune.plan.time.efficiency import Seconds, kernel_seconds, layer_seconds, optimizer_seconds, rates_of
+from megatune.plan.time.efficiency import Rates, Seconds, kernel_seconds, layer_seconds, optimizer_seconds
 from megatune.plan.time.estimate import module_seconds
 
 # GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
@@ -80,7 +80,7 @@ def _tp(size: int, **more: Any) -> dict[str, Any]:
 
 
 def _seconds(case: Case, sparse: bool = False) -> Seconds:
-    return layer_seconds(shapes_of(case), rates_of(case.machine, "bfloat16"), sparse)
+    return layer_seconds(shapes_of(case), Rates.of(case.machine, "bfloat16"), sparse)
 
 
 def _exchange(case: Case, sparse: bool = False) -> Any:
@@ -392,7 +392,7 @@ def test_all_recomputed_costs_somewhat_less_than_a_third_more():
 
 
 def test_small_products_reach_a_smaller_share_of_the_peak():
-    rates = rates_of(find_machine("h100-80g"), "bfloat16")
+    rates = Rates.of(find_machine("h100-80g"), "bfloat16")
 
     def share(rows: int, columns: int, depth: int) -> float:
         product = Product(rows, columns, depth, 2)
@@ -470,7 +470,7 @@ def test_the_optimizer_passes_over_gradients_and_state(settings, of_trained, of_
     held = StageParameters(
         dense=9000, expert=0, embedding=0, output=0, trained_dense=5000, trained_expert=3000, updated=1000
     )
-    seconds = optimizer_seconds(case, rates_of(case.machine, case.settings.precision.params_dtype), held)
+    seconds = optimizer_seconds(case, Rates.of(case.machine, case.settings.precision.params_dtype), held)
     assert seconds * 0.8 * case.machine.device.bandwidth == pytest.approx(8000 * of_trained + 1000 * of_updated)
 
 

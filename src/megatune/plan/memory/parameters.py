@@ -14,14 +14,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.memory.buffers import full_bucket, padded_size, shared_buckets
-from megatune.plan.memory.tensors import (
-    ChunkContent,
-    HeldParameter,
-    HeldParameters,
-    chunk_parameters,
-    held_parameters,
-    stage_chunks,
-)
+from megatune.plan.memory.tensors import ChunkContent, HeldParameter, HeldParameters, held_parameters, stage_chunks
 
 _BYTES = {"fp32": 4, "bf16": 2}
 
@@ -261,7 +254,7 @@ def _buffer_size(held: HeldParameters, chunk: ChunkContent, is_expert: bool, sha
     """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
         return padded_size(((trained_of(part, is_expert), count) for part, count in _repeated(held, chunk)), shards)
-    ours = trained_of(chunk_parameters(held, chunk), is_expert)
+    ours = trained_of(held.of_chunk(chunk), is_expert)
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 
 

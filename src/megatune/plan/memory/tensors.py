@@ -84,6 +84,15 @@ class HeldParameter:
     is_shared_embedding: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkContent:
+    """What a pipeline chunk holds: whether the embedding, which layers (True: sparse), and whether the loss."""
+
+    embedding: bool
+    layers: tuple[bool, ...]
+    loss: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
 class HeldParameters:
     """Parameters of a rank by where they are.
@@ -105,14 +114,14 @@ class HeldParameters:
     output: int
     sparse_buffer_bytes: int
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkContent:
-    """What a pipeline chunk holds: whether the embedding, which layers (True: sparse), and whether the loss."""
-
-    embedding: bool
-    layers: tuple[bool, ...]
-    loss: bool
+    def of_chunk(self, chunk: ChunkContent) -> Iterator[HeldParameter]:
+        """Yield the parameters of a chunk in the engine's order."""
+        if chunk.embedding:
+            yield from self.first
+        for sparse in chunk.layers:
+            yield from self.sparse if sparse else self.dense
+        if chunk.loss:
+            yield from self.last
 
 
 @lru_cache(maxsize=4096)
@@ -169,16 +178,6 @@ def held_parameters(
         # Beside the sums a router has the bias and the tokens of each expert, both fp32.
         sparse_buffer_bytes=_ROUTER_SUMS_BYTES + (8 * moe.num_experts if moe.expert_bias else 0) if moe else 0,
     )
-
-
-def chunk_parameters(held: HeldParameters, chunk: ChunkContent) -> Iterator[HeldParameter]:
-    """Parameters of a chunk in the engine's order."""
-    if chunk.embedding:
-        yield from held.first
-    for sparse in chunk.layers:
-        yield from held.sparse if sparse else held.dense
-    if chunk.loss:
-        yield from held.last
 
 
 def _of_layers(architecture: Architecture) -> list[Weight]:

@@ -10,17 +10,8 @@ import math
 from collections.abc import Iterator
 
 from megatune.architecture import MixtureOfExperts
-from megatune.plan.operators.linear import (
-    ADAPTERS,
-    Work,
-    accumulation,
-    activation_work,
-    adapted,
-    elementwise,
-    feed_forward,
-    linear_work,
-)
-from megatune.plan.operators.operator import Kernel, Memory, Operator, Product, Wait
+from megatune.plan.operators.linear import ADAPTERS, elementwise, feed_forward, grouped_work, linear_work, swiglu_work
+from megatune.plan.operators.operator import Memory, Operator, Wait
 from megatune.plan.operators.shapes import Shapes
 
 # Kernels that the host has yet to launch when it has read how many rows go where: until then the device has no work.
@@ -104,11 +95,11 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
         yield Operator("moe", Memory(0), (Wait(_AFTER_COUNTS),))
     gate_up = 2 * numbers * size
     fc1 = Memory(_kept_input(shapes, "linear_fc1", rows, hidden), gate_up, gate_up + tokens_in_rows + 2 * weight)
-    yield Operator("moe", fc1, *_grouped(shapes, mean_rows, 2 * channels, hidden, local, "linear_fc1"))
-    yield Operator("moe_act", _activation(shapes, numbers), *activation_work(shapes, mean_rows * channels))
+    yield Operator("moe", fc1, *grouped_work(shapes, mean_rows, 2 * channels, hidden, local, "linear_fc1"))
+    yield Operator("moe_act", _activation(shapes, numbers), *swiglu_work(shapes, mean_rows * channels))
     kept = _kept_input(shapes, "linear_fc2", rows, channels)
     fc2 = Memory(kept, tokens_in_rows, tokens_in_rows + numbers * size + weight)
-    yield Operator("moe", fc2, *_grouped(shapes, mean_rows, hidden, channels, local, "linear_fc2"))
+    yield Operator("moe", fc2, *grouped_work(shapes, mean_rows, hidden, channels, local, "linear_fc2"))
     around = tokens_in_rows + combined + shapes.hidden
     yield Operator("moe", Memory(0, around, around))
 
@@ -125,23 +116,6 @@ def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, i
         summed = min(gathered, max(rows // moe.router_topk, _LEAST_SUMMED)) * moe.router_topk
         return gathered * row, (rows + gathered + summed) * row
     return 2 * shapes.part * moe.router_topk * row, rows * row
-
-
-def _grouped(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:
-    """Kernels of a linear layer of each of a rank's experts, which share the rows: one grouped kernel, or one kernel
-    for each expert."""
-    each = rows / experts
-    if not shapes.experts.moe_grouped_gemm:
-        return linear_work(shapes, each, columns, depth, name, count=experts)
-    size = shapes.size
-    weight: tuple[Kernel, ...] = ()
-    if shapes.weights_trained:
-        # Grouped kernels write gradients of their own; none adds to a buffer.
-        gradient = Product(columns, depth, each, size, experts, "depth")
-        weight = (gradient, accumulation(shapes, experts * columns * depth, fused=False))
-    forward = Product(each, columns, depth, size, experts, "rows")
-    inputs = Product(each, depth, columns, size, experts, "rows")
-    return adapted(shapes, ((forward,), (inputs,), 3, weight), rows, columns, depth, name)
 
 
 def _kept_input(shapes: Shapes, name: str, rows: int, channels: int) -> int:

@@ -95,27 +95,17 @@ def linear(
     return Operator(module, Memory(kept, forward, backward), *work)
 
 
-def linear_work(
-    shapes: Shapes,
-    rows: float,
-    columns: float,
-    depth: float,
-    name: str = "",
-    *,
-    count: int = 1,
-    trained: bool | None = None,
-) -> Work:
-    """Kernels of `count` linear layers one after the other.
+def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name: str = "", count: int = 1) -> Work:
+    """Return the kernels of `count` linear layers one after the other.
 
     Forward rows · weightᵀ; backward the inputs' gradient and the weight's, which is added to its buffer.
 
     Args:
         name: of the layer, as lora_target has it; "" where it has no adapter.
-        trained: whether the weight is; None where the settings say so.
     """
     size = shapes.size
     weight: tuple[Kernel, ...] = ()
-    if shapes.weights_trained if trained is None else trained:
+    if shapes.weights_trained:
         added = accumulation(shapes, count * columns * depth, fused=shapes.performance.gradient_accumulation_fusion)
         weight = (Product(columns, depth, rows, size, count), added)
     forward, inputs = Product(rows, columns, depth, size, count), Product(rows, depth, columns, size, count)
@@ -141,6 +131,23 @@ def adapted(shapes: Shapes, work: Work, rows: float, columns: float, depth: floa
     return forward + adapter, backward + 2 * adapter, launches + 5 * count, weight
 
 
+def grouped_work(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:
+    """Return the kernels of a linear layer of each of a rank's experts, which share the rows: one grouped kernel, or
+    one for each expert."""
+    each = rows / experts
+    if not shapes.experts.moe_grouped_gemm:
+        return linear_work(shapes, each, columns, depth, name, count=experts)
+    size = shapes.size
+    weight: tuple[Kernel, ...] = ()
+    if shapes.weights_trained:
+        # Grouped kernels write gradients of their own; none adds to a buffer.
+        gradient = Product(columns, depth, each, size, experts, "depth")
+        weight = (gradient, accumulation(shapes, experts * columns * depth, fused=False))
+    forward = Product(each, columns, depth, size, experts, "rows")
+    inputs = Product(each, depth, columns, size, experts, "rows")
+    return adapted(shapes, ((forward,), (inputs,), 3, weight), rows, columns, depth, name)
+
+
 def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool = False) -> Iterator[Operator]:
     """Yield SwiGLU (arXiv:2002.05202), dense or of shared experts: fc1, activation, fc2 with `channels` on this rank.
 
@@ -155,10 +162,10 @@ def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool
     if shapes.performance.bias_activation_fusion:
         swiglu = Memory(2 * data, 2 * data, 5 * data) if shapes.on_cpu else Memory(2 * data, data, 3 * data)
     yield linear(shapes, "linear_fc1", module, hidden, 2 * channels, gathers=spread and not overlapped)
-    yield Operator(module, swiglu, *activation_work(shapes, numbers))
+    yield Operator(module, swiglu, *swiglu_work(shapes, numbers))
     yield linear(shapes, "linear_fc2", module, channels, hidden, scatters=spread, shares_gradient=True)
 
 
-def activation_work(shapes: Shapes, numbers: float) -> Work:
+def swiglu_work(shapes: Shapes, numbers: float) -> Work:
     """Kernels of silu(gate) · up over T · f numbers."""
     return elementwise(shapes, numbers, *((3, 5, 1) if shapes.performance.bias_activation_fusion else (6, 13, 4)))

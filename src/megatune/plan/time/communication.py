@@ -237,11 +237,8 @@ class Reduction(NamedTuple):
 def data_groups(case: Case) -> tuple[Group, Group]:
     """Return the ranks that hold the same weights: outside of experts, and of experts."""
     parallel = case.settings.parallel
-    experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size
-    return (
-        group_of(case, case.shard_size, parallel.tensor_model_parallel_size),
-        group_of(case, case.expert_shard_size, experts),
-    )
+    tp, experts = parallel.tensor_model_parallel_size, parallel.expert_tensor_size * parallel.expert_model_parallel_size
+    return group_of(case, case.shard_size, tp), group_of(case, case.expert_shard_size, experts)
 
 
 def reduction(case: Case, elements: StageParameters) -> Reduction:

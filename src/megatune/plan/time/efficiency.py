@@ -79,7 +79,7 @@ EFFICIENCIES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rates:
     """What one device does in a second, of one dtype: the device and its efficiency, as a key of caches.
 
@@ -95,26 +95,24 @@ class Rates:
     def __hash__(self) -> int:
         return hash((self.peak, self.bandwidth))  # quick, as of Shapes
 
+    @classmethod
+    def of(cls, machine: Machine, dtype: str) -> Rates:
+        """Return the rates of the machine's device.
 
-def rates_of(machine: Machine, dtype: str) -> Rates:
-    """Return the rates of the machine's device.
+        Args:
+            dtype: torch name of what the model computes in.
 
-    Args:
-        dtype: torch name of what the model computes in.
-
-    Raises:
-        MegatuneError: the device has no rate for this dtype, or is of a generation that nothing is known of.
-    """
-    device = machine.device
-    if device.generation not in EFFICIENCIES:
-        raise _refusal(f"{device.name} is of generation {device.generation!r}", f"one of: {', '.join(EFFICIENCIES)}")
-    if dtype not in device.flops:
-        raise _refusal(f"{device.name} does not compute in {dtype}", f"it computes in {', '.join(device.flops)}")
-    return Rates(peak=device.flops[dtype], bandwidth=device.bandwidth, efficiency=EFFICIENCIES[device.generation])
-
-
-def _refusal(what: str, why: str) -> MegatuneError:
-    return MegatuneError([Finding(what, "plan", why, "choose another device or dtype")], ExitCode.INPUT)
+        Raises:
+            MegatuneError: the device has no rate for this dtype, or is of a generation that nothing is known of.
+        """
+        device = machine.device
+        if device.generation not in EFFICIENCIES:
+            what, why = f"{device.name} is of generation {device.generation!r}", f"one of: {', '.join(EFFICIENCIES)}"
+        elif dtype not in device.flops:
+            what, why = f"{device.name} does not compute in {dtype}", f"it computes in {', '.join(device.flops)}"
+        else:
+            return cls(device.flops[dtype], device.bandwidth, EFFICIENCIES[device.generation])
+        raise MegatuneError([Finding(what, "plan", why, "choose another device or dtype")], ExitCode.INPUT)
 
 
 def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = False) -> float:

@@ -26,15 +26,7 @@ from megatune.plan.time.communication import (
     reduction,
     send,
 )
-from megatune.plan.time.efficiency import (
-    Rates,
-    Seconds,
-    end_seconds,
-    layer_seconds,
-    optimizer_seconds,
-    rates_of,
-    vision_seconds,
-)
+from megatune.plan.time.efficiency import Rates, Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
 from megatune.plan.uncertainty import time_uncertainty
 
 
@@ -203,7 +195,7 @@ class _Rank(NamedTuple):
 
     @classmethod
     def of(cls, case: Case) -> _Rank:
-        rates = rates_of(case.machine, case.settings.precision.params_dtype)
+        rates = Rates.of(case.machine, case.settings.precision.params_dtype)
         recompute = recompute_of(case.settings)
         return cls(shapes_of(case), rates, groups_of(case), recompute, images_of(case), case.machine.calibration)
 
