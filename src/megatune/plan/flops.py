@@ -27,8 +27,8 @@ def num_parameters(architecture: Architecture) -> int:
 
 
 def num_matmul_parameters(architecture: Architecture) -> int:
-    """Parameters that a token is multiplied with: all matrices but the word embedding, which is looked up, and of the
-    routed experts as many as it goes to. The output layer counts, tied or not."""
+    """Count parameters that a token is multiplied with: all matrices but the word embedding, which is looked up, and of
+    the routed experts as many as it goes to. The output layer counts, tied or not."""
     total = architecture.vocab_size * architecture.hidden_size
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
         if weight.per_layer:
@@ -39,7 +39,7 @@ def num_matmul_parameters(architecture: Architecture) -> int:
 
 
 def train_flops(architecture: Architecture, lengths: Iterable[int]) -> float:
-    """Model floating-point operations of a training step over documents of these lengths, in FLOP.
+    """Return model floating-point operations of a training step over documents of these lengths, in FLOP.
 
     Counted as the field does for model FLOP/s utilization (arXiv:2204.02311): a multiply and an add are two, nothing
     recomputed counts, and of causal attention only the half that is not masked.
@@ -57,8 +57,8 @@ def train_flops(architecture: Architecture, lengths: Iterable[int]) -> float:
 
 
 def model_flops(case: Case) -> float:
-    """Model floating-point operations of a step, in FLOP: as `train_flops`, without the weights' gradients of frozen
-    matrices, a third of their products; with those of images."""
+    """Return model floating-point operations of a step, in FLOP: as `train_flops`, without the weights' gradients of
+    frozen matrices, a third of their products; with those of images."""
     rows, length = case.global_batch_size, case.sequence_length
     document = round(min(case.document_length or length, length))
     matmuls, whole = _document_flops(case.model.architecture, document)
@@ -71,12 +71,12 @@ def model_flops(case: Case) -> float:
 
 @lru_cache(maxsize=4096)
 def _document_flops(architecture: Architecture, length: int) -> tuple[float, float]:
-    """Of a document: FLOP of all matrices, and with attention."""
+    """Return, of a document, FLOP of all matrices, and with attention."""
     return 2.0 * _PASSES * num_matmul_parameters(architecture) * length, train_flops(architecture, [length])
 
 
 def _vision_flops(images: Images) -> float:
-    """Of a micro-batch's images: three times the forward pass of what is trained, once that of what is frozen."""
+    """Return FLOP of a micro-batch's images: three times the forward pass of what is trained, once of what is frozen."""
     tower, merged = images.tower, images.merged
     attention = 4 * tower.depth * tower.hidden_size * images.tokens_of_image * merged
     of_tower = images.tokens * merged * (2 * tower.num_parameters + attention)

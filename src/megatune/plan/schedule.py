@@ -52,7 +52,7 @@ class Timeline(NamedTuple):
 
 
 def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> int:
-    """Forward passes of a stage before its first backward pass follows a forward one.
+    """Count forward passes of a stage before its first backward pass follows a forward one.
 
     As Megatron-Core's get_pp_rank_microbatches: p - s - 1 without virtual stages, and
     2 (p - s - 1) + (v - 1) p with them.
@@ -63,7 +63,7 @@ def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> 
 
 @lru_cache(maxsize=4096)
 def forward_order(pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """(virtual stage, micro-batch) of all forward passes of a stage, the same on each.
+    """Return (virtual stage, micro-batch) of all forward passes of a stage, the same on each.
 
     As Megatron-Core's get_schedule_table: pp micro-batches go through all virtual stages, then the next pp.
     """
@@ -95,7 +95,7 @@ def stage_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> list[
 def in_flight(
     pp: int, vpp: int, stage: int, num_micro_batches: int, sizes: tuple[float, ...] | None = None
 ) -> tuple[int, ...]:
-    """Micro-batches whose activations each virtual stage holds at the moment when the stage holds most.
+    """Return micro-batches whose activations each virtual stage holds at the moment when the stage holds most.
 
     A stage holds most after each forward pass that follows its warm-up: min(warm-up + 1, all). Which virtual stages
     they are of changes from pass to pass, and comes back after pp · vpp of them.
@@ -162,8 +162,8 @@ def makespan(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, s
 
 
 def bubble_share(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> float:
-    """Share of all stages' time in which they wait, in a time that does not grow with the micro-batches; of stages that
-    take equally long without virtual stages (p - 1) / (m + p - 1)."""
+    """Return the share of all stages' time in which they wait, in a time that does not grow with the micro-batches; of
+    stages that take equally long without virtual stages (p - 1) / (m + p - 1)."""
     whole = makespan(chunks, num_micro_batches, send) * len(chunks)
     busy = num_micro_batches * sum(chunk.forward + chunk.backward for stage in chunks for chunk in stage)
     return 1 - busy / whole if whole else 0.0
@@ -214,7 +214,7 @@ class _Event(NamedTuple):
 
 
 def _times(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float) -> list[tuple[float, float]]:
-    """Begin and end of each event."""
+    """Return begin and end of each event."""
     seconds = [[((chunk.backward, chunk.forward)) for chunk in stage] for stage in chunks]
     free = [0.0] * len(chunks)
     times: list[tuple[float, float]] = []
@@ -257,7 +257,7 @@ def _events(pp: int, vpp: int, num_micro_batches: int) -> tuple[_Event, ...]:
 
 
 def _needed(stage: int, work: Pass, pp: int, vpp: int) -> tuple[int, Pass] | None:
-    """Whose result a pass takes: of the layers before it, or backward of those after it."""
+    """Return whose result a pass takes: of the layers before it, or backward of those after it."""
     virtual, step = work.virtual_stage, -1 if work.forward else 1
     if 0 <= stage + step < pp:
         return stage + step, work

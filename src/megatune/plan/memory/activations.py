@@ -98,7 +98,7 @@ def _peak(shapes: Shapes, stage: _Stage) -> tuple[int, int]:
 
 
 def _fullest(shapes: Shapes, stage: _Stage, passes: Sequence[Memory]) -> int:
-    """1F1B: micro-batches are held, while the last of them goes forward or the first of them backward."""
+    """Return bytes of 1F1B: micro-batches are held, while the last of them goes forward or the first one backward."""
     # A GPU frees what was sent to the next stage; a CPU's communication may still have to read it.
     sent = [shapes.hidden if stage.pp > 1 and shapes.on_cpu and not chunk.loss else 0 for chunk in stage.chunks]
     kept = tuple(memory.kept + size for memory, size in zip(passes, sent, strict=True))
@@ -131,7 +131,7 @@ def _runs(shapes: Shapes, runs: _Runs, modules: tuple[str, ...]) -> list[Memory]
 
 @lru_cache(4096)
 def _groups(sparse: tuple[bool, ...], recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
-    """Groups of layers that are recomputed together, equal ones counted, and the layers that are not."""
+    """Return groups of layers that are recomputed together, equal ones counted, and the layers that are not."""
     last = min(recompute.num_layers, len(sparse))
     size = recompute.group_size
     groups = [sparse[first : min(first + size, last)] for first in range(0, last, size)]

@@ -65,7 +65,7 @@ MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name n
 
 
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
-    """Memory of each pipeline stage, the first stage first."""
+    """Return the memory of each pipeline stage, the first stage first."""
     stages = range(case.settings.parallel.pipeline_model_parallel_size)
     return tuple(
         StageMemory(stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict())
@@ -95,7 +95,7 @@ def workspace_bytes(case: Case, stage: int) -> Workspace:
 
 
 def num_communicators(case: Case) -> int:
-    """Groups of more than one rank that a rank exchanges tensors in.
+    """Count groups of more than one rank that a rank exchanges tensors in.
 
     Every rank is in those of tensor, context and pipeline parallelism, of the replicas of its weights and of its
     experts, of expert parallelism and of the ranks that share an expert layer, of one model's ranks (which add up the

@@ -161,7 +161,7 @@ class Part:
 
 
 def state_bytes(case: Case, stage: int) -> StageState:
-    """As `stage_state`."""
+    """Return `stage_state` of a case."""
     return stage_state(Rules.of(case), stage)
 
 

@@ -141,7 +141,7 @@ def stage_chunks(parallel: ParallelSettings, architecture: Architecture) -> tupl
 def held_parameters(
     model: PlannedModel, trainable: FinetuningSettings, tp: int, etp: int, ep: int, pipelined: bool
 ) -> HeldParameters:
-    """Parameters of a rank.
+    """Return the parameters of a rank.
 
     Args:
         tp, etp, ep: over how many ranks tensors, experts' tensors and experts are cut.
@@ -181,7 +181,7 @@ def held_parameters(
 
 
 def _of_layers(architecture: Architecture) -> list[Weight]:
-    """Weights of layers in the order in which modules create them."""
+    """Return weights of layers in the order in which modules create them."""
     order = list(_ORDER)
     if architecture.mla is not None:
         order.remove(_OUTPUT_PROJECTION)
@@ -195,7 +195,7 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 
 
 def _vision(model: PlannedModel, trainable: FinetuningSettings) -> Iterator[HeldParameter]:
-    """Encoder and projectors, each as one parameter: whole on every rank of the first stage."""
+    """Yield encoder and projectors, each as one parameter: whole on every rank of the first stage."""
     vision, full = model.architecture.vision, trainable.finetuning_type == "full"
     if vision is not None:
         yield HeldParameter(vision.num_parameters, trained=full and not trainable.freeze_vision_tower)

@@ -84,7 +84,7 @@ def heads_of(shapes: Shapes) -> Heads:
 
 
 def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
-    """Projection, norms of heads, rotary embedding, and the split into queries, keys and values."""
+    """Yield projection, norms of heads, rotary embedding, and the split into queries, keys and values."""
     architecture, tokens = shapes.architecture, shapes.tokens
     d, query, key = architecture.kv_channels, heads.query, heads.key
     mixed = (architecture.query_size + 2 * architecture.key_value_size) // shapes.tp
@@ -178,7 +178,7 @@ def _merging(shapes: Shapes) -> Operator:
 
 
 def keys_values_size(architecture: Architecture) -> int:
-    """Channels of all heads' keys and values."""
+    """Return channels of all heads' keys and values."""
     if architecture.mla is None:
         return 2 * architecture.key_value_size
     return architecture.query_size + architecture.attention_size

@@ -57,15 +57,15 @@ def recompute_of(settings: Settings) -> Recompute:
 
 
 def inputs(shapes: Shapes) -> Memory:
-    """Cosine and sine of the positions, in the model's dtype; tokens, labels, positions and places of trained tokens
-    where they are copied: to a GPU, or to a context-parallel rank."""
+    """Return bytes of cosine and sine of the positions, in the model's dtype, and of tokens, labels, positions and
+    places of trained tokens where they are copied: to a GPU, or to a context-parallel rank."""
     tables = 2 * shapes.length * shapes.architecture.kv_channels * shapes.size
     return Memory(tables + (0 if shapes.on_cpu and shapes.cp == 1 else 33 * shapes.tokens))
 
 
 @lru_cache(maxsize=4096)
 def embedding(shapes: Shapes) -> Operator:
-    """Look-up; backward the scattered sum into a gradient as large as the weight, which is added to its buffer."""
+    """Return the look-up; backward the scattered sum into a gradient of the weight's size, added to its buffer."""
     row, trained = shapes.architecture.hidden_size * shapes.size, shapes.weights_trained
     table = shapes.architecture.vocab_size * shapes.architecture.hidden_size / shapes.tp
     weight = _padded_vocabulary(shapes) * row if trained else 0

@@ -31,8 +31,8 @@ def expert_layer(shapes: Shapes) -> Iterator[Operator]:
 
 
 def expert_rows(shapes: Shapes) -> int:
-    """R on the fullest rank: an even share times the assumed imbalance, bounded by the experts' capacity, and by all
-    rows of the ranks that share the experts."""
+    """Return R on the fullest rank: an even share times the assumed imbalance, bounded by the experts' capacity, and
+    by all rows of the ranks that share the experts."""
     moe = shapes.architecture.moe
     assert moe is not None
     even, factor = shapes.part * moe.router_topk * shapes.etp, shapes.experts.moe_expert_capacity_factor
@@ -52,7 +52,7 @@ def saves_input_twice(shapes: Shapes) -> bool:
 
 
 def _shared(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
-    """Their output is there until that of the routed experts is added."""
+    """Yield shared experts, whose output is there until that of the routed experts is added."""
     if not moe.shared_expert_intermediate_size:
         return
     channels = moe.shared_expert_intermediate_size // shapes.tp
@@ -77,7 +77,7 @@ def _router(shapes: Shapes, moe: MixtureOfExperts) -> Operator:
 
 
 def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
-    """Dispatch, both products, and the combination."""
+    """Yield dispatch, both products, and the combination."""
     size, hidden, rows = shapes.size, shapes.architecture.hidden_size, expert_rows(shapes)
     channels, local = moe.moe_ffn_hidden_size // shapes.etp, moe.num_experts // shapes.ep
     tokens_in_rows, numbers = rows * hidden * size, rows * channels

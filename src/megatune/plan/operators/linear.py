@@ -19,13 +19,13 @@ Work = tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, tuple[Kernel, ...]]
 
 
 def elementwise(shapes: Shapes, numbers: float, forward: float, backward: float, launches: int) -> Work:
-    """Kernels that pass `forward` times over `numbers` activations, and `backward` times in the backward pass."""
+    """Return kernels that pass `forward` times over `numbers` activations, and `backward` times backward."""
     data = numbers * shapes.size
     return (Moved(data * forward),), (Moved(data * backward),), launches, ()
 
 
 def layer_norm(shapes: Shapes) -> Operator:
-    """Norm of the hidden states."""
+    """Return the norm of the hidden states."""
     numbers = shapes.part * shapes.architecture.hidden_size
     memory = norm_memory(shapes, shapes.part, shapes.architecture.hidden_size, shapes.hidden)
     return Operator("layernorm", memory, *norm_work(shapes, numbers))
@@ -167,5 +167,5 @@ def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool
 
 
 def swiglu_work(shapes: Shapes, numbers: float) -> Work:
-    """Kernels of silu(gate) · up over T · f numbers."""
+    """Return the kernels of silu(gate) · up over T · f numbers."""
     return elementwise(shapes, numbers, *((3, 5, 1) if shapes.performance.bias_activation_fusion else (6, 13, 4)))

@@ -84,7 +84,7 @@ def vision_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
 
 
 def projectors(shapes: Shapes, images: Images) -> Operator:
-    """Norm, linear, GELU, linear on patches side by side, of which each projector makes one token.
+    """Return norm, linear, GELU, linear on patches side by side, of which each projector makes one token.
 
     All projectors' matrices are one product of as many multiply-adds.
     """

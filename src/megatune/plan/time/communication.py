@@ -152,7 +152,7 @@ def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: boo
 
 
 def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> tuple[float, float]:
-    """Megatron-LM's exchanges (arXiv:1909.08053, with sequence parallelism arXiv:2205.05198), of each dense block.
+    """Time Megatron-LM's exchanges (arXiv:1909.08053, with sequence parallelism arXiv:2205.05198) of dense blocks.
 
     Forward an all-reduce behind each block; with sequence parallelism an all-gather before and a reduce-scatter behind
     it, which move as much. Backward the same towards the inputs, started before the weight's gradient is computed,
@@ -170,7 +170,7 @@ def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> tup
 
 
 def _context(shapes: Shapes, group: Group, seconds: Seconds) -> tuple[float, float]:
-    """Of keys and values, or of all heads' channels (a2a).
+    """Time exchanges of keys and values, or of all heads' channels (a2a).
 
     A ring passes them on n - 1 times while attention computes on those that are there. Backward their gradients are
     passed on as well, in fp32, and nothing hides the last of n messages, which returns them.
@@ -197,7 +197,7 @@ def _context(shapes: Shapes, group: Group, seconds: Seconds) -> tuple[float, flo
 
 
 def _expert(shapes: Shapes, groups: Groups) -> tuple[float, float]:
-    """Dispatch of tokens to their experts, and combination; backward their gradients, in the same way."""
+    """Time dispatch of tokens to their experts, and combination; backward their gradients, in the same way."""
     moe = shapes.architecture.moe
     assert moe is not None
     if shapes.experts.moe_token_dispatcher_type == "allgather":

@@ -174,7 +174,7 @@ def step_time(case: Case) -> StepTime:
 
 
 def micro_batch_seconds(case: Case) -> float:
-    """Of one micro-batch in all stages together, forward and backward; however many stages there are.
+    """Return seconds of a micro-batch in all stages together, forward and backward; however many stages there are.
 
     The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
     """
@@ -228,7 +228,7 @@ class _Rank(NamedTuple):
         )
 
     def _layer(self, sparse: bool, again: float) -> _Parts:
-        """One layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
+        """Return one layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
         seconds = layer_seconds(self.shapes, self.rates, sparse)
         exchange = layer_exchange(self.shapes, self.groups, seconds, sparse)
         computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, sparse)
@@ -246,7 +246,7 @@ class _Rank(NamedTuple):
 
 
 def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchange, sparse: bool) -> tuple[float, float]:
-    """Computing and exchanging again, of one layer with these modules recomputed."""
+    """Return seconds of computing and exchanging again, of one layer with these modules recomputed."""
     computing = exchanging = 0.0
     for module in modules:
         computing += seconds.recompute.get(module, 0.0)
