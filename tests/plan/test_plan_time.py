@@ -18,21 +18,8 @@ from megatune.plan.memory.parameters import StageParameters, stage_parameters
 from megatune.plan.operators.operator import Product
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
-from megatune.plan.time import TIME_PARTS, StepTime, step_time
-from megatune.plan.time.communication import (
-    Group,
-    Reduction,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    data_groups,
-    exposed_seconds,
-    group_of,
-    groups_of,
-    layer_exchange,
-    reduction,
-    send,
-)
+from megatune.plan.time import TIME_PARTS, StepTime, communication, step_time
+from megatune.plan.time.communication import all_gather, all_reduce, all_to_all, group_of, groups_of, reduction, send
 from megatune.plan.time.efficiency import Rates, Seconds, kernel_seconds, layer_seconds, optimizer_seconds
 from megatune.plan.time.estimate import module_seconds
 
@@ -84,15 +71,15 @@ def _seconds(case: Case, sparse: bool = False) -> Seconds:
 
 
 def _exchange(case: Case, sparse: bool = False) -> Any:
-    return layer_exchange(shapes_of(case), groups_of(case), _seconds(case, sparse), sparse)
+    return communication.layer_exchange(shapes_of(case), groups_of(case), _seconds(case, sparse), sparse)
 
 
 LINK = Link(name="link", bandwidth=100e9, latency=1e-6)
 NETWORK = Link(name="network", bandwidth=10e9, latency=10e-6)
 
 
-def _group(size: int, per_node: int) -> Group:
-    return Group(size=size, per_node=per_node, link=LINK, network=NETWORK, efficiency=1.0)
+def _group(size: int, per_node: int) -> communication.Group:
+    return communication.Group(size=size, per_node=per_node, link=LINK, network=NETWORK, efficiency=1.0)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +123,7 @@ def test_groups_lie_where_megatron_core_puts_them():
         expert_tensor_parallel_size=1,
     )
     groups = groups_of(case)
-    dense, expert = data_groups(case)
+    dense, expert = communication.data_groups(case)
     sizes = [(group.size, group.per_node) for group in (*groups, dense, expert)]
     # tp 2 and cp 2 inside a machine, ep 8 fills one, dp · cp = 16 every second rank, the four copies of experts on
     # four machines; stages lie 32 ranks apart.
@@ -267,10 +254,11 @@ def test_overlap_hides_exchanges_of_data_parallelism():
 
 
 def test_exchanges_hide_behind_four_fifths_of_a_pass_but_for_the_last_bucket():
-    overlapped, exchange = _case(overlap_grad_reduce=True, overlap_param_gather=True), Reduction(10.0, 6.0, last=1.0)
-    assert exposed_seconds(overlapped, exchange, forward=5.0, backward=10.0) == pytest.approx(2 + 2)
-    assert exposed_seconds(overlapped, exchange, forward=50.0, backward=50.0) == 1
-    assert exposed_seconds(_case(), exchange, forward=50.0, backward=50.0) == 16
+    overlapped = _case(overlap_grad_reduce=True, overlap_param_gather=True)
+    exchange = communication.Reduction(10.0, 6.0, last=1.0)
+    assert communication.exposed_seconds(overlapped, exchange, forward=5.0, backward=10.0) == pytest.approx(2 + 2)
+    assert communication.exposed_seconds(overlapped, exchange, forward=50.0, backward=50.0) == 1
+    assert communication.exposed_seconds(_case(), exchange, forward=50.0, backward=50.0) == 16
 
 
 @pytest.mark.parametrize(("stages", "virtual", "count"), [(1, 1, 4), (2, 1, 8), (4, 1, 8), (4, 2, 8), (8, 4, 32)])

@@ -76,7 +76,7 @@ def _document_flops(architecture: Architecture, length: int) -> tuple[float, flo
 
 
 def _vision_flops(images: Images) -> float:
-    """Return FLOP of a micro-batch's images: three times the forward pass of what is trained, once of what is frozen."""
+    """Return FLOP of a micro-batch's images: three times the forward pass of what is trained, once what is frozen."""
     tower, merged = images.tower, images.merged
     attention = 4 * tower.depth * tower.hidden_size * images.tokens_of_image * merged
     of_tower = images.tokens * merged * (2 * tower.num_parameters + attention)
