@@ -16,8 +16,7 @@ from megatune.plan.catalogue.devices import Peaks
 from megatune.plan.machine import Machine
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.time import StepTime, step_time
-from megatune.plan.time.communication import all_gather
-from megatune.plan.time.optimizer import HIDING, data_groups
+from megatune.plan.time.communication import HIDING, all_gather, data_groups
 from planner.published import Row
 
 

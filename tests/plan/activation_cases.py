@@ -13,6 +13,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import BatchSettings, DataSettings, Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.machine import Device, Link, Machine
+from megatune.plan.memory.activations import StageActivations, stage_activations
 
 
 def machine(generation: str = "cpu") -> Machine:
@@ -21,6 +22,10 @@ def machine(generation: str = "cpu") -> Machine:
     device = Device(name="x", generation=generation, memory=2**36, flops=peaks, bandwidth=1e11, link="x")
     link = Link(name="x", bandwidth=1e10, latency=1e-5)
     return Machine(device=device, gpus_per_node=8, link=link, network=link)
+
+
+def activation_bytes(case: Case, stage: int) -> StageActivations:
+    return stage_activations(case, (stage,))[0].parts
 
 
 def architecture(**numbers: Any) -> Architecture:

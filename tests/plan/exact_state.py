@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 from megatune.plan.case import Case
 from megatune.plan.memory.buffers import Bucket, shared_buckets
-from megatune.plan.memory.parameters import Part, Rules, StageState, sum_parts, trained_of
-from megatune.plan.memory.tensors import HeldParameter, chunk_parameters
+from megatune.plan.memory.parameters import Part, Rules, sum_parts, trained_of
+from megatune.plan.memory.tensors import HeldParameter
 
 
-def rank_state(case: Case, rank: int) -> StageState:
-    """State of one rank, to the byte: every bucket and every shard as Megatron-Core lays them out."""
+def rank_state(case: Case, rank: int) -> SimpleNamespace:
+    """State of one rank, to the byte: every bucket and every shard as Megatron-Core lays them out.
+
+    Beside the attributes of `StageState`, `buffer_padding`: what of weights and gradients only fills up buffers;
+    `host_state`: optimizer state in the host's memory.
+    """
     rules, parallel = Rules.of(case), case.settings.parallel
     stage = rank // (case.world_size // parallel.pipeline_model_parallel_size)
     expert_ranks = parallel.expert_tensor_size * parallel.expert_model_parallel_size
@@ -20,9 +25,11 @@ def rank_state(case: Case, rank: int) -> StageState:
         rank // parallel.tensor_model_parallel_size % rules.shards[0],
         rank // expert_ranks % rules.shards[1],
     )
-    return sum_parts(
-        rules, stage, [_exact_part(rules, stage, is_expert, places[is_expert]) for is_expert in rules.kinds]
-    )
+    parts = [_exact_part(rules, stage, is_expert, places[is_expert]) for is_expert in rules.kinds]
+    padding = sum(part.buffers - part.trained for part in parts) * (rules.parameter_bytes + rules.gradient_bytes)
+    host_state = sum(part.on_host for part in parts) * rules.optimizer.element_bytes
+    state = sum_parts(rules, stage, parts)
+    return SimpleNamespace(**state._asdict(), buffer_padding=padding, host_state=host_state)
 
 
 def _exact_part(rules: Rules, stage: int, is_expert: bool, place: int) -> Part:
@@ -35,8 +42,8 @@ def _exact_part(rules: Rules, stage: int, is_expert: bool, place: int) -> Part:
     updated: list[tuple[int, HeldParameter]] = []
     size = trained = buffers = 0
     for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-        parameters = trained_of(chunk_parameters(held, chunk), is_expert)
-        size += sum(one.numel for one in chunk_parameters(held, chunk) if one.is_expert == is_expert)
+        parameters = trained_of(held.of_chunk(chunk), is_expert)
+        size += sum(one.numel for one in held.of_chunk(chunk) if one.is_expert == is_expert)
         trained += sum(one.numel for one in parameters)
         if not rules.is_sharded:
             updated += [(one.numel, one) for one in parameters]

@@ -6,7 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from activation_cases import DENSE, EP2, FULL, LATENT, PP4, SHARED, SP, SPARSE, VPP2, architecture, machine
+from activation_cases import (
+    DENSE,
+    EP2,
+    FULL,
+    LATENT,
+    PP4,
+    SHARED,
+    SP,
+    SPARSE,
+    VPP2,
+    activation_bytes,
+    architecture,
+    machine,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Layout
@@ -16,13 +29,11 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import BatchSettings, DataSettings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.machine import Calibration
-from megatune.plan.memory.activations import activation_bytes
-from megatune.plan.memory.layer import layer_memory
-from megatune.plan.memory.workspace import COMMUNICATOR, CONTEXT, num_communicators, workspace_bytes
+from megatune.plan.memory.activations import layer_memory
+from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, num_communicators, workspace_bytes
 from megatune.plan.operators.experts import expert_rows
 from megatune.plan.operators.operator import Memory, chain, recomputed, repeat
-from megatune.plan.operators.shapes import shapes_of
-from megatune.plan.routing import expert_imbalance
+from megatune.plan.operators.shapes import expert_imbalance, shapes_of
 from megatune.plan.schedule import in_flight
 
 LENGTH = 1024

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from activation_cases import CASES, Measured
+from activation_cases import CASES, Measured, activation_bytes
 from live_bytes import LiveBytes
 from measured_memory import measure_step
 from memory_table import ASKED, DOCUMENT, MemoryTable
 
-from megatune.plan.memory.activations import activation_bytes
-from megatune.plan.memory.workspace import workspace_bytes
+from megatune.plan.memory.estimate import workspace_bytes
 
 BOUND = 0.10
 KIB = 1024

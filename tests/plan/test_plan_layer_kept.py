@@ -17,8 +17,8 @@ from megatune.architecture import Architecture
 from megatune.config.settings import Settings
 from megatune.engine.groups import build
 from megatune.engine.model import build_model
-from megatune.plan.memory.layer import attention_memory
-from megatune.plan.operators.layer import decoder_layer
+from megatune.plan.memory.activations import attention_memory
+from megatune.plan.operators.decoder import decoder_layer
 from megatune.plan.operators.operator import memory_of
 from megatune.plan.operators.shapes import shapes_of
 
@@ -76,10 +76,10 @@ def test_kept_bytes_are_those_of_the_formula(pool, name, bf16):
     architecture, layout = CASES[name]
     one = Measured(name, replace(architecture, num_layers=1), layout, bf16=bf16, length=LENGTH)
     shapes, moe = shapes_of(one.case), architecture.moe is not None
-    branches = decoder_layer(shapes, moe)
-    predicted = attention_memory(shapes, branches[0].inner, one.settings.recompute.selective_modules).kept
+    (_, *attends, _), (_, *rest, _) = decoder_layer(shapes, moe)
+    predicted = attention_memory(shapes, attends, one.settings.recompute.selective_modules).kept
     # Of a sparse layer the shared experts; their gate keeps their output, and two numbers a token.
-    operators = [operator for operator in branches[1].inner if operator.module in ("mlp", "shared_experts")]
+    operators = [operator for operator in rest if operator.module in ("mlp", "shared_experts")]
     for attention, inner in pool.run(layout.world_size, kept_bytes, one.architecture, one.settings):
         assert attention == pytest.approx(predicted, rel=0.01)
         assert inner == pytest.approx(memory_of(operators).kept, rel=0.01)

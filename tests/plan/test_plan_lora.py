@@ -17,8 +17,8 @@ from megatune.families import FAMILIES
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
-from megatune.plan.memory.adapters import num_trained_parameters
 from megatune.plan.memory.parameters import stage_parameters, state_bytes
+from megatune.plan.memory.tensors import num_trained_parameters
 
 _LINK = Link(name="link", bandwidth=1e9, latency=1e-6)
 _DEVICE = Device(name="device", generation="cpu", memory=1, flops={}, bandwidth=1e9, link="link")

@@ -10,10 +10,9 @@ from layouts import Layout
 from test_plan_activation_formulas import LENGTH, make_case
 
 from megatune.plan.flops import num_matmul_parameters, train_flops
-from megatune.plan.operators.layer import decoder_layer
+from megatune.plan.operators.decoder import decoder_layer, head
 from megatune.plan.operators.operator import Attention, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes, shapes_of
-from megatune.plan.operators.vocabulary import head
 
 
 def operators_of(shapes: Shapes) -> list[Operator]:
@@ -21,7 +20,7 @@ def operators_of(shapes: Shapes) -> list[Operator]:
     found: list[Operator] = []
     for layer in range(shapes.architecture.num_layers):
         for branch in decoder_layer(shapes, shapes.architecture.is_moe_layer(layer)):
-            found += [branch.norm, *branch.inner, branch.residual]
+            found += branch
     return [*found, *head(shapes)]
 
 
@@ -34,9 +33,11 @@ def flops(operators: list[Operator], attribute: str) -> float:
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "one by one"])
 @pytest.mark.parametrize("model", [DENSE, QWEN3, SPARSE, SHARED, LATENT], ids=lambda model: model.model_type)
 def test_products_are_those_of_the_weights(model, grouped, parallel):
-    layout = Layout(2 if parallel else 1, parallel, {"moe_grouped_gemm": grouped})
+    layout = Layout(
+        2 if parallel else 1, parallel, {"moe_grouped_gemm": grouped}, {}, {"cross_entropy_loss_fusion": False}
+    )
     # Without the loss's chunks, which make their logits twice.
-    shapes = replace(shapes_of(make_case(model, layout)), loss_fusion=False)
+    shapes = shapes_of(make_case(model, layout))
     operators = operators_of(shapes)
     gates = 2 * LENGTH * model.hidden_size * (4 if model is SHARED else 0)  # of shared experts: too narrow to count
     forward, matmuls = train_flops(model, [LENGTH]) / 3, 2 * num_matmul_parameters(model) * LENGTH

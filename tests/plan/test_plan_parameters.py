@@ -36,8 +36,8 @@ from megatune.families import FAMILIES
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
-from megatune.plan.memory.adapters import num_trained_parameters
 from megatune.plan.memory.parameters import stage_parameters, state_bytes
+from megatune.plan.memory.tensors import num_trained_parameters
 
 _LINK = Link(name="link", bandwidth=1e9, latency=1e-6)
 _DEVICE = Device(name="device", generation="cpu", memory=1, flops={}, bandwidth=1e9, link="link")
@@ -276,8 +276,8 @@ def test_closed_form_is_that_of_the_fullest_rank(case):
     for stage in range(stages):
         closed, size = state_bytes(case, stage), case.world_size // stages
         exact = [rank_state(case, rank) for rank in range(stage * size, (stage + 1) * size)]
-        assert {(one.num_layers, one.weights, one.gradients, one.buffer_padding) for one in exact} == {
-            (closed.num_layers, closed.weights, closed.gradients, closed.buffer_padding)
+        assert {(one.num_layers, one.weights, one.gradients) for one in exact} == {
+            (closed.num_layers, closed.weights, closed.gradients)
         }
         assert all(one.master_weights <= closed.master_weights for one in exact)
         assert all(one.optimizer_state <= closed.optimizer_state for one in exact)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatune.plan.memory.uncertainty import UNCERTAINTIES as MEMORY_UNCERTAINTIES
 from megatune.plan.time.efficiency import EFFICIENCIES
-from megatune.plan.time.uncertainty import UNCERTAINTIES, regime_of
+from megatune.plan.uncertainty import MEMORY_UNCERTAINTIES, TIME_UNCERTAINTIES, regime_of
 
 # The benchmarks are scripts: their folder is where they import from.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -40,11 +39,11 @@ def test_the_efficiency_in_use_is_the_fitted_one(generation):
     assert EFFICIENCIES[generation].matmul == pytest.approx(fitted(generation, fit), abs=0.03)
 
 
-@pytest.mark.parametrize("regime", UNCERTAINTIES)
+@pytest.mark.parametrize("regime", TIME_UNCERTAINTIES)
 def test_two_of_three_rows_lie_within_the_stated_uncertainty(regime):
     predictions = [prediction for prediction in map(predict, ROWS) if regime_of(prediction.case) == regime]
     factors = [math.exp(abs(math.log(1 + prediction.error))) - 1 for prediction in predictions]
-    inside = sum(factor <= UNCERTAINTIES[regime] for factor in factors)
+    inside = sum(factor <= TIME_UNCERTAINTIES[regime] for factor in factors)
     assert inside >= 2 / 3 * len(factors) - 1
     assert len(factors) >= 10
 

@@ -17,14 +17,11 @@ from megatune.plan.machine import Calibration, Link
 from megatune.plan.memory.parameters import StageParameters, stage_parameters
 from megatune.plan.operators.operator import Product
 from megatune.plan.operators.shapes import shapes_of
-from megatune.plan.time import TIME_PARTS, ChunkTime, StepTime, step_time
-from megatune.plan.time.communication import Group, all_gather, all_reduce, all_to_all, group_of, send
-from megatune.plan.time.compute import Seconds, layer_seconds
-from megatune.plan.time.efficiency import kernel_seconds, rates_of
+from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
+from megatune.plan.time import TIME_PARTS, StepTime, communication, step_time
+from megatune.plan.time.communication import all_gather, all_reduce, all_to_all, group_of, groups_of, reduction, send
+from megatune.plan.time.efficiency import Rates, Seconds, kernel_seconds, layer_seconds, optimizer_seconds
 from megatune.plan.time.estimate import module_seconds
-from megatune.plan.time.exchange import groups_of, layer_exchange
-from megatune.plan.time.optimizer import Reduction, data_groups, exposed_seconds, optimizer_seconds, reduction
-from megatune.plan.time.pipeline import bubble_seconds, exchange_seconds
 
 # GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
 GFLOP = {
@@ -70,19 +67,19 @@ def _tp(size: int, **more: Any) -> dict[str, Any]:
 
 
 def _seconds(case: Case, sparse: bool = False) -> Seconds:
-    return layer_seconds(shapes_of(case), rates_of(case.machine, "bfloat16"), sparse)
+    return layer_seconds(shapes_of(case), Rates.of(case.machine, "bfloat16"), sparse)
 
 
 def _exchange(case: Case, sparse: bool = False) -> Any:
-    return layer_exchange(shapes_of(case), groups_of(case), _seconds(case, sparse), sparse)
+    return communication.layer_exchange(shapes_of(case), groups_of(case), _seconds(case, sparse), sparse)
 
 
 LINK = Link(name="link", bandwidth=100e9, latency=1e-6)
 NETWORK = Link(name="network", bandwidth=10e9, latency=10e-6)
 
 
-def _group(size: int, per_node: int) -> Group:
-    return Group(size=size, per_node=per_node, link=LINK, network=NETWORK, efficiency=1.0)
+def _group(size: int, per_node: int) -> communication.Group:
+    return communication.Group(size=size, per_node=per_node, link=LINK, network=NETWORK, efficiency=1.0)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +123,7 @@ def test_groups_lie_where_megatron_core_puts_them():
         expert_tensor_parallel_size=1,
     )
     groups = groups_of(case)
-    dense, expert = data_groups(case)
+    dense, expert = communication.data_groups(case)
     sizes = [(group.size, group.per_node) for group in (*groups, dense, expert)]
     # tp 2 and cp 2 inside a machine, ep 8 fills one, dp · cp = 16 every second rank, the four copies of experts on
     # four machines; stages lie 32 ranks apart.
@@ -257,21 +254,22 @@ def test_overlap_hides_exchanges_of_data_parallelism():
 
 
 def test_exchanges_hide_behind_four_fifths_of_a_pass_but_for_the_last_bucket():
-    overlapped, exchange = _case(overlap_grad_reduce=True, overlap_param_gather=True), Reduction(10.0, 6.0, last=1.0)
-    assert exposed_seconds(overlapped, exchange, forward=5.0, backward=10.0) == pytest.approx(2 + 2)
-    assert exposed_seconds(overlapped, exchange, forward=50.0, backward=50.0) == 1
-    assert exposed_seconds(_case(), exchange, forward=50.0, backward=50.0) == 16
+    overlapped = _case(overlap_grad_reduce=True, overlap_param_gather=True)
+    exchange = communication.Reduction(10.0, 6.0, last=1.0)
+    assert communication.exposed_seconds(overlapped, exchange, forward=5.0, backward=10.0) == pytest.approx(2 + 2)
+    assert communication.exposed_seconds(overlapped, exchange, forward=50.0, backward=50.0) == 1
+    assert communication.exposed_seconds(_case(), exchange, forward=50.0, backward=50.0) == 16
 
 
 @pytest.mark.parametrize(("stages", "virtual", "count"), [(1, 1, 4), (2, 1, 8), (4, 1, 8), (4, 2, 8), (8, 4, 32)])
 def test_even_stages_wait_the_known_share_of_a_step(stages, virtual, count):
-    chunks = [[ChunkTime(1 / virtual, 2 / virtual)] * virtual] * stages
+    chunks = [[ChunkSeconds(1 / virtual, 2 / virtual)] * virtual] * stages
     assert bubble_seconds(chunks) / (count * 3) == pytest.approx((stages - 1) / (virtual * count))
 
 
 def test_uneven_stages_wait_for_the_slowest():
     # One micro-batch goes through all stages once and back; the slowest does the others meanwhile.
-    assert bubble_seconds([[ChunkTime(1, 2)], [ChunkTime(2, 4)], [ChunkTime(1, 1)]]) == 5
+    assert bubble_seconds([[ChunkSeconds(1, 2)], [ChunkSeconds(2, 4)], [ChunkSeconds(1, 1)]]) == 5
 
 
 def test_virtual_stages_exchange_beside_computing_only_where_they_may():
@@ -382,7 +380,7 @@ def test_all_recomputed_costs_somewhat_less_than_a_third_more():
 
 
 def test_small_products_reach_a_smaller_share_of_the_peak():
-    rates = rates_of(find_machine("h100-80g"), "bfloat16")
+    rates = Rates.of(find_machine("h100-80g"), "bfloat16")
 
     def share(rows: int, columns: int, depth: int) -> float:
         product = Product(rows, columns, depth, 2)
@@ -460,7 +458,7 @@ def test_the_optimizer_passes_over_gradients_and_state(settings, of_trained, of_
     held = StageParameters(
         dense=9000, expert=0, embedding=0, output=0, trained_dense=5000, trained_expert=3000, updated=1000
     )
-    seconds = optimizer_seconds(case, rates_of(case.machine, case.settings.precision.params_dtype), held)
+    seconds = optimizer_seconds(case, Rates.of(case.machine, case.settings.precision.params_dtype), held)
     assert seconds * 0.8 * case.machine.device.bandwidth == pytest.approx(8000 * of_trained + 1000 * of_updated)
 
 

@@ -25,7 +25,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One plan's question.
+    """What one estimate is of.
 
     Attributes:
         settings: of the run; what is trained, layout, batch, precision, optimizer, recomputation and kernels are read
@@ -49,12 +49,12 @@ class Case:
 
     @property
     def shard_size(self) -> int:
-        """Processes that hold the same weights outside of experts, and share out their optimizer: dp · cp."""
+        """Processes that hold the same weights outside of experts, and shard their optimizer: dp · cp."""
         return self.dp_size * self.settings.parallel.context_parallel_size
 
     @property
     def expert_shard_size(self) -> int:
-        """Processes that hold the same experts, and share out their optimizer."""
+        """Processes that hold the same experts, and shard their optimizer."""
         return self.world_size // self.settings.parallel.expert_parallel_size
 
     @property

@@ -1,4 +1,4 @@
-"""One plan's answer: memory of every stage, and the time of a step."""
+"""The estimate of one case: memory of every stage, and the time of a step."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class Estimate:
 
 
 def estimate(case: Case) -> Estimate:
-    """Memory and time of a case whose settings the rules have nothing against."""
+    """Return memory and time of a case whose settings the rules have nothing against."""
     return Estimate(case, stage_memory(case), step_time(case))

@@ -8,7 +8,7 @@ from math import prod
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
-from megatune.families.weights import Weight, hf_shape, hf_shapes, layers_of
+from megatune.families.weights import hf_shape, hf_shapes, layers_of
 from megatune.plan.case import Case
 from megatune.plan.operators.vision import Images, images_of
 
@@ -27,24 +27,19 @@ def num_parameters(architecture: Architecture) -> int:
 
 
 def num_matmul_parameters(architecture: Architecture) -> int:
-    """Parameters that a token is multiplied with: all matrices but the word embedding, which is looked up, and of the
-    routed experts as many as it goes to. The output layer counts, tied or not."""
-    in_layers = sum(
-        _num_multiplied(weight, architecture) * len(layers_of(weight, architecture))
-        for weight in FAMILIES[architecture.model_type].weight_map(architecture)
-        if weight.per_layer
-    )
-    return in_layers + architecture.vocab_size * architecture.hidden_size
-
-
-def _num_multiplied(weight: Weight, architecture: Architecture) -> int:
-    """Of one layer's weight."""
-    size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
-    return size * architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else size
+    """Count parameters that a token is multiplied with: all matrices but the word embedding, which is looked up, and of
+    the routed experts as many as it goes to. The output layer counts, tied or not."""
+    total = architecture.vocab_size * architecture.hidden_size
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if weight.per_layer:
+            size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
+            times = architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else 1
+            total += size * times * len(layers_of(weight, architecture))
+    return total
 
 
 def train_flops(architecture: Architecture, lengths: Iterable[int]) -> float:
-    """Model floating-point operations of a training step over documents of these lengths, in FLOP.
+    """Return model floating-point operations of a training step over documents of these lengths, in FLOP.
 
     Counted as the field does for model FLOP/s utilization (arXiv:2204.02311): a multiply and an add are two, nothing
     recomputed counts, and of causal attention only the half that is not masked.
@@ -62,8 +57,8 @@ def train_flops(architecture: Architecture, lengths: Iterable[int]) -> float:
 
 
 def model_flops(case: Case) -> float:
-    """Model floating-point operations of a step, in FLOP: as `train_flops`, without the weights' gradients of frozen
-    matrices, a third of their products; with those of images."""
+    """Return model floating-point operations of a step, in FLOP: as `train_flops`, without the weights' gradients of
+    frozen matrices, a third of their products; with those of images."""
     rows, length = case.global_batch_size, case.sequence_length
     document = round(min(case.document_length or length, length))
     matmuls, whole = _document_flops(case.model.architecture, document)
@@ -76,16 +71,17 @@ def model_flops(case: Case) -> float:
 
 @lru_cache(maxsize=4096)
 def _document_flops(architecture: Architecture, length: int) -> tuple[float, float]:
-    """Of a document: FLOP of all matrices, and with attention."""
+    """Return, of a document, FLOP of all matrices, and with attention."""
     return 2.0 * _PASSES * num_matmul_parameters(architecture) * length, train_flops(architecture, [length])
 
 
 def _vision_flops(images: Images) -> float:
-    """Of a micro-batch's images: three times the forward pass of what is trained, once that of what is frozen."""
+    """Return FLOP of a micro-batch's images: three times the forward pass of what is trained, once what is frozen."""
     tower, merged = images.tower, images.merged
     attention = 4 * tower.depth * tower.hidden_size * images.tokens_of_image * merged
     of_tower = images.tokens * merged * (2 * tower.num_parameters + attention)
     of_projectors = images.tokens * 2 * tower.num_projector_parameters
-    return (_PASSES if images.tower_trained else 1) * of_tower + (
-        _PASSES if images.projector_trained else 1
-    ) * of_projectors
+    tower_passes, projector_passes = (
+        _PASSES if trained else 1 for trained in (images.tower_trained, images.projector_trained)
+    )
+    return tower_passes * of_tower + projector_passes * of_projectors

@@ -102,6 +102,6 @@ def read_settings(source: str | None, words: Arguments, trainable: str | None = 
 
 
 def image_tokens(model: PlannedModel, pixels: int) -> int:
-    """Return tokens that an image of so many pixels becomes: one for each square of merged patches."""
+    """Return tokens that an image of this many pixels becomes: one for each square of merged patches."""
     assert model.architecture.vision is not None
     return pixels // (model.architecture.vision.patch_size * model.architecture.vision.spatial_merge_size) ** 2

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+_ROUNDS = 12  # of pp micro-batches: warm-up takes two at most, but uneven stages settle later
 
 
 class Pass(NamedTuple):
@@ -28,34 +29,30 @@ class Slot(NamedTuple):
     end: float
 
 
-class ChunkSeconds(Protocol):
-    """Seconds of one micro-batch in one virtual stage of one stage."""
+class ChunkSeconds(NamedTuple):
+    """Seconds of one micro-batch in one virtual stage of one stage; `backward` with what is recomputed."""
+
+    forward: float
+    backward: float
 
     @property
-    def forward(self) -> float: ...
-
-    @property
-    def backward(self) -> float: ...
+    def total(self) -> float:
+        return self.forward + self.backward
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When each stage computes what.
-
-    Attributes:
-        stages: of each stage its passes, in their order.
-    """
+class Timeline(NamedTuple):
+    """When each stage computes what: of each stage its passes, in their order."""
 
     stages: tuple[tuple[Slot, ...], ...]
 
-    @cached_property
+    @property
     def makespan(self) -> float:
         """Seconds from the start of the first pass to the end of the last."""
         return max((slots[-1].end for slots in self.stages if slots), default=0.0)
 
 
 def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> int:
-    """Forward passes of a stage before its first backward pass follows a forward one.
+    """Count forward passes of a stage before its first backward pass follows a forward one.
 
     As Megatron-Core's get_pp_rank_microbatches: p - s - 1 without virtual stages, and
     2 (p - s - 1) + (v - 1) p with them.
@@ -66,7 +63,7 @@ def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> 
 
 @lru_cache(maxsize=4096)
 def forward_order(pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """(virtual stage, micro-batch) of all forward passes of a stage, the same on each.
+    """Return (virtual stage, micro-batch) of all forward passes of a stage, the same on each.
 
     As Megatron-Core's get_schedule_table: pp micro-batches go through all virtual stages, then the next pp.
     """
@@ -98,7 +95,7 @@ def stage_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> list[
 def in_flight(
     pp: int, vpp: int, stage: int, num_micro_batches: int, sizes: tuple[float, ...] | None = None
 ) -> tuple[int, ...]:
-    """Micro-batches whose activations each virtual stage holds at the moment when the stage holds most.
+    """Return micro-batches whose activations each virtual stage holds at the moment when the stage holds most.
 
     A stage holds most after each forward pass that follows its warm-up: min(warm-up + 1, all). Which virtual stages
     they are of changes from pass to pass, and comes back after pp · vpp of them.
@@ -131,7 +128,7 @@ def _moments(pp: int, vpp: int, stage: int, num_micro_batches: int) -> tuple[tup
 
 
 def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> Timeline:
-    """Simulates a step: each stage computes its passes in order, each as soon as what it needs has arrived.
+    """Simulate a step: each stage computes its passes in order, each as soon as what it needs has arrived.
 
     Args:
         chunks: seconds by [stage][virtual stage].
@@ -140,9 +137,8 @@ def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, s
     """
     pp, vpp = len(chunks), len(chunks[0])
     slots: list[list[Slot]] = [[] for _ in range(pp)]
-    for event, (start, end) in zip(
-        _events(pp, vpp, num_micro_batches), _times(chunks, num_micro_batches, send), strict=True
-    ):
+    times = _times(chunks, num_micro_batches, send)
+    for event, (start, end) in zip(_events(pp, vpp, num_micro_batches), times, strict=True):
         slots[event.stage].append(Slot(event.work, start, end))
     return Timeline(tuple(map(tuple, slots)))
 
@@ -166,14 +162,42 @@ def makespan(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, s
 
 
 def bubble_share(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> float:
-    """Share of all stages' time in which they wait, in a time that does not grow with the micro-batches; of stages that
-    take equally long without virtual stages (p - 1) / (m + p - 1)."""
+    """Return the share of all stages' time in which they wait, in a time that does not grow with the micro-batches; of
+    stages that take equally long without virtual stages (p - 1) / (m + p - 1)."""
     whole = makespan(chunks, num_micro_batches, send) * len(chunks)
     busy = num_micro_batches * sum(chunk.forward + chunk.backward for stage in chunks for chunk in stage)
     return 1 - busy / whole if whole else 0.0
 
 
-_ROUNDS = 12  # of pp micro-batches: warm-up takes two at most, but uneven stages settle later
+def bubble_seconds(chunks: Sequence[Sequence[ChunkSeconds]]) -> float:
+    """Return how long the slowest stage waits in a step, in closed form.
+
+    It computes all its micro-batches without a pause once the first has arrived; before it and after its last one the
+    other stages work for one micro-batch, with v virtual stages for one v-th of it. With equal stages that is the
+    well-known bubble of (p - 1) / (v · m).
+    """
+    totals = [sum(forward + backward for forward, backward in stage) for stage in chunks]
+    return (sum(totals) - max(totals)) / len(chunks[0])
+
+
+def exchange_seconds(
+    stages: int, virtual: int, num_micro_batches: int, overlap: bool, hop: float, busy: float
+) -> float:
+    """Return what of the exchanges between stages is not hidden.
+
+    The way to the last stage and back is in nobody's shadow. Between, a stage waits for two exchanges a micro-batch and
+    virtual stage, unless they run beside computing, as only the interleaved schedule can: then for what of them takes
+    longer than all that is computed.
+
+    Args:
+        hop: seconds of one message to the next stage.
+        busy: seconds that a stage computes in a step.
+    """
+    if stages == 1:
+        return 0.0
+    through = 2 * (stages - 1) * hop
+    steady = 2 * virtual * num_micro_batches * hop
+    return through + (max(0.0, steady - busy) if overlap and virtual > 1 else steady)
 
 
 def _last(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float) -> float:
@@ -190,7 +214,7 @@ class _Event(NamedTuple):
 
 
 def _times(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float) -> list[tuple[float, float]]:
-    """Begin and end of each event."""
+    """Return begin and end of each event."""
     seconds = [[((chunk.backward, chunk.forward)) for chunk in stage] for stage in chunks]
     free = [0.0] * len(chunks)
     times: list[tuple[float, float]] = []
@@ -233,7 +257,7 @@ def _events(pp: int, vpp: int, num_micro_batches: int) -> tuple[_Event, ...]:
 
 
 def _needed(stage: int, work: Pass, pp: int, vpp: int) -> tuple[int, Pass] | None:
-    """Whose result a pass takes: of the layers before it, or backward of those after it."""
+    """Return whose result a pass takes: of the layers before it, or backward of those after it."""
     virtual, step = work.virtual_stage, -1 if work.forward else 1
     if 0 <= stage + step < pp:
         return stage + step, work

@@ -6,23 +6,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from megatune.plan.case import Case
-from megatune.plan.memory.layer import layer_memory, vision_memory
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
-from megatune.plan.operators.layer import Recompute, recompute_of
-from megatune.plan.operators.operator import Memory, chain, recomputed, repeat
+from megatune.plan.operators.attention import heads_of
+from megatune.plan.operators.decoder import Recompute, decoder_layer, embedding, head, inputs, recompute_of
+from megatune.plan.operators.experts import saves_input_twice
+from megatune.plan.operators.operator import Memory, Operator, chain, memory_of, recomputed, repeat
 from megatune.plan.operators.shapes import Shapes, shapes_of
-from megatune.plan.operators.vision import images_of
-from megatune.plan.operators.vocabulary import embedding, head, inputs
+from megatune.plan.operators.vision import Images, images_of, projectors, vision_layer
 from megatune.plan.schedule import in_flight
 
 T = TypeVar("T")
+_Runs = tuple[tuple[bool, int], ...]  # kinds of layers, and how many of them follow each other
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageActivations:
+class StageActivations(NamedTuple):
     """Bytes of the fullest rank of a stage; see `plan.memory.estimate.StageMemory`."""
 
     activations: int
@@ -39,12 +39,12 @@ class _Stage:
     num_micro_batches: int
     chunks: tuple[ChunkContent, ...]
     recompute: Recompute
-    vision: Memory | None
+    vision: Memory
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """Of a stage at its peak, times the machine's calibrated factor.
+    """Bytes of a stage at its peak, times the machine's calibrated factor.
 
     Attributes:
         even, uneven: with as many rows for each rank of experts, and for the fullest of them.
@@ -64,14 +64,7 @@ class ActivationBytes:
         """They add up to `total`."""
         bare, loss = _peak(self.even, self.stage)
         activations, both = round(bare * self.factor), round((bare + loss) * self.factor)
-        return StageActivations(
-            activations=activations, logits_and_loss=both - activations, expert_imbalance=self.total - both
-        )
-
-
-def activation_bytes(case: Case, stage: int) -> StageActivations:
-    """As `stage_activations`, of one stage."""
-    return stage_activations(case, (stage,))[0].parts
+        return StageActivations(activations, both - activations, self.total - both)
 
 
 def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes]:
@@ -87,13 +80,10 @@ def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes
     parallel, recompute = case.settings.parallel, recompute_of(case.settings)
     contents, shapes, images = stage_chunks(parallel, case.model.architecture), shapes_of(case), images_of(case)
     even = shapes if shapes.imbalance == 1.0 else replace(shapes, imbalance=1.0)
-    found = []
-    for stage in stages:
-        vision = vision_memory(shapes, images) if images and stage == 0 else None
-        pp, count = parallel.pipeline_model_parallel_size, case.num_micro_batches
-        place = _Stage(pp, stage, count, contents[stage], recompute, vision)
-        found.append(ActivationBytes(case.machine.calibration.activations, even, shapes, place))
-    return found
+    vision = vision_memory(shapes, images) if images else Memory(0)
+    pp, count = parallel.pipeline_model_parallel_size, case.num_micro_batches
+    places = (_Stage(pp, stage, count, contents[stage], recompute, vision) for stage in stages)
+    return [ActivationBytes(case.machine.calibration.activations, even, shapes, place) for place in places]
 
 
 @lru_cache(16384)
@@ -108,7 +98,7 @@ def _peak(shapes: Shapes, stage: _Stage) -> tuple[int, int]:
 
 
 def _fullest(shapes: Shapes, stage: _Stage, passes: Sequence[Memory]) -> int:
-    """1F1B: micro-batches are held, while the last of them goes forward or the first of them backward."""
+    """Return bytes of 1F1B: micro-batches are held, while the last of them goes forward or the first one backward."""
     # A GPU frees what was sent to the next stage; a CPU's communication may still have to read it.
     sent = [shapes.hidden if stage.pp > 1 and shapes.on_cpu and not chunk.loss else 0 for chunk in stage.chunks]
     kept = tuple(memory.kept + size for memory, size in zip(passes, sent, strict=True))
@@ -119,15 +109,11 @@ def _fullest(shapes: Shapes, stage: _Stage, passes: Sequence[Memory]) -> int:
 
 
 @lru_cache(16384)
-def _pass(
-    shapes: Shapes, chunk: ChunkContent, recompute: Recompute, vision: Memory | None, *, with_loss: bool
-) -> Memory:
+def _pass(shapes: Shapes, chunk: ChunkContent, recompute: Recompute, vision: Memory, *, with_loss: bool) -> Memory:
     """Return a micro-batch through one virtual stage."""
     memories = [inputs(shapes)]
-    if chunk.embedding and vision is not None:
-        memories.append(vision)
     if chunk.embedding:
-        memories.append(embedding(shapes).memory)
+        memories += [vision, embedding(shapes).memory]
     groups, kept = _groups(chunk.layers, recompute)
     for group, times in groups:
         whole = chain(_runs(shapes, group, ()))
@@ -139,16 +125,13 @@ def _pass(
     return chain(memories)
 
 
-_Runs = tuple[tuple[bool, int], ...]  # kinds of layers, and how many of them follow each other
-
-
 def _runs(shapes: Shapes, runs: _Runs, modules: tuple[str, ...]) -> list[Memory]:
     return [repeat(layer_memory(shapes, sparse, modules), times) for sparse, times in runs]
 
 
 @lru_cache(4096)
 def _groups(sparse: tuple[bool, ...], recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
-    """Groups of layers that are recomputed together, equal ones counted, and the layers that are not."""
+    """Return groups of layers that are recomputed together, equal ones counted, and the layers that are not."""
     last = min(recompute.num_layers, len(sparse))
     size = recompute.group_size
     groups = [sparse[first : min(first + size, last)] for first in range(0, last, size)]
@@ -157,3 +140,86 @@ def _groups(sparse: tuple[bool, ...], recompute: Recompute) -> tuple[tuple[tuple
 
 def _run_lengths(values: Iterable[T]) -> tuple[tuple[T, int], ...]:
     return tuple((value, len(list(same))) for value, same in groupby(values))
+
+
+@lru_cache(4096)
+def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memory:
+    """Fold norm, attention, norm, feed-forward or experts, each branch around a residual connection.
+
+    Args:
+        modules: recompute_modules.
+    """
+    (norm, *attention, _), (_, *rest, _) = decoder_layer(shapes, sparse)
+    inner = _experts(shapes, rest, modules) if sparse else memory_of(rest)
+    if ("moe" if sparse else "mlp") in modules:
+        inner = recomputed(inner, shapes.hidden, shapes.hidden)
+    branches = attention_memory(shapes, attention, modules), inner
+    return chain((_branch(shapes, norm.memory, each, modules) for each in branches), hold=shapes.hidden)
+
+
+def vision_memory(shapes: Shapes, images: Images) -> Memory:
+    """Fold the tower and its projectors."""
+    layer = memory_of(vision_layer(shapes, images))
+    if not images.tower_trained:
+        layer = Memory(0, layer.kept, 0)
+    return chain((repeat(layer, images.tower.depth), projectors(shapes, images).memory))
+
+
+def _branch(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...]) -> Memory:
+    if "layernorm" not in modules:
+        return chain((norm, inner))
+    # The norm's output, which `inner` saves first, is computed again before anything of it is needed, in memory of its
+    # own and copied to where it was.
+    return Memory(
+        shapes.hidden + inner.kept - min(inner.kept, shapes.hidden),
+        inner.forward + shapes.hidden,
+        max(inner.backward, norm.backward - shapes.hidden) + norm.kept + shapes.hidden,
+    )
+
+
+def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
+    """Fold self-attention, with what is recomputed of it."""
+    if "core_attn" not in modules and "mla_up_proj" not in modules:
+        return memory_of(operators)
+    heads = heads_of(shapes)
+    made = heads.query + heads.key + heads.value
+    *before, (_, (*core, context)), (_, (projection,)) = (
+        (module, [operator.memory for operator in same])
+        for module, same in groupby(operators, lambda operator: operator.module in ("core_attn", "context"))
+    )
+    if "core_attn" in modules:
+        # The context is computed again, too, and freed before the projection's is.
+        core, context = [recomputed(chain(core), made, heads.context)], Memory(heads.context)
+    attended = chain((*core, context))
+    if "mla_up_proj" in modules and shapes.architecture.mla is not None:
+        # Queries, keys and values are discarded and made again, and copied to where they were. Values that a kernel
+        # padded are other tensors, which it keeps.
+        discarded = made - (heads.value if shapes.kernel == "padded" else 0)
+        kept, forward, backward = attended
+        attended = Memory(kept - discarded, forward + discarded, backward + discarded + made)
+    return chain((*(memory for _, memories in before for memory in memories), attended, projection))
+
+
+def _experts(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
+    if "shared_experts" not in modules and "moe_act" not in modules:
+        return memory_of(operators)
+    memories = [operator.memory for operator in operators]
+    names = [operator.module for operator in operators]
+    if "moe_act" in modules:
+        # Gate and up, the output of the product before, are kept. The rest is computed again, and the result copied to
+        # where it was.
+        place = names.index("moe_act")
+        gate_up, activation, second = memories[place - 1].forward, memories[place], memories[place + 1]
+        extra = activation.kept - gate_up + 2 * second.kept
+        memories[place : place + 2] = (
+            Memory(gate_up, activation.forward + activation.kept - gate_up, activation.backward + extra),
+            Memory(0, second.forward + second.kept, second.backward + extra),
+        )
+    if "shared_experts" in modules and (count := names.count("shared_experts")):
+        shared = recomputed(chain(memories[:count]), shapes.hidden, shapes.hidden)
+        router = memories[count]
+        if "linear_fc1" not in shapes.keeps and not saves_input_twice(shapes):
+            # The router saves the input that recomputation does.
+            router = router._replace(kept=router.kept - shapes.hidden)
+        memories[: count + 1] = shared, router
+    return chain(memories)

@@ -39,16 +39,8 @@ def full_bucket(dp_size: int) -> int:
     return max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * dp_size)
 
 
-def bucket_size(overlap_grad_reduce: bool, stage: int, virtual_stage: int, dp_size: int) -> int | None:
-    """Return elements after which a bucket is full; None for one bucket."""
-    # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
-    if not overlap_grad_reduce or stage or virtual_stage:
-        return None
-    return full_bucket(dp_size)
-
-
 def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int | None) -> list[Bucket]:
-    """Buckets of a buffer under the distributed optimizer.
+    """Return the buckets of a buffer under the distributed optimizer.
 
     Args:
         parameters: trained ones, in the engine's order.
@@ -59,21 +51,22 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
     buckets: list[Bucket] = []
     held: list[tuple[int, HeldParameter]] = []
     start = end = 0
+
+    def close(end: int) -> int:
+        buckets.append(Bucket(start, pad(end, multiple), tuple(held)))
+        held.clear()
+        return buckets[-1].stop
+
     for parameter in reversed(parameters):
         begin = pad(end, _PARAMETER_ALIGNMENT)
         if parameter.is_shared_embedding and held:
-            # Both stages shard it in the same way, so it has a bucket of its own.
-            buckets.append(Bucket(start, pad(begin, multiple), tuple(held)))
-            start = begin = buckets[-1].stop
-            held = []
+            start = begin = close(begin)  # both stages shard it in the same way, so it has a bucket of its own
         end = begin + parameter.numel
         held.append((begin, parameter))
         if parameter.is_shared_embedding or (size is not None and end - start >= size):
-            buckets.append(Bucket(start, pad(end, multiple), tuple(held)))
-            start = end = buckets[-1].stop
-            held = []
+            start = end = close(end)
     if held:
-        buckets.append(Bucket(start, pad(end, multiple), tuple(held)))
+        close(end)
     return buckets
 
 

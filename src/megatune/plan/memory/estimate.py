@@ -1,14 +1,21 @@
-"""Memory of each pipeline stage's fullest rank, by part."""
+"""Memory of each pipeline stage's fullest rank, by part; what no pass keeps is counted here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from megatune.plan.case import Case
 from megatune.plan.memory.activations import ActivationBytes, stage_activations
-from megatune.plan.memory.parameters import StageState, stage_states
-from megatune.plan.memory.workspace import Workspace, workspace_bytes
+from megatune.plan.memory.parameters import Rules, StageState, stage_state
+
+# Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
+# torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
+COMMUNICATOR = 600 * 2**20
+CONTEXT = 1200 * 2**20
+# A process of the engine before it makes a model, on a machine without a GPU.
+CPU_PROCESS = 350 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,39 +54,77 @@ class StageMemory:
         return sum(getattr(self, part) for part in MEMORY_PARTS)
 
 
+class Workspace(NamedTuple):
+    """Bytes of a rank; see `StageMemory`."""
+
+    communication: int
+    framework: int
+
+
 MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name not in ("stage", "num_layers"))
 
 
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
-    """Memory of each pipeline stage, the first stage first."""
+    """Return the memory of each pipeline stage, the first stage first."""
     stages = range(case.settings.parallel.pipeline_model_parallel_size)
     return tuple(
-        StageMemory(
-            stage=stage,
-            num_layers=state.num_layers,
-            weights=state.weights,
-            gradients=state.gradients,
-            master_weights=state.master_weights,
-            optimizer_state=state.optimizer_state,
-            activations=(parts := kept.parts).activations,
-            logits_and_loss=parts.logits_and_loss,
-            expert_imbalance=parts.expert_imbalance,
-            communication=work.communication,
-            framework=work.framework,
-        )
+        StageMemory(stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict())
         for stage, (state, kept, work) in enumerate(_parts(case, stages))
     )
 
 
 def fullest_bytes(case: Case, stages: Sequence[int]) -> int:
     """Return the largest `StageMemory.total` of these stages, without its parts."""
-    return max(
-        state.weights + state.gradients + state.master_weights + state.optimizer_state + kept.total + work.communication
-        + work.framework
-        for state, kept, work in _parts(case, stages)
-    )  # fmt: skip
+    return max(state.exact + kept.total + sum(work) for state, kept, work in _parts(case, stages))
 
 
 def _parts(case: Case, stages: Iterable[int]) -> Iterator[tuple[StageState, ActivationBytes, Workspace]]:
-    workspaces = (workspace_bytes(case, stage) for stage in stages)
-    return zip(stage_states(case, stages), stage_activations(case, stages), workspaces, strict=True)
+    rules = Rules.of(case)
+    for stage, kept in zip(stages, stage_activations(case, stages), strict=True):
+        yield stage_state(rules, stage), kept, workspace_bytes(case, stage)
+
+
+def workspace_bytes(case: Case, stage: int) -> Workspace:
+    """Count what no pass keeps."""
+    on_cpu = case.machine.device.generation == "cpu"
+    libraries = 0 if on_cpu else COMMUNICATOR * num_communicators(case)
+    return Workspace(
+        communication=_tensors(case, stage) + libraries,
+        framework=(CPU_PROCESS if on_cpu else CONTEXT) + case.machine.calibration.framework,
+    )
+
+
+def num_communicators(case: Case) -> int:
+    """Count groups of more than one rank that a rank exchanges tensors in.
+
+    Every rank is in those of tensor, context and pipeline parallelism, of the replicas of its weights and of its
+    experts, of expert parallelism and of the ranks that share an expert layer, of one model's ranks (which add up the
+    gradient's norm), and of all ranks.
+    """
+    parallel = case.settings.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = [tp, parallel.context_parallel_size, pp, case.shard_size, tp * pp, case.world_size]
+    if case.model.architecture.moe is not None:
+        ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+        sizes += [ep, etp, ep * etp, case.expert_shard_size]
+    if case.model.architecture.tie_word_embeddings:
+        sizes.append(2 if pp > 1 else 1)
+    return len([size for size in sizes if size > 1])
+
+
+def _tensors(case: Case, stage: int) -> int:
+    """Return what linear layers gather the sequence into (Megatron-Core's global memory buffer), and hidden states
+    and their gradients between pipeline stages: one that was sent; with virtual stages and overlap_p2p_comm, those
+    sent in both directions, too. Their number was seen on two and on four stages, not derived from the schedule."""
+    parallel, row = case.settings.parallel, case.model.architecture.hidden_size * case.itemsize
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    whole = case.micro_batch_size * case.sequence_length // parallel.context_parallel_size * row
+    spread = parallel.sequence_parallel and tp > 1
+    gathered = whole if spread else 0
+    if pp == 1 or case.num_micro_batches == 1:
+        return gathered
+    message = whole // tp if spread else whole
+    if parallel.virtual_stages is None:
+        return gathered + (message if stage else 0)
+    in_transfer = 3 if parallel.overlap_p2p_comm and stage else 1 if parallel.overlap_p2p_comm else 0
+    return gathered + (1 + in_transfer) * message

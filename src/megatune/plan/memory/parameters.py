@@ -8,43 +8,65 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.settings import ParallelSettings
+from megatune.config.settings import ParallelSettings, Settings
 from megatune.plan.case import Case, PlannedModel
-from megatune.plan.memory.buffers import bucket_size, padded_size, shared_buckets
-from megatune.plan.memory.optimizer import OptimizerRules, optimizer_rules
-from megatune.plan.memory.tensors import (
-    ChunkContent,
-    HeldParameter,
-    HeldParameters,
-    chunk_parameters,
-    held_parameters,
-    stage_chunks,
-)
+from megatune.plan.memory.buffers import full_bucket, padded_size, shared_buckets
+from megatune.plan.memory.tensors import ChunkContent, HeldParameter, HeldParameters, held_parameters, stage_chunks
+
+_BYTES = {"fp32": 4, "bf16": 2}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageState:
-    """Bytes that a rank holds from the first step to the last.
-
-    Attributes:
-        num_layers: of the decoder, over all virtual stages.
-        weights: parameters in the dtype that the model computes in, the padding of their buffers, and module buffers.
-        gradients: the buffers that gradients are added up in, padding included.
-        master_weights: the optimizer's fp32 copy of what this rank updates; 0 where the model computes in fp32.
-        optimizer_state: Adam's averages or SGD's momentum on the device, and the optimizer's scalars.
-        buffer_padding: what of weights and gradients only fills up buffers.
-        host_state: optimizer state in the host's memory.
-    """
+class StageState(NamedTuple):
+    """Bytes that a rank holds from the first step to the last; see `plan.memory.estimate.StageMemory`."""
 
     num_layers: int
     weights: int
     gradients: int
     master_weights: int
     optimizer_state: int
-    buffer_padding: int
-    host_state: int
+
+    @property
+    def exact(self) -> int:
+        """Bytes of all parts: a rank never holds less."""
+        return self.weights + self.gradients + self.master_weights + self.optimizer_state
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRules:
+    """An optimizer's state.
+
+    Attributes:
+        element_bytes: state of one element, without its master weight.
+        host_fraction: share of the elements whose state is on the host.
+        dtype: that the model computes in.
+    """
+
+    element_bytes: int
+    host_fraction: float
+    dtype: str
+
+    def scalar_bytes(self, num_parts: int, is_sharded: bool) -> int:
+        """Return bytes of the fp32 and int32 numbers that an optimizer of `num_parts` parts keeps on the device.
+
+        Of each part what overflow is noted in; in fp16 four more of all, the loss scale with its limits and factors.
+        """
+        of_part = 1 if self.dtype == "bfloat16" or (self.dtype == "float32" and not is_sharded) else 2
+        return 4 * (num_parts * of_part + (4 if self.dtype == "float16" else 0))
+
+
+def optimizer_rules(settings: Settings) -> OptimizerRules:
+    """Read them from the settings of a run."""
+    optimizer = settings.optimizer
+    if optimizer.optimizer == "sgd":
+        size = 4 if optimizer.sgd_momentum else 0
+    else:
+        size = _BYTES[optimizer.exp_avg_dtype] + _BYTES[optimizer.exp_avg_sq_dtype]
+    offloads = optimizer.optimizer == "adam" and optimizer.optimizer_cpu_offload
+    fraction = optimizer.optimizer_offload_fraction if offloads else 0.0
+    return OptimizerRules(size, fraction, settings.precision.params_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +103,6 @@ class Rules:
     model: PlannedModel
     trainable: FinetuningSettings
     parallel: ParallelSettings
-    dp_size: int
     shards: tuple[int, int]
     parameter_bytes: int
     gradient_bytes: int
@@ -89,16 +110,9 @@ class Rules:
 
     @classmethod
     def of(cls, case: Case) -> Rules:
-        return cls(
-            case.model,
-            case.settings.finetuning,
-            case.settings.parallel,
-            case.dp_size,
-            (case.shard_size, case.expert_shard_size),
-            case.itemsize,
-            case.gradient_itemsize,
-            optimizer_rules(case.settings),
-        )
+        settings, shards = case.settings, (case.shard_size, case.expert_shard_size)
+        sizes, optimizer = (case.itemsize, case.gradient_itemsize), optimizer_rules(settings)
+        return cls(case.model, settings.finetuning, settings.parallel, shards, *sizes, optimizer)
 
     @property
     def is_sharded(self) -> bool:
@@ -113,20 +127,18 @@ class Rules:
 
     def held(self) -> HeldParameters:
         parallel = self.parallel
-        return held_parameters(
-            self.model,
-            self.trainable,
-            parallel.tensor_model_parallel_size,
-            parallel.expert_tensor_size,
-            parallel.expert_model_parallel_size,
-            parallel.pipeline_model_parallel_size > 1,
-        )
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        etp, ep = parallel.expert_tensor_size, parallel.expert_model_parallel_size
+        return held_parameters(self.model, self.trainable, tp, etp, ep, pp > 1)
 
     def chunks(self, stage: int) -> tuple[ChunkContent, ...]:
         return stage_chunks(self.parallel, self.model.architecture)[stage]
 
     def bucket_size(self, stage: int, virtual_stage: int) -> int | None:
-        return bucket_size(self.parallel.overlap_grad_reduce, stage, virtual_stage, self.dp_size)
+        """Return elements after which a bucket is full; None for one bucket."""
+        # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
+        first = self.parallel.overlap_grad_reduce and not stage and not virtual_stage
+        return full_bucket(self.shards[0] // self.parallel.context_parallel_size) if first else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,30 +161,25 @@ class Part:
 
 
 def state_bytes(case: Case, stage: int) -> StageState:
-    """As `stage_states`, of one stage."""
-    return stage_states(case, (stage,))[0]
+    """Return `stage_state` of a case."""
+    return stage_state(Rules.of(case), stage)
 
 
-def stage_states(case: Case, stages: Iterable[int]) -> list[StageState]:
-    """State of the fullest rank of each of these stages.
+@lru_cache(maxsize=65536)
+def stage_state(rules: Rules, stage: int) -> StageState:
+    """Return the state of a stage's fullest rank.
 
     All ranks of a stage hold the same weights and gradients. Under the distributed optimizer the fullest is taken to
     update an equal share of every buffer, padding included: at least what any rank updates, and more by at most the
     padding inside that share. With optimizer_offload_fraction below 1 the engine moves whole parameters, so that up
     to one parameter's state more is on the host than the fraction says.
     """
-    rules = Rules.of(case)
-    return [_state(rules, stage) for stage in stages]
+    return sum_parts(rules, stage, _closed_parts(rules, stage))
 
 
 def stage_parameters(case: Case, stage: int) -> StageParameters:
     """Return elements that each rank of a stage holds."""
     return _elements(Rules.of(case), stage)
-
-
-@lru_cache(maxsize=65536)
-def _state(rules: Rules, stage: int) -> StageState:
-    return sum_parts(rules, stage, _closed_parts(rules, stage))
 
 
 @lru_cache(maxsize=65536)
@@ -203,31 +210,27 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
         gradients=sum(part.buffers for part in parts) * rules.gradient_bytes,
         master_weights=updated * 4 if rules.parameter_bytes < 4 else 0,
         optimizer_state=(updated - on_host) * optimizer.element_bytes + scalars,
-        buffer_padding=padding * (rules.parameter_bytes + rules.gradient_bytes),
-        host_state=on_host * optimizer.element_bytes,
     )
 
 
 @lru_cache(maxsize=1024)  # asked for twice, one soon after the other
 def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
-    """Return what the fullest rank holds, layers counted by kind: as much of `updated` as any, as little of
-    `on_host`."""
-    return tuple(_closed_part(rules, stage, is_expert) for is_expert in rules.kinds)
-
-
-def _closed_part(rules: Rules, stage: int, is_expert: bool) -> Part:
-    held, shards = rules.held(), rules.shards[is_expert]
-    size = trained = buffers = 0
-    for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-        for parameters, count in _repeated(held, chunk):
-            of_all, of_trained = _sizes(parameters, is_expert)
-            size, trained = size + count * of_all, trained + count * of_trained
-        if rules.is_sharded:
-            buffers += _buffer_size(held, chunk, is_expert, shards, rules.bucket_size(stage, virtual_stage))
-    if not rules.is_sharded:
-        return Part(size, trained, trained, trained, rules.optimizer.least_on_host(trained))
-    updated = min(trained, buffers // shards)
-    return Part(size, trained, buffers, updated, rules.optimizer.least_on_host(updated))
+    """Return what the fullest rank holds, dense weights and then experts, layers counted by kind: as much of `updated`
+    as any, as little of `on_host`."""
+    held, parts = rules.held(), []
+    for is_expert in rules.kinds:
+        size = trained = buffers = 0
+        for virtual_stage, chunk in enumerate(rules.chunks(stage)):
+            for parameters, count in _repeated(held, chunk):
+                of_all, of_trained = _sizes(parameters, is_expert)
+                size, trained = size + count * of_all, trained + count * of_trained
+            if rules.is_sharded:
+                full, shards = rules.bucket_size(stage, virtual_stage), rules.shards[is_expert]
+                buffers += _buffer_size(held, chunk, is_expert, shards, full)
+        buffers = buffers if rules.is_sharded else trained
+        updated = min(trained, buffers // rules.shards[is_expert]) if rules.is_sharded else trained
+        parts.append(Part(size, trained, buffers, updated, int(rules.optimizer.host_fraction * updated)))
+    return tuple(parts)
 
 
 def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple[HeldParameter, ...], int]]:
@@ -251,7 +254,7 @@ def _buffer_size(held: HeldParameters, chunk: ChunkContent, is_expert: bool, sha
     """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
         return padded_size(((trained_of(part, is_expert), count) for part, count in _repeated(held, chunk)), shards)
-    ours = trained_of(chunk_parameters(held, chunk), is_expert)
+    ours = trained_of(held.of_chunk(chunk), is_expert)
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 
 

@@ -1,4 +1,4 @@
-"""Which parameters and buffers a rank holds, in the order in which the engine's modules have them."""
+"""Which parameters, adapters (LoRA, arXiv:2106.09685) and buffers a rank holds, in the engine's order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, OUTPUT_LAYER
-from megatune.families.weights import Layers, Slice, Weight, engine_shape
+from megatune.families.weights import (
+    WHOLE,
+    Layers,
+    Slice,
+    TensorLayout,
+    Weight,
+    engine_shape,
+    experts_of,
+    hf_shape,
+    layers_of,
+)
 from megatune.plan.case import PlannedModel
-from megatune.plan.memory.adapters import adapter_sizes
 
 # The order in which Megatron-Core's modules create them; the optimizer's shards follow from it.
 _ORDER = (
@@ -43,6 +52,15 @@ _ORDER = (
 )
 # Latent attention creates the one just before the other.
 _OUTPUT_PROJECTION, _AFTER_ATTENTION = "self_attention.linear_proj.weight", "pre_mlp_layernorm.weight"
+# The engine's matrices by the names that lora_target has for them.
+_QKV = "linear_qkv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj"
+_TARGETS = {
+    **{f"self_attention.{name}.weight": "linear_qkv" for name in _QKV.split()},
+    "self_attention.linear_proj.weight": "linear_proj",
+    **{f"mlp.{of}linear_{name}.weight": f"linear_{name}" for of in ("", "shared_experts.") for name in ("fc1", "fc2")},
+    "mlp.experts.weight1": "linear_fc1",
+    "mlp.experts.weight2": "linear_fc2",
+}
 # A router's sums of auxiliary losses: three numbers in fp64.
 _ROUTER_SUMS_BYTES = 24
 
@@ -66,6 +84,15 @@ class HeldParameter:
     is_shared_embedding: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkContent:
+    """What a pipeline chunk holds: whether the embedding, which layers (True: sparse), and whether the loss."""
+
+    embedding: bool
+    layers: tuple[bool, ...]
+    loss: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
 class HeldParameters:
     """Parameters of a rank by where they are.
@@ -87,14 +114,14 @@ class HeldParameters:
     output: int
     sparse_buffer_bytes: int
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkContent:
-    """What a pipeline chunk holds: whether the embedding, which layers (True: sparse), and whether the loss."""
-
-    embedding: bool
-    layers: tuple[bool, ...]
-    loss: bool
+    def of_chunk(self, chunk: ChunkContent) -> Iterator[HeldParameter]:
+        """Yield the parameters of a chunk in the engine's order."""
+        if chunk.embedding:
+            yield from self.first
+        for sparse in chunk.layers:
+            yield from self.sparse if sparse else self.dense
+        if chunk.loss:
+            yield from self.last
 
 
 @lru_cache(maxsize=4096)
@@ -114,13 +141,13 @@ def stage_chunks(parallel: ParallelSettings, architecture: Architecture) -> tupl
 def held_parameters(
     model: PlannedModel, trainable: FinetuningSettings, tp: int, etp: int, ep: int, pipelined: bool
 ) -> HeldParameters:
-    """Parameters of a rank.
+    """Return the parameters of a rank.
 
     Args:
         tp, etp, ep: over how many ranks tensors, experts' tensors and experts are cut.
         pipelined: embedding and loss are on different stages.
     """
-    architecture = model.architecture
+    architecture, moe = model.architecture, model.architecture.moe
     whole, expert = Slice(tp_size=tp), Slice(tp_size=etp, ep_size=ep)
     trained = trainable.finetuning_type == "full" and not trainable.freeze_language_model
 
@@ -148,22 +175,13 @@ def held_parameters(
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),
         embedding=embedding.numel,
         output=0 if tied and not pipelined else output.numel,
-        sparse_buffer_bytes=_router_buffer_bytes(architecture),
+        # Beside the sums a router has the bias and the tokens of each expert, both fp32.
+        sparse_buffer_bytes=_ROUTER_SUMS_BYTES + (8 * moe.num_experts if moe.expert_bias else 0) if moe else 0,
     )
 
 
-def chunk_parameters(held: HeldParameters, chunk: ChunkContent) -> Iterator[HeldParameter]:
-    """Parameters of a chunk in the engine's order."""
-    if chunk.embedding:
-        yield from held.first
-    for sparse in chunk.layers:
-        yield from held.sparse if sparse else held.dense
-    if chunk.loss:
-        yield from held.last
-
-
 def _of_layers(architecture: Architecture) -> list[Weight]:
-    """Weights of layers in the order in which modules create them."""
+    """Return weights of layers in the order in which modules create them."""
     order = list(_ORDER)
     if architecture.mla is not None:
         order.remove(_OUTPUT_PROJECTION)
@@ -177,19 +195,51 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 
 
 def _vision(model: PlannedModel, trainable: FinetuningSettings) -> Iterator[HeldParameter]:
-    """Encoder and projectors, each as one parameter: whole on every rank of the first stage."""
-    if model.architecture.vision is None:
+    """Yield encoder and projectors, each as one parameter: whole on every rank of the first stage."""
+    vision, full = model.architecture.vision, trainable.finetuning_type == "full"
+    if vision is not None:
+        yield HeldParameter(vision.num_parameters, trained=full and not trainable.freeze_vision_tower)
+        trained = full and not trainable.freeze_multi_modal_projector
+        yield HeldParameter(vision.num_projector_parameters, trained=trained)
+
+
+def adapter_sizes(
+    weight: Weight, architecture: Architecture, part: Slice, trainable: FinetuningSettings
+) -> Iterator[int]:
+    """Yield elements that a rank holds of each adapter matrix beside a weight: A, then B, of each Hugging Face tensor.
+
+    Nothing where the weight has no adapter. Every Hugging Face matrix [out, in] has its own, as PEFT makes it: A [r,
+    in] and B [out, r]; matrices that the engine fuses (queries, keys and values; gate and up) are counted apart. Where
+    tensor parallelism cuts the outputs, it cuts B's rows, and A is whole on every rank; where it cuts the inputs, it
+    cuts A's columns, and B is whole. An expert's matrices have an adapter for each expert.
+    """
+    if trainable.finetuning_type != "lora" or trainable.freeze_language_model:
         return
-    full = trainable.finetuning_type == "full"
-    yield HeldParameter(model.architecture.vision.num_parameters, trained=full and not trainable.freeze_vision_tower)
-    projectors = model.architecture.vision.num_projector_parameters
-    yield HeldParameter(projectors, trained=full and not trainable.freeze_multi_modal_projector)
+    if _TARGETS.get(weight.engine.removeprefix(f"{ENGINE_LAYER}.")) not in trainable.lora_layers:
+        return
+    # Key/value heads that are fewer than tp: the rank that gets most of them.
+    cut_rows = part.tp_size if weight.layout in (TensorLayout.ROWS, TensorLayout.QKV, TensorLayout.GATE_UP) else 1
+    cut_columns = part.tp_size if weight.layout is TensorLayout.COLUMNS else 1
+    of_rank = len(experts_of(weight, architecture, part)) * trainable.lora_rank
+    for tensor in weight.hf:
+        rows, columns = hf_shape(tensor, architecture)
+        yield of_rank * -(-columns // cut_columns)
+        yield of_rank * -(-rows // cut_rows)
 
 
-def _router_buffer_bytes(architecture: Architecture) -> int:
-    """Of one sparse layer, on every rank."""
-    moe = architecture.moe
-    if moe is None:
-        return 0
-    # The bias and the tokens of each expert, both fp32.
-    return _ROUTER_SUMS_BYTES + (2 * 4 * moe.num_experts if moe.expert_bias else 0)
+def num_trained_parameters(model: PlannedModel, trainable: FinetuningSettings) -> int:
+    """Return elements of the whole model that are trained, without padding; of adapters as PEFT counts them."""
+    architecture, vision, trained = model.architecture, model.architecture.vision, 0
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if trainable.finetuning_type == "lora":
+            of_layer = sum(adapter_sizes(weight, architecture, WHOLE, trainable))
+        elif trainable.freeze_language_model or weight.is_buffer:
+            continue
+        else:
+            shapes = (hf_shape(tensor, architecture) for tensor in weight.hf)
+            of_layer = len(experts_of(weight, architecture)) * sum(map(prod, shapes))
+        trained += of_layer * len(layers_of(weight, architecture))
+    if vision is not None and trainable.finetuning_type == "full":
+        trained += 0 if trainable.freeze_vision_tower else vision.num_parameters
+        trained += 0 if trainable.freeze_multi_modal_projector else vision.num_projector_parameters
+    return trained

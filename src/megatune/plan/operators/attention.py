@@ -1,21 +1,67 @@
-"""Self-attention: grouped-query and multi-latent (arXiv:2405.04434).
+"""Self-attention: grouped-query and multi-latent (arXiv:2405.04434), on one rank and across context-parallel ranks.
 
-Legend: T tokens of a rank, P = T / tp with sequence parallelism and T without; n query heads and g key/value heads of
-a rank, d channels of queries and keys, d_v of values; e bytes of a number.
+Every kernel of core attention keeps queries, keys, values, its output, and for each query and head the logarithm of the
+sum of its scores' exponentials in fp32 (FlashAttention-2, arXiv:2307.08691); none keeps scores, but torch's own matrix
+products.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from megatune.plan.operators.core_attention import Heads, core_attention
-from megatune.plan.operators.linear import elementwise, linear, linear_memory, linear_work, norm_memory, norm_work
-from megatune.plan.operators.operator import Memory, Operator
+from megatune.architecture import Architecture
+from megatune.config.attention_kernel import PLAIN_BACKENDS
+from megatune.plan.operators.linear import elementwise, linear, norm_memory, norm_work
+from megatune.plan.operators.operator import Attention, Memory, Moved, Operator
 from megatune.plan.operators.shapes import Shapes
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Queries, keys and values of one rank.
+
+    Attributes:
+        queries, groups: heads of queries, and of keys and values.
+        channels, value_channels: of a query's and key's head, and of a value's.
+        query, key, value, context: bytes of the tensors; `context` is the output.
+    """
+
+    shapes: Shapes
+    queries: int
+    groups: int
+    channels: int
+    value_channels: int
+    query: int
+    key: int
+    value: int
+    context: int
+
+    @property
+    def padded(self) -> int:
+        """Bytes of the output, where a flash kernel fills values up to as many channels as queries have."""
+        flash = self.shapes.kernel in ("padded", "runs")
+        return self.query if flash and self.channels != self.value_channels else self.context
+
+    @property
+    def context_copy(self) -> int:
+        """Bytes of the context that the output projection saves beside the output that attention keeps."""
+        return self.context if self.padded != self.context else 0
+
+    @property
+    def sums(self) -> int:
+        """Bytes of the log-sum-exps."""
+        return 4 * self.shapes.tokens * self.queries
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients of output, queries, keys and values."""
+        return self.context + self.query + self.key + self.value
+
+
 def self_attention(shapes: Shapes) -> Iterator[Operator]:
-    """From the normalized hidden states to what is added to the residual stream."""
+    """Yield the operators from the normalized hidden states to what is added to the residual stream."""
     heads = heads_of(shapes)
     yield from _grouped_query(shapes, heads) if shapes.architecture.mla is None else _latent(shapes, heads)
     yield from core_attention(heads)
@@ -27,16 +73,18 @@ def self_attention(shapes: Shapes) -> Iterator[Operator]:
 
 def heads_of(shapes: Shapes) -> Heads:
     """Return the heads of this rank."""
-    architecture, mla = shapes.architecture, shapes.architecture.mla
-    queries = architecture.num_attention_heads // shapes.tp
+    architecture, mla, row = shapes.architecture, shapes.architecture.mla, shapes.tokens * shapes.size
+    n = groups = architecture.num_attention_heads // shapes.tp
     if mla is not None:
-        return Heads(shapes, queries, queries, mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim)
-    groups = max(architecture.num_query_groups // shapes.tp, 1)
-    return Heads(shapes, queries, groups, architecture.kv_channels, architecture.kv_channels)
+        d, d_v = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
+    else:
+        groups, d = max(architecture.num_query_groups // shapes.tp, 1), architecture.kv_channels
+        d_v = d
+    return Heads(shapes, n, groups, d, d_v, row * n * d, row * groups * d, row * groups * d_v, row * n * d_v)
 
 
 def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
-    """Projection, norms of heads, rotary embedding, and the split into queries, keys and values."""
+    """Yield projection, norms of heads, rotary embedding, and the split into queries, keys and values."""
     architecture, tokens = shapes.architecture, shapes.tokens
     d, query, key = architecture.kv_channels, heads.query, heads.key
     mixed = (architecture.query_size + 2 * architecture.key_value_size) // shapes.tp
@@ -52,7 +100,8 @@ def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     # Queries of several groups do not lie side by side: they are copied.
     copied = query if heads.groups > 1 else 0
     # Both passes make two products and their sum, or fused two of them.
-    rotated = elementwise(shapes, tokens * sum(sizes), *((2, 2, 2) if shapes.rope_fusion else (7, 7, 14)))
+    passes = (2, 2, 2) if shapes.performance.apply_rope_fusion else (7, 7, 14)
+    rotated = elementwise(shapes, tokens * sum(sizes), *passes)
     yield Operator("rope", Memory(0, source + copied + 2 * query, source + 2 * query), *rotated)
     yield Operator("split", Memory(0), *elementwise(shapes, tokens * mixed, 2, 2, 3))
 
@@ -67,19 +116,15 @@ def _latent(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     hidden, spread, name = architecture.hidden_size, shapes.sequence_parallel, "linear_qkv"
     into_queries, into_others = heads.queries * heads.channels, heads.queries * (mla.qk_head_dim + mla.v_head_dim)
 
-    def down(rank: int) -> Operator:
-        memory = linear_memory(shapes, name, hidden, rank, saved=0, vectors=part, adds_gradient=False)
-        return Operator("qkv", memory, *linear_work(shapes, part, rank, hidden))
-
     def normed(rank: int, saved_rank: int) -> Operator:
         return Operator("qkv", norm_memory(shapes, part, rank, part * saved_rank * shapes.size))
 
     # The input, which both projections save.
     yield Operator("qkv", Memory(shapes.hidden if name in shapes.keeps else 0, shapes.hidden))
     if mla.q_lora_rank is not None:
-        yield down(mla.q_lora_rank)
+        yield linear(shapes, name, "qkv", hidden, mla.q_lora_rank, saved=0, vectors=part)
         yield normed(mla.q_lora_rank, mla.q_lora_rank)
-    yield down(architecture.latent_size)
+    yield linear(shapes, name, "qkv", hidden, architecture.latent_size, saved=0, vectors=part)
     yield normed(mla.kv_lora_rank, architecture.latent_size)
     if mla.q_lora_rank is None:
         yield linear(shapes, name, "qkv", hidden, into_queries, gathers=spread, saved=0)
@@ -91,3 +136,119 @@ def _latent(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     # Rotary embedding of a part of the channels, and queries and keys concatenated from their parts.
     joined = elementwise(shapes, shapes.tokens * (2 * architecture.query_size / shapes.tp), 6, 6, 30)
     yield Operator("mla_up_proj", Memory(0, query + others, query + others), *joined)
+
+
+def core_attention(heads: Heads) -> Iterator[Operator]:
+    """Yield attention, the merging of a ring's turns, and the context where its consumer saves a copy of it."""
+    shapes = heads.shapes
+    across = {"all_gather": _all_gather, "a2a": _all_to_all, "p2p": _ring}
+    memory, context_copy = (across[shapes.cp_comm_type] if shapes.cp > 1 else _whole_rows)(heads)
+    yield _attention(heads, memory)
+    if shapes.cp > 1 and shapes.cp_comm_type == "p2p":
+        yield _merging(shapes)
+    yield Operator("context", Memory(context_copy))
+
+
+def _attention(heads: Heads, memory: Memory) -> Operator:
+    """s · (query + value channels) multiply-adds a token, as half of the scores is masked; backward 2.5 times as many,
+    for scores are computed again (arXiv:2205.14135). Plain products compute and move all scores."""
+    shapes, architecture = heads.shapes, heads.shapes.architecture
+    sizes = shapes.tokens, shapes.document, architecture.num_attention_heads / shapes.tp
+    channels = (architecture.query_size + architecture.attention_size) / shapes.tp
+    if shapes.performance.attention_backend not in PLAIN_BACKENDS:
+        kernel = (Attention(*sizes, channels, "packed" if shapes.in_runs else "rows"),)
+        return Operator("core_attn", memory, kernel, kernel, 3)
+    scores = math.prod(sizes)
+    product, moved = Attention(*sizes, channels, "plain"), scores * (4 * shapes.size + 6 * 4)
+    return Operator("core_attn", memory, (product, Moved(moved)), (product, Moved(2 * moved)), 12)
+
+
+def _merging(shapes: Shapes) -> Operator:
+    """Return what the turns of a ring add up in fp32: three of four queries take part in a turn after the first.
+
+    Forward their outputs are widened and interpolated with those so far (26 bytes a channel), before and after all
+    turns once more (12); backward gradients of queries (10), and of keys and values with their copies (16), are added.
+    """
+    architecture, later = shapes.architecture, 0.75 * (shapes.cp - 1)
+    keys_values = keys_values_size(architecture)
+    forward = (26 * later + 12) * architecture.attention_size
+    backward = (10 * later + 14) * architecture.query_size + 16 * (later + 1) * keys_values
+    forward, backward = (shapes.tokens / shapes.tp * data for data in (forward, backward))
+    return Operator("core_attn", Memory(0), (Moved(forward),), (Moved(backward),), 20 * (shapes.cp - 1))
+
+
+def keys_values_size(architecture: Architecture) -> int:
+    """Return channels of all heads' keys and values."""
+    if architecture.mla is None:
+        return 2 * architecture.key_value_size
+    return architecture.query_size + architecture.attention_size
+
+
+def _whole_rows(heads: Heads) -> tuple[Memory, int]:
+    kept = heads.query + heads.key + heads.value + heads.padded + heads.sums
+    match heads.shapes.kernel:
+        case "plain":
+            return _plain(heads, kept), 0
+        case "math":
+            return _math(heads), 0
+        case "padded":
+            # It keeps the values that were filled up, not those it was given.
+            kept = heads.query + heads.key * 2 + heads.padded + heads.sums
+            return Memory(kept, heads.value, heads.gradients + heads.query), heads.context_copy
+        case "runs":
+            # Runs are computed apart and joined.
+            return Memory(kept, heads.padded, heads.gradients + heads.query + 2 * heads.key), heads.context_copy
+    return Memory(kept, 0, heads.gradients), 0
+
+
+def _plain(heads: Heads, kept: int) -> Memory:
+    """Matrix products with the scores of a document in fp32: three of their size forward, five backward."""
+    shapes, document = heads.shapes, heads.shapes.document_tokens
+    rows = shapes.rows if document == shapes.length else 1
+    scores = 4 * rows * heads.queries * document**2
+    copies = (heads.gradients * 4 // shapes.size) if shapes.wide else 0
+    return Memory(kept, 3 * scores + copies, heads.gradients + heads.context + copies + 5 * scores)
+
+
+def _math(heads: Heads) -> Memory:
+    """torch's fallback keeps all scores, and queries, keys and values of each query head, in fp32."""
+    shapes = heads.shapes
+    scores = 4 * shapes.rows * heads.queries * shapes.length**2
+    repeated = 4 * shapes.tokens * heads.queries * (2 * heads.channels + heads.value_channels)
+    kept = repeated + scores + heads.context
+    return Memory(kept, 2 * scores, heads.gradients + repeated + 2 * scores)
+
+
+def _all_gather(heads: Heads) -> tuple[Memory, int]:
+    """Keys and values of all ranks are kept in the order of the row, the early ones twice: (2 · cp + 1) / 2 times this
+    rank's. A CPU's flash kernel takes a mask of which of them a query sees."""
+    shapes = heads.shapes
+    mine = heads.key + heads.value
+    whole = mine * (2 * shapes.cp + 1) // 2
+    masked = shapes.on_cpu and shapes.kernel == "runs"
+    mask = shapes.size * shapes.document_tokens**2 // (2 * shapes.cp) if masked else 0
+    kept = heads.query + whole + heads.padded + heads.sums
+    backward = heads.context + heads.query + 2 * whole + mine * shapes.cp + mask
+    return Memory(kept, mine * shapes.cp + mask, backward), heads.context_copy
+
+
+def _ring(heads: Heads) -> tuple[Memory, int]:
+    """Return two pairs of keys and values in messages, and in the backward pass their gradients in fp32, too."""
+    moving = heads.key + heads.value
+    wide = moving * 4 // heads.shapes.size
+    # 16-bit outputs are merged in fp32, and rounded into memory of their own.
+    output, copy = (heads.context, 0) if heads.shapes.wide else (heads.padded, heads.context_copy)
+    kept = heads.query + heads.key + heads.value + output + heads.sums
+    return Memory(kept, 2 * (moving + heads.context), heads.gradients + 2 * moving + 3 * wide), copy
+
+
+def _all_to_all(heads: Heads) -> tuple[Memory, int]:
+    """Whole rows of n / cp heads; key/value heads that ranks cannot share equally are copied first. The context returns
+    in memory of its own."""
+    shapes = heads.shapes
+    copies = math.lcm(heads.groups, shapes.cp) // heads.groups
+    rows = heads.query + copies * (heads.key + heads.value)
+    # Values that a kernel fills up are no longer a part of the rows.
+    filled = copies * heads.key if shapes.kernel == "padded" else 0
+    kept = rows + filled + heads.padded + heads.sums
+    return Memory(kept, 2 * rows, 3 * rows + heads.context), heads.context

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator
 
 from megatune.architecture import MixtureOfExperts
-from megatune.plan.operators.feed_forward import activation_work, feed_forward
-from megatune.plan.operators.linear import ADAPTERS, Work, accumulation, adapted, elementwise, linear_work
-from megatune.plan.operators.operator import Kernel, Memory, Operator, Product, Wait
+from megatune.plan.operators.linear import ADAPTERS, elementwise, feed_forward, grouped_work, linear_work, swiglu_work
+from megatune.plan.operators.operator import Memory, Operator, Wait
 from megatune.plan.operators.shapes import Shapes
 
 # Kernels that the host has yet to launch when it has read how many rows go where: until then the device has no work.
@@ -21,7 +20,7 @@ _LEAST_SUMMED = 1024  # tokens whose choices the allgather dispatcher sums at a 
 
 
 def expert_layer(shapes: Shapes) -> Iterator[Operator]:
-    """From the normalized hidden states to what is added to the residual stream."""
+    """Yield the operators from the normalized hidden states to what is added to the residual stream."""
     moe = shapes.architecture.moe
     assert moe is not None
     yield from _shared(shapes, moe)
@@ -32,16 +31,15 @@ def expert_layer(shapes: Shapes) -> Iterator[Operator]:
 
 
 def expert_rows(shapes: Shapes) -> int:
-    """R on the fullest rank: an even share times the assumed imbalance, bounded by the experts' capacity, and by all
-    rows of the ranks that share the experts."""
+    """Return R on the fullest rank: an even share times the assumed imbalance, bounded by the experts' capacity, and
+    by all rows of the ranks that share the experts."""
     moe = shapes.architecture.moe
     assert moe is not None
-    topk = moe.router_topk
-    even = shapes.part * topk * shapes.etp
-    if shapes.capacity_factor is not None:
-        capacity = min(shapes.part, math.ceil(shapes.part * topk / moe.num_experts * shapes.capacity_factor))
+    even, factor = shapes.part * moe.router_topk * shapes.etp, shapes.experts.moe_expert_capacity_factor
+    if factor is not None:
+        capacity = min(shapes.part, math.ceil(shapes.part * moe.router_topk / moe.num_experts * factor))
         most = capacity * shapes.etp * moe.num_experts
-        if shapes.pads:
+        if shapes.experts.moe_pad_expert_input_to_capacity:
             return most
     else:
         most = even * shapes.ep
@@ -50,16 +48,16 @@ def expert_rows(shapes: Shapes) -> int:
 
 def saves_input_twice(shapes: Shapes) -> bool:
     """Return whether shared experts save another tensor than the router: theirs is gathered."""
-    return shapes.overlaps and shapes.sequence_parallel
+    return shapes.experts.moe_shared_expert_overlap and shapes.sequence_parallel
 
 
 def _shared(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
-    """Their output is there until that of the routed experts is added."""
+    """Yield shared experts, whose output is there until that of the routed experts is added."""
     if not moe.shared_expert_intermediate_size:
         return
-    operators = [*feed_forward(
-        shapes, "shared_experts", moe.shared_expert_intermediate_size // shapes.tp, overlapped=shapes.overlaps
-    )]  # fmt: skip
+    channels = moe.shared_expert_intermediate_size // shapes.tp
+    overlaps = shapes.experts.moe_shared_expert_overlap
+    operators = [*feed_forward(shapes, "shared_experts", channels, overlapped=overlaps)]
     if moe.shared_expert_gate:  # its output and the gate's are multiplied
         gate = Memory(shapes.hidden + 2 * shapes.part * shapes.size, shapes.hidden, shapes.hidden)
         operators.append(Operator("shared_experts", gate))
@@ -73,16 +71,13 @@ def _router(shapes: Shapes, moe: MixtureOfExperts) -> Operator:
     scores, choices = 4 * shapes.part * moe.num_experts, 8 * shapes.part * moe.router_topk
     input_copy = shapes.part * shapes.architecture.hidden_size * (shapes.router_size - shapes.size)
     shares = moe.shared_expert_intermediate_size and "linear_fc1" in shapes.keeps and not saves_input_twice(shapes)
-    memory = Memory(
-        (0 if shares else shapes.hidden) + scores + 5 * choices,
-        2 * scores + input_copy + shapes.hidden,
-        2 * scores + input_copy + 2 * shapes.hidden,
-    )
+    kept, added = (0 if shares else shapes.hidden) + scores + 5 * choices, 2 * scores + input_copy + shapes.hidden
+    memory = Memory(kept, added, added + shapes.hidden)
     return Operator("moe", memory, *linear_work(shapes, shapes.part, moe.num_experts, shapes.architecture.hidden_size))
 
 
 def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
-    """Dispatch, both products, and the combination."""
+    """Yield dispatch, both products, and the combination."""
     size, hidden, rows = shapes.size, shapes.architecture.hidden_size, expert_rows(shapes)
     channels, local = moe.moe_ffn_hidden_size // shapes.etp, moe.num_experts // shapes.ep
     tokens_in_rows, numbers = rows * hidden * size, rows * channels
@@ -100,11 +95,11 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
         yield Operator("moe", Memory(0), (Wait(_AFTER_COUNTS),))
     gate_up = 2 * numbers * size
     fc1 = Memory(_kept_input(shapes, "linear_fc1", rows, hidden), gate_up, gate_up + tokens_in_rows + 2 * weight)
-    yield Operator("moe", fc1, *_grouped(shapes, mean_rows, 2 * channels, hidden, local, "linear_fc1"))
-    yield Operator("moe_act", _activation(shapes, numbers), *activation_work(shapes, mean_rows * channels))
+    yield Operator("moe", fc1, *grouped_work(shapes, mean_rows, 2 * channels, hidden, local, "linear_fc1"))
+    yield Operator("moe_act", _activation(shapes, numbers), *swiglu_work(shapes, mean_rows * channels))
     kept = _kept_input(shapes, "linear_fc2", rows, channels)
     fc2 = Memory(kept, tokens_in_rows, tokens_in_rows + numbers * size + weight)
-    yield Operator("moe", fc2, *_grouped(shapes, mean_rows, hidden, channels, local, "linear_fc2"))
+    yield Operator("moe", fc2, *grouped_work(shapes, mean_rows, hidden, channels, local, "linear_fc2"))
     around = tokens_in_rows + combined + shapes.hidden
     yield Operator("moe", Memory(0, around, around))
 
@@ -114,30 +109,13 @@ def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, i
     row = shapes.architecture.hidden_size * shapes.size
     if shapes.ep * shapes.etp == 1:
         return 0, rows * row
-    if shapes.gathers_tokens:
+    if shapes.experts.moe_token_dispatcher_type == "allgather":
         # The allgather dispatcher holds the tokens of all its ranks. It sums into as many, for some tokens at a time:
         # as many choices of them as there are rows (engine.layers.moe.permutation).
         gathered = shapes.part * shapes.ep * shapes.etp
         summed = min(gathered, max(rows // moe.router_topk, _LEAST_SUMMED)) * moe.router_topk
         return gathered * row, (rows + gathered + summed) * row
     return 2 * shapes.part * moe.router_topk * row, rows * row
-
-
-def _grouped(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:
-    """Kernels of a linear layer of each of a rank's experts, which share the rows: one grouped kernel, or one kernel
-    for each expert."""
-    each = rows / experts
-    if not shapes.grouped_experts:
-        return linear_work(shapes, each, columns, depth, name, count=experts)
-    size = shapes.size
-    weight: tuple[Kernel, ...] = ()
-    if shapes.weights_trained:
-        # Grouped kernels write gradients of their own; none adds to a buffer.
-        gradient = Product(columns, depth, each, size, experts, "depth")
-        weight = (gradient, accumulation(shapes, experts * columns * depth, fused=False))
-    forward = Product(each, columns, depth, size, experts, "rows")
-    inputs = Product(each, depth, columns, size, experts, "rows")
-    return adapted(shapes, ((forward,), (inputs,), 3, weight), rows, columns, depth, name)
 
 
 def _kept_input(shapes: Shapes, name: str, rows: int, channels: int) -> int:
@@ -151,7 +129,7 @@ def _kept_input(shapes: Shapes, name: str, rows: int, channels: int) -> int:
 def _activation(shapes: Shapes, numbers: int) -> Memory:
     """silu(gate) · up · probability of R · f numbers; fused it keeps gate and up only."""
     size = shapes.size
-    if shapes.activation_fusion:
+    if shapes.performance.bias_activation_fusion:
         return Memory(2 * numbers * size, numbers * size, (5 if shapes.on_cpu else 3) * numbers * size)
     # 16-bit numbers times fp32 probabilities are fp32.
     backward = numbers * (3 * shapes.wide if shapes.wide else 4 * size)

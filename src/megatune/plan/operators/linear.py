@@ -1,10 +1,12 @@
-"""Linear layers, norms and elementwise operators.
+"""Linear layers, norms, elementwise operators, and the feed-forward that consists of them.
 
 Legend, here and in the modules beside: T tokens of a rank, P = T / tp with sequence parallelism and T without, e bytes
 of a number.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes
@@ -17,27 +19,21 @@ Work = tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, tuple[Kernel, ...]]
 
 
 def elementwise(shapes: Shapes, numbers: float, forward: float, backward: float, launches: int) -> Work:
-    """Kernels that pass `forward` times over `numbers` activations, and `backward` times in the backward pass."""
+    """Return kernels that pass `forward` times over `numbers` activations, and `backward` times backward."""
     data = numbers * shapes.size
     return (Moved(data * forward),), (Moved(data * backward),), launches, ()
 
 
-def residual(shapes: Shapes) -> Operator:
-    """Sum into the residual stream."""
-    numbers = shapes.part * shapes.architecture.hidden_size
-    return Operator("residual", Memory(0), *elementwise(shapes, numbers, 3, 2, 2))
-
-
 def layer_norm(shapes: Shapes) -> Operator:
-    """Norm of the hidden states."""
+    """Return the norm of the hidden states."""
     numbers = shapes.part * shapes.architecture.hidden_size
     memory = norm_memory(shapes, shapes.part, shapes.architecture.hidden_size, shapes.hidden)
     return Operator("layernorm", memory, *norm_work(shapes, numbers))
 
 
 def norm_work(shapes: Shapes, numbers: float) -> Work:
-    """Kernels of RMSNorm over `numbers` activations."""
-    return elementwise(shapes, numbers, *((2, 4, 1) if shapes.norm_fusion else (10, 16, 7)))
+    """Return the kernels of RMSNorm over `numbers` activations."""
+    return elementwise(shapes, numbers, *((2, 4, 1) if shapes.performance.rms_norm_fusion else (10, 16, 7)))
 
 
 def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int) -> Memory:
@@ -51,7 +47,7 @@ def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int) -> Memory:
     """
     numbers = vectors * width
     output, statistics = numbers * shapes.size, 4 * vectors
-    if not shapes.norm_fusion:
+    if not shapes.performance.rms_norm_fusion:
         kept = 4 * numbers + (4 * numbers if shapes.wide else saved) + statistics
         return Memory(kept, output + 4 * numbers, output + 16 * numbers)
     if not shapes.on_cpu:
@@ -67,83 +63,50 @@ def linear(
     outputs: int,
     *,
     saved: int | None = None,
+    vectors: int | None = None,
     gathers: bool = False,
     scatters: bool = False,
     shares_gradient: bool = False,
 ) -> Operator:
-    """T vectors times a weight [outputs, inputs] of this rank; see `linear_memory`."""
-    memory = linear_memory(
-        shapes, name, inputs, outputs, saved=saved, gathers=gathers, scatters=scatters, shares_gradient=shares_gradient
-    )
-    return Operator(module, memory, *linear_work(shapes, shapes.tokens, outputs, inputs, name))
-
-
-def linear_memory(
-    shapes: Shapes,
-    name: str,
-    inputs: int,
-    outputs: int,
-    *,
-    saved: int | None = None,
-    vectors: int | None = None,
-    gathers: bool = False,
-    scatters: bool = False,
-    keeps: bool | None = None,
-    shares_gradient: bool = False,
-    adds_gradient: bool = True,
-) -> Memory:
-    """Return bytes of a linear layer.
+    """Describe T vectors times a weight [outputs, inputs] of this rank.
 
     Args:
         name: of the layer, as lora_target has it.
         saved: bytes of the input; None where it is saved by this operator; 0 where another operator saves it.
-        vectors: None for T.
+        vectors: of latent attention's narrow projections, instead of T. Their weights' gradients are never added to the
+            buffer without a tensor, and the time of their adapters is left out.
         gathers: its input is gathered from P to T tokens (sequence parallelism).
         scatters: its output is reduce-scattered from T to P.
-        keeps: whether the backward pass needs the input; None where the settings say so.
         shares_gradient: the gradient of its output is one that is counted elsewhere.
-        adds_gradient: gradient_accumulation_fusion adds the weight's gradient to the buffer, without a tensor.
     """
     tokens = shapes.tokens if vectors is None else vectors
-    size = shapes.size
+    size, needed = shapes.size, name in shapes.keeps
     into, out = tokens * inputs * size, tokens * outputs * size
     of_rank = into // shapes.tp
     mine = (of_rank if gathers else into) if saved is None else saved
-    needed = name in shapes.keeps if keeps is None else keeps
-    kept = mine if needed else 0
-    if shapes.adapter and needed:
-        kept += tokens * shapes.adapter * size * ADAPTERS.get(name, 1)
+    kept = mine + tokens * shapes.adapter * size * ADAPTERS.get(name, 1) if needed else 0
     weight = inputs * outputs * size if shapes.weights_trained else 0
-    if weight and shapes.gradient_fusion and adds_gradient:
+    if weight and shapes.performance.gradient_accumulation_fusion and vectors is None:
         # A CPU has no product of 16-bit numbers that adds to fp32 ones.
         weight = 4 * tokens * (inputs + outputs) if shapes.on_cpu and shapes.wide and shapes.gradient_size == 4 else 0
     forward = out + (out // shapes.tp if scatters else 0) + (0 if needed else mine)
     backward = (0 if shares_gradient and not scatters else out) + into + (of_rank if gathers else 0) + weight
-    return Memory(kept, forward, backward)
+    work = linear_work(shapes, tokens, outputs, inputs, name if vectors is None else "")
+    return Operator(module, Memory(kept, forward, backward), *work)
 
 
-def linear_work(
-    shapes: Shapes,
-    rows: float,
-    columns: float,
-    depth: float,
-    name: str = "",
-    *,
-    count: int = 1,
-    trained: bool | None = None,
-) -> Work:
-    """Kernels of `count` linear layers one after the other.
+def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name: str = "", count: int = 1) -> Work:
+    """Return the kernels of `count` linear layers one after the other.
 
     Forward rows · weightᵀ; backward the inputs' gradient and the weight's, which is added to its buffer.
 
     Args:
         name: of the layer, as lora_target has it; "" where it has no adapter.
-        trained: whether the weight is; None where the settings say so.
     """
     size = shapes.size
     weight: tuple[Kernel, ...] = ()
-    if shapes.weights_trained if trained is None else trained:
-        added = accumulation(shapes, count * columns * depth, fused=shapes.gradient_fusion)
+    if shapes.weights_trained:
+        added = accumulation(shapes, count * columns * depth, fused=shapes.performance.gradient_accumulation_fusion)
         weight = (Product(columns, depth, rows, size, count), added)
     forward, inputs = Product(rows, columns, depth, size, count), Product(rows, depth, columns, size, count)
     return adapted(shapes, ((forward,), (inputs,), 2 * count, weight), rows, columns, depth, name, count)
@@ -166,3 +129,43 @@ def adapted(shapes: Shapes, work: Work, rows: float, columns: float, depth: floa
         Moved(3 * count * rows * columns * size),
     )
     return forward + adapter, backward + 2 * adapter, launches + 5 * count, weight
+
+
+def grouped_work(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:
+    """Return the kernels of a linear layer of each of a rank's experts, which share the rows: one grouped kernel, or
+    one for each expert."""
+    each = rows / experts
+    if not shapes.experts.moe_grouped_gemm:
+        return linear_work(shapes, each, columns, depth, name, count=experts)
+    size = shapes.size
+    weight: tuple[Kernel, ...] = ()
+    if shapes.weights_trained:
+        # Grouped kernels write gradients of their own; none adds to a buffer.
+        gradient = Product(columns, depth, each, size, experts, "depth")
+        weight = (gradient, accumulation(shapes, experts * columns * depth, fused=False))
+    forward = Product(each, columns, depth, size, experts, "rows")
+    inputs = Product(each, depth, columns, size, experts, "rows")
+    return adapted(shapes, ((forward,), (inputs,), 3, weight), rows, columns, depth, name)
+
+
+def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool = False) -> Iterator[Operator]:
+    """Yield SwiGLU (arXiv:2002.05202), dense or of shared experts: fc1, activation, fc2 with `channels` on this rank.
+
+    Args:
+        overlapped: of shared experts that compute while tokens are dispatched: they keep their input gathered.
+    """
+    hidden, spread = shapes.architecture.hidden_size, shapes.sequence_parallel
+    numbers, data = shapes.tokens * channels, shapes.tokens * channels * shapes.size
+    # It keeps gate and up, and silu(gate) where it is not fused. Operator by operator, as on a CPU, gradients of gate
+    # and up are made apart, then joined.
+    swiglu = Memory(3 * data, data, 3 * data)
+    if shapes.performance.bias_activation_fusion:
+        swiglu = Memory(2 * data, 2 * data, 5 * data) if shapes.on_cpu else Memory(2 * data, data, 3 * data)
+    yield linear(shapes, "linear_fc1", module, hidden, 2 * channels, gathers=spread and not overlapped)
+    yield Operator(module, swiglu, *swiglu_work(shapes, numbers))
+    yield linear(shapes, "linear_fc2", module, channels, hidden, scatters=spread, shares_gradient=True)
+
+
+def swiglu_work(shapes: Shapes, numbers: float) -> Work:
+    """Return the kernels of silu(gate) · up over T · f numbers."""
+    return elementwise(shapes, numbers, *((3, 5, 1) if shapes.performance.bias_activation_fusion else (6, 13, 4)))

@@ -8,7 +8,7 @@ Legend: p patches of a micro-batch's images, w hidden size and f feed-forward si
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatune.architecture import Vision
 from megatune.plan.case import Case
@@ -59,15 +59,15 @@ def images_of(case: Case) -> Images | None:
 
 
 def vision_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
-    """One layer of the tower. What is frozen keeps nothing, and holds a layer's tensors while it computes."""
+    """Return one layer of the tower. What is frozen keeps nothing, and holds a layer's tensors while it computes."""
+    shapes = replace(shapes, weights_trained=images.tower_trained)
     tower, size, patches = images.tower, shapes.size, images.tokens * images.merged
     width, ffn = tower.hidden_size, tower.intermediate_size
     up = 2 * ffn if tower.gated else ffn
     hidden, inner = patches * width * size, patches * ffn * size
 
     def product(memory: Memory, columns: int, depth: int) -> Operator:
-        work = linear_work(shapes, patches, columns, depth, trained=images.tower_trained)
-        return Operator("vision", memory, *work)
+        return Operator("vision", memory, *linear_work(shapes, patches, columns, depth))
 
     attention = (Attention(patches, images.tokens_of_image * images.merged, 1, 2 * width, "unmasked"),)
     # Norms' inputs and outputs; q, k, v and the context; before and behind the activation, twice before with a gate.
@@ -84,7 +84,7 @@ def vision_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
 
 
 def projectors(shapes: Shapes, images: Images) -> Operator:
-    """Norm, linear, GELU, linear on patches side by side, of which each projector makes one token.
+    """Return norm, linear, GELU, linear on patches side by side, of which each projector makes one token.
 
     All projectors' matrices are one product of as many multiply-adds.
     """
@@ -92,6 +92,7 @@ def projectors(shapes: Shapes, images: Images) -> Operator:
     wide = images.tokens * images.merged * tower.hidden_size
     merged = (4 * wide + images.tokens * hidden) * shapes.size
     kept = merged * tower.num_mergers if trained or images.tower_trained else 0
-    work = linear_work(shapes, images.tokens, tower.num_projector_parameters / hidden, hidden, trained=trained)
+    shapes = replace(shapes, weights_trained=trained)
+    work = linear_work(shapes, images.tokens, tower.num_projector_parameters / hidden, hidden)
     operator = Operator("projector", Memory(kept, merged, merged if kept else 0), *work)
     return operator if trained else operator._replace(backward=())

@@ -13,11 +13,10 @@ from megatune.plan.answer import Answer
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
-from megatune.plan.memory.estimate import MEMORY_PARTS
-from megatune.plan.memory.workspace import COMMUNICATOR, CONTEXT, CPU_PROCESS
+from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, CPU_PROCESS, MEMORY_PARTS
+from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.pages.words import count, layout_words, size
 from megatune.plan.question import Question
-from megatune.plan.routing import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.schedule import bubble_share
 from megatune.plan.time.estimate import TIME_PARTS
 

@@ -10,8 +10,8 @@ from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 from megatune.plan.memory import StageMemory
-from megatune.plan.memory.adapters import num_trained_parameters
 from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.memory.tensors import num_trained_parameters
 
 if TYPE_CHECKING:
     from megatune.plan.question import Question

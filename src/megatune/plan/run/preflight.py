@@ -18,9 +18,9 @@ from megatune.plan.changes.fixes import OVERLAPS, Changes, Fix, fix, less_recomp
 from megatune.plan.changes.variation import setting_of, smaller_micro_batch, with_settings, written
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
-from megatune.plan.memory.uncertainty import least_and_most
 from megatune.plan.pages.words import fullest, largest_part, layout_words, parts, percent, seconds, size
 from megatune.plan.search import TIGHT
+from megatune.plan.uncertainty import least_and_most
 
 _SEARCHED = 256  # processes up to which a search for another layout takes no time to speak of
 _ROW_STEP = 64  # tokens; lengths between are not worth telling apart

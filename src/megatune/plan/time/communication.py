@@ -1,4 +1,4 @@
-"""Seconds of collectives, from their volume and the links that their group crosses.
+"""Seconds of collectives, and of what a layer and the optimizer exchange and computing does not hide.
 
 Megatron-Core numbers ranks with tensor parallelism fastest, then context, data and pipeline parallelism (of experts:
 expert tensor, expert, expert data, pipeline); ranks fill one machine after the other. A group's size and stride so say
@@ -10,16 +10,24 @@ network ports, and the library lays as many rings as use them all: the ring runs
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatune.plan.case import Case
 from megatune.plan.machine import Link
-from megatune.plan.time.efficiency import EFFICIENCIES
+from megatune.plan.memory.buffers import full_bucket
+from megatune.plan.memory.parameters import StageParameters
+from megatune.plan.operators.attention import keys_values_size
+from megatune.plan.operators.shapes import Shapes
+from megatune.plan.time.efficiency import EFFICIENCIES, Seconds
 
 # Of what collectives reach elsewhere: over PCIe they share switches, bridges and the hosts' memory. Eight RTX 5090 pass
 # on 28 of 63 GB/s, four 35 (NCCL issue 1639). A link of a user's own has a number of its own.
 _PCIE, _PCIE_SHARE = ("pcie3", "pcie4", "pcie5"), 0.6
+# Of a pass that an exchange runs beside, what hides it: both share memory bandwidth and multiprocessors.
+HIDING = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +83,18 @@ def _group(size: int, stride: int, gpus_per_node: int, link: Link, network: Link
 
 
 def all_gather(group: Group, size: float) -> float:
-    """Return every rank ends with `size` bytes, of which it had 1 / n. A reduce-scatter of `size` bytes takes the
-    same."""
+    """Return seconds until every rank has `size` bytes, of which it had 1 / n; a reduce-scatter takes the same."""
     n = group.size
     return 0.0 if n == 1 else (n - 1) / n * size / group.bandwidth + group.latency
 
 
 def all_reduce(group: Group, size: float) -> float:
-    """Return every rank ends with the sum of `size` bytes: a reduce-scatter and an all-gather."""
+    """Return seconds until every rank has the sum of `size` bytes: a reduce-scatter and an all-gather."""
     return 2 * all_gather(group, size)
 
 
 def all_to_all(group: Group, size: float) -> float:
-    """Return every rank sends `size` bytes in equal parts, one to each rank and one to itself; both kinds of link at
-    once."""
+    """Return seconds in which every rank sends `size` bytes in equal parts to all; both kinds of link work at once."""
     n = group.size
     if n == 1:
         return 0.0
@@ -98,6 +104,173 @@ def all_to_all(group: Group, size: float) -> float:
 
 
 def send(group: Group, size: float) -> float:
-    """One rank sends to the next of its group; where any of them is on another machine, over the network."""
+    """Return seconds of a message to the next rank of the group; over the network where any is on another machine."""
     link = group.network if group.crosses else group.link
     return size / (link.bandwidth * group.efficiency) + link.latency
+
+
+class Exchange(NamedTuple):
+    """Seconds of one layer and micro-batch that are not hidden: forward and backward, by kind of parallelism."""
+
+    tensor: tuple[float, float] = (0.0, 0.0)
+    context: tuple[float, float] = (0.0, 0.0)
+    expert: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def forward(self) -> float:
+        return self.tensor[0] + self.context[0] + self.expert[0]
+
+
+class Groups(NamedTuple):
+    """The groups of a case's layers."""
+
+    tensor: Group
+    context: Group
+    expert: Group
+    expert_tensor: Group
+
+
+def groups_of(case: Case) -> Groups:
+    """Return the groups that a layer's ranks exchange in."""
+    parallel = case.settings.parallel
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
+    return Groups(
+        group_of(case, tp, 1),
+        group_of(case, parallel.context_parallel_size, tp),
+        group_of(case, parallel.expert_model_parallel_size, etp),
+        group_of(case, etp, 1),
+    )
+
+
+def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: bool) -> Exchange:
+    """Return the exchanges of one decoder layer."""
+    return Exchange(
+        _tensor(shapes, groups.tensor, seconds, sparse),
+        _context(shapes, groups.context, seconds),
+        _expert(shapes, groups) if sparse else (0.0, 0.0),
+    )
+
+
+def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> tuple[float, float]:
+    """Time Megatron-LM's exchanges (arXiv:1909.08053, with sequence parallelism arXiv:2205.05198) of dense blocks.
+
+    Forward an all-reduce behind each block; with sequence parallelism an all-gather before and a reduce-scatter behind
+    it, which move as much. Backward the same towards the inputs, started before the weight's gradient is computed,
+    which hides it; with sequence parallelism the inputs are gathered once more, and the outputs' gradients first.
+    """
+    if group.size == 1:
+        return 0.0, 0.0
+    moe, hidden = shapes.architecture.moe, seconds.weight_gradient
+    blocks = 1 if sparse and not (moe and moe.shared_expert_intermediate_size) else 2
+    if not shapes.sequence_parallel:
+        once = blocks * all_reduce(group, shapes.whole_hidden)
+        return once, max(0.0, once - hidden)
+    once = blocks * all_gather(group, shapes.whole_hidden)
+    return 2 * once, once + max(0.0, 2 * once - hidden)
+
+
+def _context(shapes: Shapes, group: Group, seconds: Seconds) -> tuple[float, float]:
+    """Time exchanges of keys and values, or of all heads' channels (a2a).
+
+    A ring passes them on n - 1 times while attention computes on those that are there. Backward their gradients are
+    passed on as well, in fp32, and nothing hides the last of n messages, which returns them.
+    """
+    n = group.size
+    if n == 1:
+        return 0.0, 0.0
+    architecture, per_rank = shapes.architecture, shapes.tokens / shapes.tp * shapes.size
+    keys_values = keys_values_size(architecture)
+    size = per_rank * keys_values
+    if shapes.cp_comm_type == "all_gather":
+        once = all_gather(group, n * size)
+        return once, once
+    if shapes.cp_comm_type == "a2a":
+        # Ranks that outnumber the key/value heads get copies of them.
+        heads = max(architecture.num_query_groups // shapes.tp, 1) if architecture.mla is None else n
+        channels = keys_values * (math.lcm(heads, n) // heads) + architecture.query_size + architecture.attention_size
+        once = all_to_all(group, per_rank * channels)
+        return once, once
+    keys, gradients = send(group, size), send(group, size * 4 / shapes.size)
+    computing = seconds.attention / n
+    forward, backward = max(0.0, keys - computing), max(0.0, keys + gradients - 2.5 * computing)
+    return (n - 1) * forward, (n - 1) * backward + gradients
+
+
+def _expert(shapes: Shapes, groups: Groups) -> tuple[float, float]:
+    """Time dispatch of tokens to their experts, and combination; backward their gradients, in the same way."""
+    moe = shapes.architecture.moe
+    assert moe is not None
+    if shapes.experts.moe_token_dispatcher_type == "allgather":
+        ranks = shapes.ep * shapes.etp
+        once = 2 * all_gather(groups.expert if shapes.ep > 1 else groups.expert_tensor, ranks * shapes.hidden)
+        return (once, once) if ranks > 1 else (0.0, 0.0)
+    rows = shapes.hidden * moe.router_topk * shapes.imbalance
+    once = 2 * all_to_all(groups.expert, rows) + 2 * all_gather(groups.expert_tensor, rows * shapes.etp)
+    return once, once
+
+
+def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float]:
+    """Return the exchanges of the word embedding, or of the output layer and the loss.
+
+    The embedding's ranks hold different words: sums forward, scattered along the sequence or not. Of the output layer
+    its inputs forward, their gradients backward, and two numbers a token for the loss.
+    """
+    whole = all_gather(group, shapes.whole_hidden)
+    if loss:
+        return whole + all_reduce(group, 8 * shapes.tokens), 2 * whole
+    return (whole, whole) if shapes.sequence_parallel else (2 * whole, 0.0)
+
+
+class Reduction(NamedTuple):
+    """Seconds, whether or not something hides them.
+
+    Attributes:
+        reduce: of gradients. gather: of updated weights.
+        last: of the last bucket, which nothing is left to hide behind.
+    """
+
+    reduce: float
+    gather: float
+    last: float
+
+
+def data_groups(case: Case) -> tuple[Group, Group]:
+    """Return the ranks that hold the same weights: outside of experts, and of experts."""
+    parallel = case.settings.parallel
+    tp, experts = parallel.tensor_model_parallel_size, parallel.expert_tensor_size * parallel.expert_model_parallel_size
+    return group_of(case, case.shard_size, tp), group_of(case, case.expert_shard_size, experts)
+
+
+def reduction(case: Case, elements: StageParameters) -> Reduction:
+    """Time the exchanges of a stage's trained parameters, over both kinds of groups.
+
+    Under the distributed optimizer gradients are reduce-scattered, and weights gathered, in the dtypes of their
+    buffers; otherwise gradients are all-reduced.
+    """
+    sharded = case.settings.parallel.use_distributed_optimizer
+    reduce = gather = last = 0.0
+    for group, count in zip(data_groups(case), (elements.trained_dense, elements.trained_expert), strict=True):
+        if not count or group.size == 1:
+            continue
+        exchange = all_gather if sharded else all_reduce
+        reduce += exchange(group, count * case.gradient_itemsize)
+        last += exchange(group, min(count, full_bucket(case.dp_size)) * case.gradient_itemsize)
+        if sharded:
+            gather += all_gather(group, count * case.itemsize)
+    return Reduction(reduce, gather, last)
+
+
+def exposed_seconds(case: Case, exchange: Reduction, forward: float, backward: float) -> float:
+    """Return what of it is not hidden.
+
+    Args:
+        forward, backward: seconds of a stage's last micro-batch backward and first one forward, beside which gradients
+            go out and weights come in where settings say so.
+    """
+    parallel = case.settings.parallel
+    reduce, gather = exchange.reduce, exchange.gather
+    if parallel.overlap_grad_reduce:
+        reduce = max(min(exchange.last, reduce), reduce - HIDING * backward)
+    if parallel.overlap_param_gather:
+        gather = max(0.0, gather - HIDING * forward)
+    return reduce + gather

@@ -11,23 +11,23 @@ from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
-from megatune.plan.operators.layer import Recompute, recompute_of
+from megatune.plan.operators.decoder import Recompute, recompute_of
 from megatune.plan.operators.shapes import Shapes, shapes_of
 from megatune.plan.operators.vision import Images, images_of
-from megatune.plan.time.communication import group_of, send
-from megatune.plan.time.compute import Seconds, embedding_seconds, layer_seconds, loss_seconds, vision_seconds
-from megatune.plan.time.efficiency import Rates, rates_of
-from megatune.plan.time.exchange import (
+from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
+from megatune.plan.time.communication import (
     Exchange,
     Groups,
-    embedding_exchange,
+    end_exchange,
+    exposed_seconds,
+    group_of,
     groups_of,
     layer_exchange,
-    loss_exchange,
+    reduction,
+    send,
 )
-from megatune.plan.time.optimizer import exposed_seconds, optimizer_seconds, reduction
-from megatune.plan.time.pipeline import ChunkTime, bubble_seconds, exchange_seconds, slowest_stage
-from megatune.plan.time.uncertainty import uncertainty
+from megatune.plan.time.efficiency import Rates, Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
+from megatune.plan.uncertainty import time_uncertainty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class StepTime:
         num_gpus: devices of the run.
         peak_flops: of one device, FLOP/s, in the dtype of the model.
         chunks: seconds of a micro-batch, by stage and virtual stage.
-        uncertainty: relative: 0.25 is ± 25 %; see `plan.time.uncertainty`.
+        uncertainty: relative: 0.25 is ± 25 %; see `plan.uncertainty`.
     """
 
     compute: float
@@ -63,7 +63,7 @@ class StepTime:
     model_flops: float
     num_gpus: int
     peak_flops: float
-    chunks: tuple[tuple[ChunkTime, ...], ...]
+    chunks: tuple[tuple[ChunkSeconds, ...], ...]
     uncertainty: float
 
     @property
@@ -111,10 +111,10 @@ class _Parts(NamedTuple):
     exchange_forward: float = 0.0
 
     @property
-    def time(self) -> ChunkTime:
+    def time(self) -> ChunkSeconds:
         forward = self.forward + self.exchange_forward
         total = self.forward + self.backward + self.recompute + self.tensor + self.context + self.expert
-        return ChunkTime(forward, total - forward)
+        return ChunkSeconds(forward, total - forward)
 
     def plus(self, other: _Parts, times: int = 1) -> _Parts:
         # Written out: every plan adds up thousands of these.
@@ -140,22 +140,26 @@ def step_time(case: Case) -> StepTime:
     chunks = {content: rank.chunk(content) for content in set(itertools.chain(*contents))}
     seconds = {content: chunk.time for content, chunk in chunks.items()}
     times = tuple(tuple(seconds[content] for content in stage) for stage in contents)
-    slowest = slowest_stage(times)
+    slowest = max(range(len(times)), key=lambda stage: sum(chunk.total for chunk in times[stage]))
     total = _Parts()
     for content in contents[slowest]:
         total = total.plus(chunks[content])
     count, calibration = case.num_micro_batches, case.machine.calibration
     forward = sum(chunk.forward for chunk in times[slowest])
     backward = sum(chunk.backward for chunk in times[slowest])
+    # Exchanges between stages that nothing hides.
+    pp, virtual, overlap = len(times), len(times[0]), settings.parallel.overlap_p2p_comm
+    hop = calibration.communication * send(group_of(case, pp, case.world_size // pp), rank.shapes.hidden)
+    hops = exchange_seconds(pp, virtual, count, overlap, hop, count * (forward + backward))
     # Of the stages that may hold most parameters.
-    ends = [stage_parameters(case, stage) for stage in sorted({0, len(times) // 2, len(times) - 1})]
+    ends = [stage_parameters(case, stage) for stage in sorted({0, pp // 2, pp - 1})]
     return StepTime(
         compute=count * (total.forward + total.backward),
         recompute=count * total.recompute,
         tensor_parallel=count * total.tensor,
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
-        pipeline=bubble_seconds(times) + _hops(case, rank.shapes, len(times[0]), count * (forward + backward)),
+        pipeline=bubble_seconds(times) + hops,
         data_parallel=calibration.communication
         * max(exposed_seconds(case, reduction(case, elements), forward, backward) for elements in ends),
         optimizer=calibration.compute * max(optimizer_seconds(case, rank.rates, elements) for elements in ends),
@@ -165,12 +169,12 @@ def step_time(case: Case) -> StepTime:
         num_gpus=case.world_size,
         peak_flops=case.machine.device.flops[settings.precision.params_dtype],
         chunks=times,
-        uncertainty=uncertainty(case),
+        uncertainty=time_uncertainty(case),
     )
 
 
 def micro_batch_seconds(case: Case) -> float:
-    """Of one micro-batch in all stages together, forward and backward; however many stages there are.
+    """Return seconds of a micro-batch in all stages together, forward and backward; however many stages there are.
 
     The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
     """
@@ -191,7 +195,7 @@ class _Rank(NamedTuple):
 
     @classmethod
     def of(cls, case: Case) -> _Rank:
-        rates = rates_of(case.machine, case.settings.precision.params_dtype)
+        rates = Rates.of(case.machine, case.settings.precision.params_dtype)
         recompute = recompute_of(case.settings)
         return cls(shapes_of(case), rates, groups_of(case), recompute, images_of(case), case.machine.calibration)
 
@@ -206,11 +210,11 @@ class _Rank(NamedTuple):
             if count:
                 parts = parts.plus(self._layer(sparse, again), count)
         if content.embedding:
-            parts = parts.plus(self._once(embedding_seconds(shapes, rates), embedding_exchange(shapes, tensor)))
+            parts = parts.plus(self._once(end_seconds(shapes, rates, False), end_exchange(shapes, tensor, False)))
             if self.images:
                 parts = parts.plus(self._once(vision_seconds(shapes, rates, self.images), (0.0, 0.0)))
         if content.loss:
-            parts = parts.plus(self._once(loss_seconds(shapes, rates), loss_exchange(shapes, tensor)))
+            parts = parts.plus(self._once(end_seconds(shapes, rates, True), end_exchange(shapes, tensor, True)))
         return parts
 
     def _once(self, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:
@@ -224,7 +228,7 @@ class _Rank(NamedTuple):
         )
 
     def _layer(self, sparse: bool, again: float) -> _Parts:
-        """One layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
+        """Return one layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
         seconds = layer_seconds(self.shapes, self.rates, sparse)
         exchange = layer_exchange(self.shapes, self.groups, seconds, sparse)
         computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, sparse)
@@ -242,7 +246,7 @@ class _Rank(NamedTuple):
 
 
 def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchange, sparse: bool) -> tuple[float, float]:
-    """Computing and exchanging again, of one layer with these modules recomputed."""
+    """Return seconds of computing and exchanging again, of one layer with these modules recomputed."""
     computing = exchanging = 0.0
     for module in modules:
         computing += seconds.recompute.get(module, 0.0)
@@ -254,12 +258,3 @@ def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchang
         if module == "mlp" and not sparse:
             exchanging += exchange.tensor[0] / 2
     return computing, exchanging
-
-
-def _hops(case: Case, shapes: Shapes, virtual: int, busy: float) -> float:
-    """Exchanges between stages that nothing hides."""
-    parallel = case.settings.parallel
-    stages = parallel.pipeline_model_parallel_size
-    group = group_of(case, stages, case.world_size // stages)
-    hop = case.machine.calibration.communication * send(group, shapes.hidden)
-    return exchange_seconds(stages, virtual, case.num_micro_batches, parallel.overlap_p2p_comm, hop, busy)

@@ -1,4 +1,4 @@
-"""The ends of the decoder: inputs, word embedding, output layer and the loss over the vocabulary.
+"""The decoder: its inputs, word embedding and layers, what of these is recomputed, the output layer and the loss.
 
 Legend: T tokens, P = T / tp with sequence parallelism; h hidden size, v rows of the vocabulary on a rank.
 """
@@ -6,27 +6,69 @@ Legend: T tokens, P = T / tp with sequence parallelism; h hidden size, v rows of
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatune.config.attention_kernel import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
+from megatune.config.settings import Settings
 from megatune.families.weights import padded_vocab_size
-from megatune.plan.operators.linear import elementwise, layer_norm, linear_memory, linear_work
+from megatune.plan.operators.attention import self_attention
+from megatune.plan.operators.experts import expert_layer
+from megatune.plan.operators.linear import elementwise, feed_forward, layer_norm, linear, linear_work
 from megatune.plan.operators.operator import Memory, Moved, Operator
 from megatune.plan.operators.shapes import Shapes
 
+_ALL_LAYERS = 10**9
+Branch = tuple[Operator, ...]  # a norm, what follows it, and the sum into the residual stream
+
+
+@lru_cache(maxsize=4096)
+def decoder_layer(shapes: Shapes, sparse: bool) -> tuple[Branch, Branch]:
+    """Return the residual branches of a layer: attention, and feed-forward or experts."""
+    dense_channels = shapes.architecture.ffn_hidden_size // shapes.tp
+    inner = expert_layer(shapes) if sparse else feed_forward(shapes, "mlp", dense_channels)
+    norm, numbers = layer_norm(shapes), shapes.part * shapes.architecture.hidden_size
+    residual = Operator("residual", Memory(0), *elementwise(shapes, numbers, 3, 2, 2))
+    return (norm, *self_attention(shapes), residual), (norm, *inner, residual)
+
+
+class Recompute(NamedTuple):
+    """What is recomputed of each chunk of layers.
+
+    Attributes:
+        num_layers: the first of a chunk, which are recomputed whole; all of them where the chunk has fewer.
+        group_size: of these layers, how many are recomputed together.
+        modules: what is recomputed inside of the other layers.
+    """
+
+    num_layers: int
+    group_size: int
+    modules: tuple[str, ...]
+
+
+def recompute_of(settings: Settings) -> Recompute:
+    """Read what is recomputed from the settings; with block, moe_layer_recompute is of the layers that block keeps."""
+    recompute = settings.recompute
+    if recompute.recompute_granularity != "full":
+        return Recompute(0, 1, recompute.selective_modules)
+    if recompute.recompute_method == "block":
+        modules = ("moe",) if recompute.moe_layer_recompute else ()
+        return Recompute(recompute.recompute_num_layers or _ALL_LAYERS, 1, modules)
+    return Recompute(_ALL_LAYERS, recompute.recompute_num_layers or 1, ())
+
 
 def inputs(shapes: Shapes) -> Memory:
-    """Cosine and sine of the positions, in the model's dtype; tokens, labels, positions and places of trained tokens
-    where they are copied: to a GPU, or to a context-parallel rank."""
+    """Return bytes of cosine and sine of the positions, in the model's dtype, and of tokens, labels, positions and
+    places of trained tokens where they are copied: to a GPU, or to a context-parallel rank."""
     tables = 2 * shapes.length * shapes.architecture.kv_channels * shapes.size
     return Memory(tables + (0 if shapes.on_cpu and shapes.cp == 1 else 33 * shapes.tokens))
 
 
 @lru_cache(maxsize=4096)
 def embedding(shapes: Shapes) -> Operator:
-    """Look-up; backward the scattered sum into a gradient as large as the weight, which is added to its buffer."""
+    """Return the look-up; backward the scattered sum into a gradient of the weight's size, added to its buffer."""
     row, trained = shapes.architecture.hidden_size * shapes.size, shapes.weights_trained
     table = shapes.architecture.vocab_size * shapes.architecture.hidden_size / shapes.tp
-    weight = _vocabulary_rows(shapes)[1] * row if trained else 0
+    weight = _padded_vocabulary(shapes) * row if trained else 0
     memory = Memory(8 * shapes.tokens if shapes.tp > 1 else 0, shapes.whole_hidden, shapes.whole_hidden + weight)
     read = 2 * shapes.tokens * row
     written = read + table * (2 * shapes.size + 2 * shapes.gradient_size) if trained else 0.0
@@ -43,7 +85,7 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
     size, hidden = shapes.size, shapes.architecture.hidden_size
     columns = shapes.architecture.vocab_size / shapes.tp
     forward, backward, launches, weight = linear_work(shapes, shapes.tokens, columns, hidden)
-    if shapes.loss_fusion:
+    if shapes.performance.cross_entropy_loss_fusion:
         memories, passes, backward = (Memory(0), _in_chunks(shapes)), (6.0, 8.0), backward + forward
     else:
         memories, passes = _whole(shapes), (2 + 20 / size, 2 + 16 / size)
@@ -52,16 +94,10 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
     return layer_norm(shapes), output, loss
 
 
-def _vocabulary_rows(shapes: Shapes) -> tuple[int, int]:
-    """Return rows of the fullest rank's vocabulary that are real, and with padding."""
-    padded = padded_vocab_size(shapes.architecture.vocab_size, shapes.tp) // shapes.tp
-    return min(padded, shapes.architecture.vocab_size), padded
-
-
 def _in_chunks(shapes: Shapes) -> Memory:
     """Kept are the hidden states and five numbers a token. Each pass holds the logits of a chunk of tokens, which is at
     most LOSS_CHUNK_BYTES in fp32; on a CPU operator by operator, with an fp32 copy of 16-bit logits."""
-    rows, _ = _vocabulary_rows(shapes)
+    rows = min(_padded_vocabulary(shapes), shapes.architecture.vocab_size)
     tokens, size = shapes.tokens, shapes.size
     count = -(-tokens * rows * 4 // (LOSS_CHUNK_BYTES_ON_CPU if shapes.on_cpu else LOSS_CHUNK_BYTES))
     some = -(-tokens // count)
@@ -79,14 +115,16 @@ def _in_chunks(shapes: Shapes) -> Memory:
 
 def _whole(shapes: Shapes) -> tuple[Memory, Memory]:
     """Logits of all tokens, and their softmax in fp32, which is kept."""
-    _, padded = _vocabulary_rows(shapes)
-    tokens = shapes.tokens
+    padded, tokens = _padded_vocabulary(shapes), shapes.tokens
     logits = tokens * padded * shapes.size
     is_padded = shapes.architecture.vocab_size % (padded * shapes.tp) != 0
-    product = linear_memory(
-        shapes, "output_layer", shapes.architecture.hidden_size, padded, gathers=shapes.sequence_parallel,
-        keeps=shapes.weights_trained,
-    )  # fmt: skip
+    hidden = shapes.architecture.hidden_size
+    product = linear(shapes, "output_layer", "output", hidden, padded, gathers=shapes.sequence_parallel)
     # fp32 logits become the softmax in place; 16-bit ones are still there, and a copy where padding was masked.
     held = (logits if shapes.wide else 0) + (logits if is_padded else 0)
-    return product, Memory(4 * tokens * padded, held + 32 * tokens, held)
+    return product.memory, Memory(4 * tokens * padded, held + 32 * tokens, held)
+
+
+def _padded_vocabulary(shapes: Shapes) -> int:
+    """Return rows of a rank's vocabulary, padding included."""
+    return padded_vocab_size(shapes.architecture.vocab_size, shapes.tp) // shapes.tp
