@@ -15,9 +15,8 @@ def whole_rows(context: Context) -> Iterator[Problem]:
         return
     fix = "write attention_backend: auto, or flash"
     if settings.packing:
-        what = "attention_backend: fused and packing: true"
         why = "cuDNN's attention is used for rows of one document only; packed rows need flash attention"
-        yield Problem(("attention_backend", "packing"), what, why, fix)
+        yield Problem(("attention_backend", "packing"), "attention_backend: fused and packing: true", why, fix)
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
         what = f"attention_backend: fused and cp_comm_type {parallel.cp_comm_type}"
         why = "cuDNN's attention is used for whole rows only, and each process has a part of the row's queries"

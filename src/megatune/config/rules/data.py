@@ -28,8 +28,7 @@ def trained_turns(context: Context) -> Iterator[Problem]:
     if data.train_on_prompt and data.mask_history:
         what = "train_on_prompt: true and mask_history: true"
         why = "one trains on every turn, the other on the last answer only"
-        fix = "remove one of the two"
-        yield Problem(("mask_history", "train_on_prompt"), what, why, fix)
+        yield Problem(("mask_history", "train_on_prompt"), what, why, "remove one of the two")
 
 
 def held_out(context: Context) -> Iterator[Problem]:
@@ -52,8 +51,7 @@ def mixing(context: Context) -> Iterator[Problem]:
     for key, values in (("interleave_probs", data.interleave_probs), ("dataset_weights", data.dataset_weights)):
         if values is not None and len(values) != count:
             what = f"{len(values)} of {key} for {count} data sets"
-            fix = "write as many numbers as data sets, in their order"
-            yield Problem((key, "dataset"), what, "", fix)
+            yield Problem((key, "dataset"), what, "", "write as many numbers as data sets, in their order")
     yield from _numbers(data.interleave_probs, data.dataset_weights)
     yield from _strategy(data)
 
@@ -76,9 +74,8 @@ def _strategy(data: DataSettings) -> Iterator[Problem]:
         yield Problem(("interleave_probs", "mix_strategy"), "interleave_probs with mix_strategy concat", why, fix)
     if weights is not None and data.mix_strategy != "concat":
         what = f"dataset_weights with mix_strategy {data.mix_strategy}"
-        why = "both say how often each data set is trained"
         fix = "write interleave_probs instead of dataset_weights"
-        yield Problem(("dataset_weights", "mix_strategy"), what, why, fix)
+        yield Problem(("dataset_weights", "mix_strategy"), what, "both say how often each data set is trained", fix)
 
 
 def order(context: Context) -> Iterator[Problem]:
@@ -108,8 +105,7 @@ def streaming(context: Context) -> Iterator[Problem]:
         yield Problem(("streaming", "max_steps"), "streaming: true without max_steps", why, "write max_steps: N")
     if 0 < data.val_size < 1:
         fix = "write val_size as a number of rows, or name an eval_dataset"
-        what = f"streaming: true with val_size {data.val_size:g}"
-        yield Problem(("val_size", "streaming"), what, why, fix)
+        yield Problem(("val_size", "streaming"), f"streaming: true with val_size {data.val_size:g}", why, fix)
     not_kept = "rows are trained as they are read, and not kept"
     for key, reason in (("group_by_length", why), ("tokenized_path", not_kept)):
         if getattr(data, key):

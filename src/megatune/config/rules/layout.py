@@ -40,8 +40,7 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
     valid = nearest(tp, (size for size in divisors(heads) if tensor_parallel_fits(architecture, size)))
     what = f"tensor_model_parallel_size {tp} does not split the model's {', '.join(unequal)}"
     why = "each process takes an equal, whole share; key/value heads may also be shared by several processes"
-    fix = f"write tensor_model_parallel_size: {valid}, the nearest that this model allows"
-    yield Problem((_TP,), what, why, fix)
+    yield Problem((_TP,), what, why, f"write tensor_model_parallel_size: {valid}, the nearest that this model allows")
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
@@ -51,10 +50,9 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
     if not parallel.sequence_parallel:
         return
     if tp == 1:
-        what = "sequence_parallel: true with tensor_model_parallel_size 1"
         why = "it splits the sequence over the tensor-parallel processes; there is one"
         fix = "remove sequence_parallel, or write tensor_model_parallel_size: 2"
-        yield Problem(("sequence_parallel", _TP), what, why, fix)
+        yield Problem(("sequence_parallel", _TP), "sequence_parallel: true with tensor_model_parallel_size 1", why, fix)
     elif cutoff < tp:
         what = f"cutoff_len {cutoff} is shorter than tensor_model_parallel_size {tp}"
         why = "sequence_parallel gives each tensor-parallel process a part of the sequence"
@@ -106,11 +104,10 @@ def world(context: Context) -> Iterator[Problem]:
         return
     key = "num_processes" if asked == num_processes else "the number of processes"
     valid = either(multiples_around(num_processes, parallel.smallest_world))
-    what = f"{num_processes} processes are not a multiple of {what}"
     fix = (
         f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout"
     )
-    yield Problem(names, what, why, fix)
+    yield Problem(names, f"{num_processes} processes are not a multiple of {what}", why, fix)
 
 
 def overlap_param_gather(context: Context) -> Iterator[Problem]:

@@ -18,9 +18,8 @@ def granularity(context: Context) -> Iterator[Problem]:
         if getattr(recompute, name) is not None:
             said = recompute.recompute_granularity or "null"
             what = f"{name} with recompute_granularity {said}"
-            why = "it says how whole layers are recomputed"
             fix = f"write recompute_granularity: full, or remove {name}"
-            yield Problem((name, "recompute_granularity"), what, why, fix)
+            yield Problem((name, "recompute_granularity"), what, "it says how whole layers are recomputed", fix)
 
 
 def groups_of_layers(context: Context) -> Iterator[Problem]:
@@ -78,18 +77,15 @@ def optimizer_state(context: Context) -> Iterator[Problem]:
         if optimizer.optimizer == "sgd" and getattr(optimizer, name) != "fp32":
             what = f"{name} {getattr(optimizer, name)} with optimizer sgd"
             why = "it is part of Adam's state"
-            fix = f"remove {name}, or write optimizer: adam"
-            yield Problem((name, "optimizer"), what, why, fix)
+            yield Problem((name, "optimizer"), what, why, f"remove {name}, or write optimizer: adam")
     if optimizer.optimizer == "sgd" and optimizer.optimizer_cpu_offload:
         what = "optimizer_cpu_offload: true with optimizer sgd"
-        why = "it moves Adam's state"
         fix = "write optimizer: adam, or optimizer_cpu_offload: false"
-        yield Problem(("optimizer_cpu_offload", "optimizer"), what, why, fix)
+        yield Problem(("optimizer_cpu_offload", "optimizer"), what, "it moves Adam's state", fix)
     if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
         what = f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} without optimizer_cpu_offload"
-        why = "nothing is offloaded"
         fix = "write optimizer_cpu_offload: true, or remove optimizer_offload_fraction"
-        yield Problem(("optimizer_offload_fraction", "optimizer_cpu_offload"), what, why, fix)
+        yield Problem(("optimizer_offload_fraction", "optimizer_cpu_offload"), what, "nothing is offloaded", fix)
 
 
 def gradients(context: Context) -> Iterator[Problem]:

@@ -30,15 +30,12 @@ def shapes(context: Context) -> Iterator[Problem]:
     given = _given_shapes(parallel)
     if given and parallel.pipeline_model_parallel_size == 1:
         what = f"{' and '.join(given)} with pipeline_model_parallel_size 1"
-        why = "there is one stage, which holds everything"
         fix = f"remove {' and '.join(given)}, or write pipeline_model_parallel_size: 2"
-        yield Problem((*given, _PP), what, why, fix)
+        yield Problem((*given, _PP), what, "there is one stage, which holds everything", fix)
     kinds = {name.partition("_")[0] for name in given}
     if len(kinds) > 1:
-        what = " and ".join(given)
         why = "each says which stage holds how many layers"
-        fix = f"keep {given[-1] if 'pipeline' in kinds else given[0]}"
-        yield Problem(tuple(given), what, why, fix)
+        yield Problem(tuple(given), " and ".join(given), why, f"keep {given[-1] if 'pipeline' in kinds else given[0]}")
 
 
 def written_layout(context: Context) -> Iterator[Problem]:
@@ -114,9 +111,8 @@ def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> 
 def _numbers(parallel: ParallelSettings, num_layers: int, asked: list[str], error: str) -> Problem:
     """Numbers of layers that do not make up the model."""
     named = " and ".join(f"{name} {getattr(parallel, name)}" for name in asked)
-    names = (*asked, _PP)
     why = f"the parts together hold the model's {num_layers} layers"
-    return Problem(names, f"{named}: {error}", why, _nearest_numbers(parallel, num_layers, asked))
+    return Problem((*asked, _PP), f"{named}: {error}", why, _nearest_numbers(parallel, num_layers, asked))
 
 
 def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[str]) -> str:

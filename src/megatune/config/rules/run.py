@@ -31,8 +31,7 @@ def own_folder(context: Context) -> Iterator[Problem]:
     if model and output and os.path.abspath(model) == os.path.abspath(output):
         what = f"output_dir is model_name_or_path, {output!r}"
         why = "the final model is written into output_dir, over the weights that the run starts from"
-        fix = "write another output_dir"
-        yield Problem(("output_dir", "model_name_or_path"), what, why, fix)
+        yield Problem(("output_dir", "model_name_or_path"), what, why, "write another output_dir")
 
 
 def fresh_start(context: Context) -> Iterator[Problem]:
@@ -41,8 +40,7 @@ def fresh_start(context: Context) -> Iterator[Problem]:
     if run.overwrite_output_dir and run.resume_from_checkpoint is True:
         what = "overwrite_output_dir: true and resume_from_checkpoint: true"
         why = "one starts over, the other resumes from the newest checkpoint of the same folder"
-        fix = "remove one of the two"
-        yield Problem(("overwrite_output_dir", "resume_from_checkpoint"), what, why, fix)
+        yield Problem(("overwrite_output_dir", "resume_from_checkpoint"), what, why, "remove one of the two")
 
 
 def evaluation(context: Context) -> Iterator[Problem]:
@@ -82,13 +80,11 @@ def best_model(context: Context) -> Iterator[Problem]:
     evaluates, saves = settings.evaluation.eval_strategy, settings.checkpoint.save_strategy
     why = "the best checkpoint is one that was saved and evaluated at the same step"
     if evaluates == "no":
-        what = "load_best_model_at_end: true with eval_strategy no"
         fix = f"write eval_strategy: {saves if saves != 'no' else 'epoch'}, or load_best_model_at_end: false"
-        yield Problem(("eval_strategy", _BEST), what, why, fix)
+        yield Problem(("eval_strategy", _BEST), "load_best_model_at_end: true with eval_strategy no", why, fix)
     elif evaluates != saves:
         what = f"load_best_model_at_end: true with save_strategy {saves} and eval_strategy {evaluates}"
-        fix = f"write save_strategy: {evaluates}"
-        yield Problem(("save_strategy", "eval_strategy", _BEST), what, why, fix)
+        yield Problem(("save_strategy", "eval_strategy", _BEST), what, why, f"write save_strategy: {evaluates}")
     elif saves == "steps" and settings.checkpoint.save_steps % settings.eval_interval:
         every, between = settings.checkpoint.save_steps, settings.eval_interval
         what = f"load_best_model_at_end: true with save_steps {every}, which is not a multiple of eval_steps {between}"

@@ -77,9 +77,8 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
     if not given:
         rate = optimizer.learning_rate / 10
         what = "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate"
-        why = "the lowest rate is not derived from anything else"
         fix = f"write lr_scheduler_kwargs: {{min_lr: {rate:g}}}, a tenth of the highest"
-        yield Problem((_TYPE, _KWARGS), what, why, fix)
+        yield Problem((_TYPE, _KWARGS), what, "the lowest rate is not derived from anything else", fix)
     elif len(given) == 2:
         yield Problem(
             (_KWARGS,), "lr_scheduler_kwargs has min_lr and min_lr_rate", "both set the lowest rate", "keep one"
@@ -104,8 +103,7 @@ def warmup(context: Context) -> Iterator[Problem]:
         given = f"warmup_steps {steps:g}" if steps else f"warmup_ratio {ratio:g}"
         what = f"lr_scheduler_type constant with {given}"
         why = "a constant rate has no warm-up"
-        fix = "write lr_scheduler_type: constant_with_warmup"
-        yield Problem((_TYPE, *names), what, why, fix)
+        yield Problem((_TYPE, *names), what, why, "write lr_scheduler_type: constant_with_warmup")
 
 
 def steps(context: Context) -> Iterator[Problem]:
@@ -118,10 +116,8 @@ def steps(context: Context) -> Iterator[Problem]:
 def precision(context: Context) -> Iterator[Problem]:
     """The model computes in one dtype."""
     if context.settings.precision.bf16 and context.settings.precision.fp16:
-        what = "bf16: true and fp16: true"
         why = "the model computes in one of them"
-        fix = "remove fp16: bf16 needs no loss scaling"
-        yield Problem(("fp16", "bf16"), what, why, fix)
+        yield Problem(("fp16", "bf16"), "bf16: true and fp16: true", why, "remove fp16: bf16 needs no loss scaling")
 
 
 def cutoff(context: Context) -> Iterator[Problem]:
@@ -131,8 +127,7 @@ def cutoff(context: Context) -> Iterator[Problem]:
         longest = architecture.max_position_embeddings
         what = f"cutoff_len {length} is more than the {longest} positions of the model"
         why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
-        fix = f"write cutoff_len: {longest}, the longest it allows"
-        yield Problem(("cutoff_len",), what, why, fix)
+        yield Problem(("cutoff_len",), what, why, f"write cutoff_len: {longest}, the longest it allows")
 
 
 RULES: tuple[Rule, ...] = (scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff)
