@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
-    from megatune.config.arguments import split_arguments
+    from megatune.config.entry import split_arguments
     from megatune.config.load import load
     from megatune.config.resolved import dump
     from megatune.launch.devices import count_gpus

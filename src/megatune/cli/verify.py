@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
     """Return the checkpoint, the layout, and the one to compare it with."""
-    from megatune.config.arguments import split_arguments
+    from megatune.config.entry import split_arguments
     from megatune.config.load import load
 
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -124,7 +124,7 @@ def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
 
 def _read_against(text: str, first: Settings) -> Loaded:
     """The other layout; it shares the precision and the tokens of the first one."""
-    from megatune.config.arguments import split_arguments
+    from megatune.config.entry import split_arguments
     from megatune.config.load import load
 
     try:

@@ -11,11 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatune.architecture import Architecture
-from megatune.config.arguments import read_flags, read_overrides
 from megatune.config.dialects.dialect import ACCUMULATION, Dialect, GlobalBatchSize
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.entry import SettingEntry, read_file
-from megatune.config.rules import DATA_RULES, RULES, check
+from megatune.config.entry import SettingEntry, read_file, read_flags, read_overrides
+from megatune.config.rules import RULES, check
 from megatune.config.rules.problem import Rule, either, multiples_around
 from megatune.config.setting import Group, SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
@@ -77,10 +76,15 @@ class Loaded:
         settings = _with_accumulation(settings, asked // rows)
         return replace(self, rows=rows, settings=settings, invalid=self.invalid - {ACCUMULATION})
 
-    def check(self, architecture: Architecture | None = None, world_size: int | None = None) -> list[Finding]:
+    def check(
+        self,
+        architecture: Architecture | None = None,
+        world_size: int | None = None,
+        rules: Iterable[Rule] = RULES,
+    ) -> list[Finding]:
         """Return all that is wrong, `findings` and what rules find, in the order of the file's lines."""
         loaded = self.for_world(world_size)
-        return sorted([*loaded.findings, *loaded.check_rules(architecture, world_size)], key=_line)
+        return sorted([*loaded.findings, *loaded.check_rules(architecture, world_size, rules=rules)], key=_line)
 
     def check_rules(
         self,
@@ -114,25 +118,17 @@ class Loaded:
     def _own(self) -> list[str]:
         return [path for path, entry in self.entries.items() if entry.key == all_settings()[path].name]
 
-    def require_valid(self, architecture: Architecture | None = None, world_size: int | None = None) -> Settings:
+    def require_valid(
+        self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES
+    ) -> Settings:
         """Return the settings if nothing is wrong with them.
 
         Raises:
             MegatuneError: with all findings (exit 64).
         """
-        if findings := self.check(architecture, world_size):
+        if findings := self.check(architecture, world_size, rules):
             raise MegatuneError(findings, ExitCode.SETTINGS)
         return self.for_world(world_size).settings
-
-    def require_valid_data(self) -> Settings:
-        """Return the settings if nothing is wrong with single ones or with what says how rows are made.
-
-        Raises:
-            MegatuneError: with all findings (exit 64).
-        """
-        if findings := sorted([*self.findings, *self.check_rules(rules=DATA_RULES)], key=_line):
-            raise MegatuneError(findings, ExitCode.SETTINGS)
-        return self.settings
 
 
 def load(

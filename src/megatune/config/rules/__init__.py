@@ -6,21 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
-from megatune.config.rules import attention, data, experts, finetuning, layout, memory, pipeline, run, schedule
+from megatune.config.rules import data, experts, finetuning, layout, memory, pipeline, run
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-_BUILT: tuple[Rule, ...] = (
-    *data.RULES,
-    *run.RULES,
-    *schedule.RULES,
-    *layout.RULES,
-    *pipeline.RULES,
-    *experts.RULES,
-    *memory.RULES,
-    *attention.RULES,
-)
+_MODULES = (data, run, layout, pipeline, experts, memory)
+_BUILT = tuple(rule for module in _MODULES for rule in module.RULES)
 
 # Of a run, of what only reads its data, and of a plan, which takes some of what is not built.
 RULES = (*finetuning.RULES, *_BUILT)

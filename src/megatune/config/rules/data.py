@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.groups.data import DataSettings
-from megatune.config.rules.problem import Context, Problem, Rule
+from megatune.config.rules.problem import Context, Problem
 
 _HELD_OUT = ("val_size", "eval_dataset")
 _SUM_TOLERANCE = 2e-3  # 0.333 of each of three data sets is meant to be all
@@ -145,4 +145,4 @@ def without_effect(context: Context) -> Iterator[Problem]:
         yield Problem(names, what, why, "remove preserve_thinking, or write mask_history: true")
 
 
-RULES: tuple[Rule, ...] = (required, trained_turns, held_out, mixing, order, streaming, pairs, without_effect)
+RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, without_effect)

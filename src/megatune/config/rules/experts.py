@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.groups.experts import ExpertSettings
-from megatune.config.rules.problem import Context, Problem, Rule, divisors, nearest
+from megatune.config.rules.problem import Context, Problem, divisors, nearest
 
 # What asks for something that only experts can do; the others say how it would be done.
 _ASKING = (
@@ -129,4 +129,4 @@ def shared_experts(context: Context) -> Iterator[Problem]:
         yield Problem((path,), what, f"a {architecture.model_type} has none", "remove moe_shared_expert_overlap")
 
 
-RULES: tuple[Rule, ...] = (dense_model, sharding, routing, balancing, dropping, shared_experts)
+RULES = (dense_model, sharding, routing, balancing, dropping, shared_experts)

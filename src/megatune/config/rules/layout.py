@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.architecture import Architecture
-from megatune.config.rules.problem import Context, Problem, Rule, divisors, either, multiples_around, nearest
+from megatune.config.rules.problem import Context, Problem, divisors, either, multiples_around, nearest
 
 _TP = "tensor_model_parallel_size"
 _CP = "context_parallel_size"
@@ -121,4 +121,4 @@ def overlap_param_gather(context: Context) -> Iterator[Problem]:
         yield Problem(("overlap_param_gather", *missing), what, why, fix)
 
 
-RULES: tuple[Rule, ...] = (tensor_parallel, sequence_parallel, context_parallel, world, overlap_param_gather)
+RULES = (tensor_parallel, sequence_parallel, context_parallel, world, overlap_param_gather)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.pipeline import parse_layout, pipeline_chunks, write_layout
-from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
+from megatune.config.rules.problem import Context, Problem, either, multiples_around
 from megatune.config.settings import ParallelSettings
 
 _PP = "pipeline_model_parallel_size"
@@ -155,4 +155,4 @@ def virtual_stages(context: Context) -> Iterator[Problem]:
         yield Problem(("gradient_accumulation_steps", key, _PP), what, why, fix)
 
 
-RULES: tuple[Rule, ...] = (shapes, written_layout, layers, virtual_stages)
+RULES = (shapes, written_layout, layers, virtual_stages)
