@@ -163,17 +163,26 @@ def _texts(value: Value) -> Iterator[Any]:
         yield value.data
 
 
-def shown(value: Any) -> str:
-    """Show a value as people write it in YAML, text without quotes."""
+def shown(value: Any, *, quoted: bool = False) -> str:
+    """Show a value in one line as people write it in YAML.
+
+    Args:
+        quoted: quote text that YAML would read as something else, so that `parse` gives the same value.
+    """
     match value:
         case None:
             return "null"
         case bool():
             return "true" if value else "false"
         case list() | tuple():
-            return f"[{', '.join(map(shown, value))}]"
+            return f"[{', '.join(shown(item, quoted=quoted) for item in value)}]"
         case dict():
-            return f"{{{', '.join(f'{key}: {shown(item)}' for key, item in value.items())}}}"
+            pairs = (f"{shown(str(key), quoted=quoted)}: {shown(item, quoted=quoted)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        case str() if quoted and not (re.fullmatch(r"[A-Za-z_./][\w./-]*", value) and parse(value).data == value):
+            return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).rstrip("\n")
         case str():
             return value or '""'
+        case float() if quoted:
+            return repr(value).replace("inf", ".inf").replace("nan", ".nan")
     return str(value)
