@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.verify.compare import Difference, compare, judge
-from megatune.verify.localize import Location, locate
+from megatune.verify.localize import Location, forward_order, locate, place_of_weight
 from megatune.verify.measure import measure, measure_trace
 from megatune.verify.numbers import Numbers, Trace, write_trace
-from megatune.verify.places import forward_order, place_of_weight
 from megatune.verify.reference import write_reference, write_reference_trace
 from megatune.verify.samples import Sample, random_samples
 

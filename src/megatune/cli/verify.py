@@ -78,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
     settings, world = _checked(loaded, architecture, args)
     against = None if other is None else _checked(other, architecture, args)
 
-    from megatune.verify.report import show
-    from megatune.verify.run import verify_layout, verify_layouts
+    from megatune.verify.run import show, verify_layout, verify_layouts
     from megatune.verify.samples import random_samples, uneven_lengths
 
     lengths = uneven_lengths(args.samples, args.length)

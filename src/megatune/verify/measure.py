@@ -22,8 +22,8 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.engine.traces import tracing
 from megatune.launch.context import RankContext
 from megatune.objectives.language_model import CrossEntropy
+from megatune.verify.localize import engine_places
 from megatune.verify.numbers import write_logits, write_loss, write_trace
-from megatune.verify.places import engine_places
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, sample_rows
 
 

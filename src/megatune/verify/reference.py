@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatune.launch.context import RankContext
 from megatune.objectives.language_model import IGNORED
+from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
-from megatune.verify.places import reference_places
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 
 
