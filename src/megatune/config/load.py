@@ -77,10 +77,7 @@ class Loaded:
         return replace(self, rows=rows, settings=settings, invalid=self.invalid - {ACCUMULATION})
 
     def check(
-        self,
-        architecture: Architecture | None = None,
-        world_size: int | None = None,
-        rules: Iterable[Rule] = RULES,
+        self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES
     ) -> list[Finding]:
         """Return all that is wrong, `findings` and what rules find, in the order of the file's lines."""
         loaded = self.for_world(world_size)

@@ -200,11 +200,7 @@ def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
 
 
 def _write(
-    output: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    tokenizer_class: str,
-    max_shard_size: str,
+    output: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokenizer_class: str, max_shard_size: str
 ) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = output.with_name(f".{output.name}.{os.getpid()}.part")

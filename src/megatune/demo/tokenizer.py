@@ -115,8 +115,6 @@ def _post_processor(family: DemoFamily, tokenizer: Tokenizer) -> PostProcessor:
     if bos is None:
         return byte_level
     template = processors.TemplateProcessing(
-        single=f"{bos} $A",
-        pair=f"{bos} $A {bos} $B:1",
-        special_tokens=[(bos, tokenizer.token_to_id(bos))],
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))]
     )
     return processors.Sequence([byte_level, template])

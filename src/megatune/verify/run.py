@@ -178,22 +178,12 @@ def _layout(
     *,
     weights_dtype: str = "float32",
 ) -> _Side:
-    payload = {
-        "model_dir": str(model_dir),
-        "settings": settings,
-        "samples": samples,
-        "weights_dtype": weights_dtype,
-    }
+    payload = {"model_dir": str(model_dir), "settings": settings, "samples": samples, "weights_dtype": weights_dtype}
     return _Side(name, "megatune.verify.measure:run_rank", payload, world)
 
 
 def _reference(name: str, model_dir: str | Path, samples: list[Sample], weights_dtype: str, dtype: str) -> _Side:
-    payload = {
-        "model_dir": str(model_dir),
-        "samples": samples,
-        "weights_dtype": weights_dtype,
-        "dtype": dtype,
-    }
+    payload = {"model_dir": str(model_dir), "samples": samples, "weights_dtype": weights_dtype, "dtype": dtype}
     alone = World(nnodes=1, node_rank=0, nproc_per_node=1, master_addr=LOOPBACK, master_port=find_free_port())
     return _Side(name, "megatune.verify.reference:run_rank", payload, alone)
 
