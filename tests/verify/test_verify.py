@@ -160,7 +160,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         Difference("model.norm.weight", 0.0, 1e-5),
         Difference("lm_head.weight", error, 1e-5),
     ]
-    assert show(Verdict(ExitCode.DONE, differences)) == ExitCode.DIFFERENT
+    assert show(Verdict(differences)) == ExitCode.DIFFERENT
     assert "FAIL: 1 of 3 differ" in capsys.readouterr().out
 
 

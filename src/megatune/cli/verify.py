@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     settings, world = _checked(loaded, architecture, args)
     against = None if other is None else _checked(other, architecture, args)
 
-    from megatune.verify.run import show, verify_layout, verify_layouts
+    from megatune.verify.run import RanksFailed, show, verify_layout, verify_layouts
     from megatune.verify.samples import random_samples, uneven_lengths
 
     lengths = uneven_lengths(args.samples, args.length)
@@ -88,11 +88,14 @@ def run(args: argparse.Namespace) -> int:
     precision, rows = settings.precision.params_dtype, f"{args.samples} rows of {min(lengths)} to {max(lengths)} tokens"
     model_dir = model.fetch()
     print(f"{name}: {described}, {precision}, {rows}", flush=True)
-    if against is None:
-        verdict = verify_layout(model_dir, settings, samples, world)
-    else:
-        verdict = verify_layouts(model_dir, settings, world, *against, samples)
-    return show(verdict, verbose=args.verbose) if verdict.exit_code == ExitCode.DONE else verdict.exit_code
+    try:
+        if against is None:
+            verdict = verify_layout(model_dir, settings, samples, world)
+        else:
+            verdict = verify_layouts(model_dir, settings, world, *against, samples)
+    except RanksFailed as failed:
+        return int(failed.args[0])
+    return show(verdict, verbose=args.verbose)
 
 
 def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,28 +36,6 @@ PLACE_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceError:
-    """How far one place's output is from the truth.
-
-    Attributes:
-        place: one of `engine_places`, logits, loss or head.
-        error: relative L2 over all tokens of all samples; of gradients the worst weight's.
-        worst: sample and token, both from 0, that most of the error is in; None where that is not known.
-        moved: tokens that a router sends to other experts; 0 elsewhere.
-    """
-
-    place: str
-    error: float
-    tolerance: float
-    worst: tuple[int, int] | None = None
-    moved: int = 0
-
-    @property
-    def passes(self) -> bool:
-        return self.error <= self.tolerance
-
-
-@dataclass(frozen=True, slots=True)
 class Location:
     """Where computing goes wrong.
 
@@ -66,11 +44,11 @@ class Location:
         in_gradients: the errors are those of gradients.
     """
 
-    places: tuple[PlaceError, ...]
+    places: tuple[Difference, ...]
     in_gradients: bool
 
     @property
-    def first(self) -> PlaceError | None:
+    def first(self) -> Difference | None:
         """The first place that differs; None where all agree as far as they can be looked at."""
         return next((place for place in self.places if not place.passes), None)
 
@@ -93,14 +71,14 @@ def locate(
             better, worse = (found, other) if alike and found.error < other.error else (other, found)
             found = replace(worse, tolerance=SIXTEEN_BIT_PARAMETER_ROOM * better.error)
         places.append(found)
-    places += [PlaceError(one.name, one.error, one.tolerance) for one in differences if one.name in (LOGITS, LOSS)]
+    places += [one for one in differences if one.name in (LOGITS, LOSS)]
     forward = Location(tuple(places), in_gradients=False)
     return forward if forward.first is not None else Location(_gradients(differences), in_gradients=True)
 
 
-def _compare(computed: Trace, truth: Trace, place: str) -> PlaceError:
+def _compare(computed: Trace, truth: Trace, place: str) -> Difference:
     if place not in computed.places or place not in truth.places:
-        return PlaceError(place, math.inf, PLACE_TOLERANCE)
+        return Difference(place, math.inf, PLACE_TOLERANCE)
     gap, size, most, worst, moved = 0.0, 0.0, 0.0, None, 0
     for sample in range(truth.num_samples):
         expected, output = truth.output(sample, place).double(), computed.output(sample, place).double()
@@ -109,28 +87,24 @@ def _compare(computed: Trace, truth: Trace, place: str) -> PlaceError:
         if of_tokens.max().item() > most:
             most, worst = of_tokens.max().item(), (sample, int(of_tokens.argmax()))
         if place.endswith("router"):
-            moved += _moved(output, expected)
-    return PlaceError(place, relative(math.sqrt(gap), math.sqrt(size)), PLACE_TOLERANCE, worst, moved)
+            # [s, experts]: the weight of each expert, 0 where it is not chosen.
+            moved += int(torch.any((output != 0) != (expected != 0), -1).sum())
+    return Difference(place, relative(math.sqrt(gap), math.sqrt(size)), PLACE_TOLERANCE, worst, moved)
 
 
-def _moved(weights: Tensor, expected: Tensor) -> int:
-    """Return tokens whose experts differ. A router says [s, experts]: the weight of each expert, 0 where it is not
-    chosen."""
-    return int(torch.any((weights != 0) != (expected != 0), -1).sum())
-
-
-def _gradients(differences: Sequence[Difference]) -> tuple[PlaceError, ...]:
+def _gradients(differences: Sequence[Difference]) -> tuple[Difference, ...]:
     """Return the worst weight of each place, in the order of the backward pass."""
     weights = [one for one in differences if one.name not in (LOGITS, LOSS, WHOLE_GRADIENT)]
-    sparse = sparse_layers(one.name for one in weights)
-    worst: dict[str, PlaceError] = {}
+    routers = (re.match(r"model\.layers\.(\d+)\.mlp\.gate\.", one.name) for one in weights)
+    sparse = {int(match[1]) for match in routers if match}
+    worst: dict[str, Difference] = {}
     for one in weights:
         place = place_of_weight(one.name, sparse)
-        found = PlaceError(place, one.error, one.tolerance)
+        found = Difference(place, one.error, one.tolerance)
         # What differs comes first: tolerances of weights are their own in 16 bits.
         if place not in worst or (found.passes, -found.error) < (worst[place].passes, -worst[place].error):
             worst[place] = found
-    return tuple(sorted(worst.values(), key=lambda found: forward_order(found.place), reverse=True))
+    return tuple(sorted(worst.values(), key=lambda found: forward_order(found.name), reverse=True))
 
 
 def forward_order(place: str) -> tuple[int, int, int]:
@@ -201,9 +175,3 @@ def place_of_weight(name: str, sparse_layers: Collection[int] = ()) -> str:
         if name.startswith(prefix):
             return place
     return HEAD
-
-
-def sparse_layers(names: Iterable[str]) -> set[int]:
-    """Layers that have a router, by the Hugging Face names of all weights."""
-    matches = (re.match(r"model\.layers\.(\d+)\.mlp\.gate\.", name) for name in names)
-    return {int(match[1]) for match in matches if match}

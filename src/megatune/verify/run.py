@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +18,7 @@ from megatune.errors import ExitCode
 from megatune.launch.supervisor import run_ranks
 from megatune.launch.world import LOOPBACK, World, find_free_port
 from megatune.verify.compare import WHOLE_GRADIENT, Difference, compare, judge, judge_alike
-from megatune.verify.localize import LOGITS, LOSS, Location, PlaceError, locate
+from megatune.verify.localize import LOGITS, LOSS, Location, locate
 from megatune.verify.numbers import Numbers, Trace
 from megatune.verify.samples import Sample
 
@@ -26,25 +26,15 @@ _NUM_WORST = 10  # parameters
 _NUM_BEFORE = 3  # places
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a verification ended.
+class Verdict(NamedTuple):
+    """The errors of logits, loss, then each parameter, and where a difference arises, if any is above its tolerance."""
 
-    Attributes:
-        exit_code: of the processes; DONE where all numbers could be computed.
-        differences: logits, loss, then each parameter; empty where processes failed, which they have reported.
-        location: where the difference arises; None where nothing differs by more than its tolerance.
-    """
-
-    exit_code: int
     differences: list[Difference]
     location: Location | None = None
 
 
-class _RanksFailed(Exception):  # noqa: N818  (the ranks have reported their error)
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+class RanksFailed(Exception):  # noqa: N818  (the ranks have reported their error)
+    """Processes could not compute the numbers. Its argument is their exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +63,7 @@ class _Side:
         if code in (ExitCode.DONE, ExitCode.INPUT):  # a finding says all there is to say
             shutil.rmtree(run_dir)
         if code != ExitCode.DONE:
-            raise _RanksFailed(code)
+            raise RanksFailed(code)
         return folder
 
 
@@ -92,6 +82,9 @@ def verify_layout(
     Args:
         world: of this machine only.
         reference_dir: what Transformers loads; `model_dir` by default.
+
+    Raises:
+        RanksFailed: the numbers could not be computed.
     """
     dtype = settings.precision.params_dtype
     layout = _layout("layout", model_dir, settings, samples, world)
@@ -99,16 +92,13 @@ def verify_layout(
     stock = None if dtype == "float32" else _reference("stock", reference_dir or model_dir, samples, dtype, dtype)
     with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
         folder = Path(name)
-        try:
-            # The layout first: it names what is wrong with a checkpoint better than Transformers does.
-            computed, expected = layout.numbers(folder), truth.numbers(folder)
-            if stock is None:
-                return _verdict(folder, judge(compare(computed, expected)), layout, truth)
-            sides = (computed, stock.numbers(folder))
-            errors, stock_errors = (compare(side, expected, experts_together=True) for side in sides)
-            return _verdict(folder, judge(errors, stock_errors), layout, truth, stock)
-        except _RanksFailed as failed:
-            return Verdict(failed.code, [])
+        # The layout first: it names what is wrong with a checkpoint better than Transformers does.
+        computed, expected = layout.numbers(folder), truth.numbers(folder)
+        if stock is None:
+            return _verdict(folder, judge(compare(computed, expected)), layout, truth)
+        sides = (computed, stock.numbers(folder))
+        errors, stock_errors = (compare(side, expected, experts_together=True) for side in sides)
+        return _verdict(folder, judge(errors, stock_errors), layout, truth, stock)
 
 
 def verify_layouts(
@@ -131,25 +121,24 @@ def verify_layouts(
         world, against_world: of this machine only.
         against: the other layout, of the same precision.
         against_dir: the checkpoint that it loads; `model_dir` by default.
+
+    Raises:
+        RanksFailed: the numbers could not be computed.
     """
     other_dir, dtype = against_dir or model_dir, settings.precision.params_dtype
     layout = _layout("layout", model_dir, settings, samples, world)
     other = _layout("other", other_dir, against, samples, against_world)
     with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
         folder = Path(name)
-        try:
-            computed, expected = layout.numbers(folder), other.numbers(folder)
-            differences = judge(compare(computed, expected))
-            if dtype == "float32" or all(one.error == 0 for one in differences):
-                return _verdict(folder, differences, layout, other)
-            wide = against.model_copy(update={"precision": PrecisionSettings()})
-            truth = _layout("truth", other_dir, wide, samples, against_world, weights_dtype=dtype)
-            fp32 = truth.numbers(folder)
-            sides = (computed, expected)
-            differences = judge_alike(*(compare(side, fp32, experts_together=True) for side in sides))
-            return _verdict(folder, differences, layout, truth, other, alike=True)
-        except _RanksFailed as failed:
-            return Verdict(failed.code, [])
+        sides = (layout.numbers(folder), other.numbers(folder))
+        differences = judge(compare(*sides))
+        if dtype == "float32" or all(one.error == 0 for one in differences):
+            return _verdict(folder, differences, layout, other)
+        wide = against.model_copy(update={"precision": PrecisionSettings()})
+        truth = _layout("truth", other_dir, wide, samples, against_world, dtype)
+        fp32 = truth.numbers(folder)
+        differences = judge_alike(*(compare(side, fp32, experts_together=True) for side in sides))
+        return _verdict(folder, differences, layout, truth, other, alike=True)
 
 
 def _verdict(
@@ -163,22 +152,16 @@ def _verdict(
 ) -> Verdict:
     """Say where the difference arises, if there is one."""
     if all(one.passes for one in differences):
-        return Verdict(ExitCode.DONE, differences)
+        return Verdict(differences)
     rounded = stock.trace(folder) if stock else None
     location = locate(differences, computed.trace(folder), truth.trace(folder), rounded, alike=alike)
-    return Verdict(ExitCode.DONE, differences, location)
+    return Verdict(differences, location)
 
 
 def _layout(
-    name: str,
-    model_dir: str | Path,
-    settings: Settings,
-    samples: list[Sample],
-    world: World,
-    *,
-    weights_dtype: str = "float32",
+    name: str, model_dir: str | Path, settings: Settings, samples: list[Sample], world: World, dtype: str = "float32"
 ) -> _Side:
-    payload = {"model_dir": str(model_dir), "settings": settings, "samples": samples, "weights_dtype": weights_dtype}
+    payload = {"model_dir": str(model_dir), "settings": settings, "samples": samples, "weights_dtype": dtype}
     return _Side(name, "megatune.verify.measure:run_rank", payload, world)
 
 
@@ -246,26 +229,21 @@ def _location(location: Location, verbose: bool) -> list[str]:
     first = location.first
     if first is None:
         return ["no single place differs by more than its tolerance: the difference is spread over all of them"]
-    places: Sequence[PlaceError] = location.places
+    places: Sequence[Difference] = location.places
     at = places.index(first)
     if not verbose:
         places = places[max(at - _NUM_BEFORE, 0) : at + 2]
     if location.in_gradients:
-        heading = f"all outputs agree; going backward, gradients first differ at: {first.place}{_detail(first)}"
+        heading = f"all outputs agree; going backward, gradients first differ at: {first.name}{_detail(first)}"
     else:
-        heading = f"the first difference arises at: {first.place}{_detail(first)}"
-    width = max(len(place.place) for place in places)
-    return [
-        heading,
-        *(f"    {place.place:<{width}}  {_number(place.error):>7}{_mark(place, first)}" for place in places),
-    ]
+        heading = f"the first difference arises at: {first.name}{_detail(first)}"
+    width = max(len(place.name) for place in places)
+    lines = (f"    {place.name:<{width}}  {_number(place.error):>7}" for place in places)
+    mark = f"  <- more than {_number(first.tolerance)}"
+    return [heading, *(line + (mark if place is first else "") for place, line in zip(places, lines, strict=True))]
 
 
-def _mark(place: PlaceError, first: PlaceError) -> str:
-    return f"  <- more than {_number(place.tolerance)}" if place is first else ""
-
-
-def _detail(place: PlaceError) -> str:
+def _detail(place: Difference) -> str:
     """Return tokens that it concerns, where that is known."""
     parts = [f"most of it in row {place.worst[0]}, token {place.worst[1]}"] if place.worst else []
     if place.moved:

@@ -80,8 +80,7 @@ def _strategy(data: DataSettings) -> Iterator[Problem]:
 
 def order(context: Context) -> Iterator[Problem]:
     """What sorts rows, and what leaves them as they are."""
-    settings = context.settings
-    data = settings.data
+    settings, data = context.settings, context.settings.data
     if not data.group_by_length:
         return
     if data.disable_shuffling:
@@ -96,8 +95,7 @@ def order(context: Context) -> Iterator[Problem]:
 
 def streaming(context: Context) -> Iterator[Problem]:
     """What needs to know all rows has no meaning while they are still being read."""
-    settings = context.settings
-    data = settings.data
+    settings, data = context.settings, context.settings.data
     if not data.streaming:
         return
     why = "how many rows there are is not known while they are read"
@@ -117,8 +115,7 @@ def streaming(context: Context) -> Iterator[Problem]:
 
 def pairs(context: Context) -> Iterator[Problem]:
     """A preference pair is two documents of one row."""
-    settings = context.settings
-    data = settings.data
+    settings, data = context.settings, context.settings.data
     if settings.run.stage != "dpo":
         return
     if data.packing:
@@ -132,8 +129,7 @@ def pairs(context: Context) -> Iterator[Problem]:
 
 def without_effect(context: Context) -> Iterator[Problem]:
     """What only says something beside another setting."""
-    settings = context.settings
-    data = settings.data
+    settings, data = context.settings, context.settings.data
     if data.buffer_size != DataSettings().buffer_size and not data.streaming:
         what = f"buffer_size {data.buffer_size} without streaming"
         why = "prepared rows are shuffled all together"

@@ -103,8 +103,7 @@ def gradients(context: Context) -> Iterator[Problem]:
 
 def whole_rows(context: Context) -> Iterator[Problem]:
     """cuDNN attends to whole rows of one document only."""
-    settings = context.settings
-    parallel = settings.parallel
+    settings, parallel = context.settings, context.settings.parallel
     if settings.performance.attention_backend != "fused":
         return
     fix = "write attention_backend: auto, or flash"

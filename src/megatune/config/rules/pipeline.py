@@ -83,7 +83,10 @@ def layers(context: Context) -> Iterator[Problem]:
     except ValueError as error:
         asked = [name for name in _given_shapes(parallel) if not name.startswith("account")]
         if asked:
-            yield _numbers(parallel, architecture.num_layers, asked, str(error))
+            named = " and ".join(f"{name} {getattr(parallel, name)}" for name in asked)
+            why = f"the parts together hold the model's {architecture.num_layers} layers"
+            fix = _nearest_numbers(parallel, architecture.num_layers, asked)
+            yield Problem((*asked, _PP), f"{named}: {error}", why, fix)
         else:
             yield _too_many_parts(parallel, architecture.num_layers, str(error))
 
@@ -106,13 +109,6 @@ def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> 
         fix += ", and remove virtual_pipeline_model_parallel_size"
     what = f"pipeline_model_parallel_size {pp}: {error}"
     return Problem((_PP, *counted), what, "every stage holds a layer at least", fix)
-
-
-def _numbers(parallel: ParallelSettings, num_layers: int, asked: list[str], error: str) -> Problem:
-    """Numbers of layers that do not make up the model."""
-    named = " and ".join(f"{name} {getattr(parallel, name)}" for name in asked)
-    why = f"the parts together hold the model's {num_layers} layers"
-    return Problem((*asked, _PP), f"{named}: {error}", why, _nearest_numbers(parallel, num_layers, asked))
 
 
 def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[str]) -> str:
