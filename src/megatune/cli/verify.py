@@ -168,14 +168,10 @@ def _not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
         "moe_expert_capacity_factor": experts.moe_expert_capacity_factor is not None,
         "moe_router_load_balancing_type": experts.moe_router_load_balancing_type == "sinkhorn",
     }
-    for name, differs in asked.items():
-        if differs:
-            yield Finding(
-                f"{name} {getattr(experts, name)} changes the numbers",
-                loaded.origins[f"experts.{name}"],
-                "Transformers computes the language-model loss alone, and every expert takes all tokens sent to it",
-                f"remove {name}, or compare with another layout that has it, too: --against",
-            )
+    why = "Transformers computes the language-model loss alone, and every expert takes all tokens sent to it"
+    for name in (name for name, differs in asked.items() if differs):
+        what, where = f"{name} {getattr(experts, name)} changes the numbers", loaded.origins[f"experts.{name}"]
+        yield Finding(what, where, why, f"remove {name}, or compare with another layout that has it, too: --against")
 
 
 def _world(settings: Settings) -> World:
@@ -184,17 +180,11 @@ def _world(settings: Settings) -> World:
     from megatune.launch.devices import count_gpus
     from megatune.launch.world import decide_world
 
-    world = decide_world(
-        settings.parallel.smallest_world,
-        num_processes=settings.run.num_processes,
-        num_devices=count_gpus(),
-        env=os.environ,
-    )
+    asked, smallest = settings.run.num_processes, settings.parallel.smallest_world
+    world = decide_world(smallest, num_processes=asked, num_devices=count_gpus(), env=os.environ)
     if world.nnodes > 1:
-        raise MegatuneError(
-            Finding(f"NNODES={world.nnodes}", "environment", "verify runs on one machine", "leave NNODES out"),
-            ExitCode.SETTINGS,
-        )
+        finding = Finding(f"NNODES={world.nnodes}", "environment", "verify runs on one machine", "leave NNODES out")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
     return world
 
 

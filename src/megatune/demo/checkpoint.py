@@ -8,9 +8,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatune.demo.family import DemoFamily, demo_family
 from megatune.demo.sizes import ATTENTION_BIAS, ModelSizes, check_sizes
@@ -24,15 +23,8 @@ if TYPE_CHECKING:
 ROPE_STRETCH = 8.0  # how much longer the model reads than it was "pretrained" to, as in Llama 3.1
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """What was written.
-
-    Attributes:
-        num_parameters: elements of all tensors in the checkpoint; a tied output layer counts once.
-        vocab_size: rows of the word embedding.
-        num_bytes: of the weight files.
-    """
+class CheckpointSummary(NamedTuple):
+    """Elements of all tensors, a tied output layer once, rows of the word embedding, and bytes of the weight files."""
 
     num_parameters: int
     vocab_size: int
@@ -117,7 +109,7 @@ def _random_model(
 
 
 def _config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Arguments of Transformers' configuration class."""
+    """Return arguments of Transformers' configuration class."""
     arguments = {
         "num_hidden_layers": sizes.num_layers,
         "hidden_size": sizes.hidden_size,
@@ -142,7 +134,9 @@ def _config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrain
     if family.model_type == "llama":
         arguments["mlp_bias"] = sizes.mlp_bias
     if family.has_latent_attention:
-        arguments |= _latent_attention(sizes)
+        # Latents that are no wider than they must be to differ from everything else.
+        arguments |= {"q_lora_rank": sizes.hidden_size // 2 + 4, "kv_lora_rank": sizes.hidden_size // 2}
+        arguments |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), sizes.head_dim)
     if family.has_experts:
         arguments |= _experts(family.model_type, sizes)
     return arguments
@@ -160,17 +154,6 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
         parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
         parameters |= stretch
     return parameters
-
-
-def _latent_attention(sizes: ModelSizes) -> dict[str, Any]:
-    # Latents that are no wider than they must be to differ from everything else.
-    return {
-        "q_lora_rank": sizes.hidden_size // 2 + 4,
-        "kv_lora_rank": sizes.hidden_size // 2,
-        "qk_nope_head_dim": sizes.head_dim,
-        "qk_rope_head_dim": sizes.head_dim,
-        "v_head_dim": sizes.head_dim,
-    }
 
 
 def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
@@ -218,7 +201,7 @@ def _write(
 
 
 def _publish_tokenizer_config(folder: Path, tokenizer_class: str) -> None:
-    """Brings tokenizer_config.json to its published form: the family's class, and no token for the unknown.
+    """Bring tokenizer_config.json to its published form: the family's class, and no token for the unknown.
 
     Left out, unk_token would be Qwen2Tokenizer's default, added above the vocabulary where a family lacks it.
     """

@@ -60,7 +60,7 @@ def make_tokenizer(family: DemoFamily, vocab_size: int = 2000) -> PreTrainedToke
 
 
 def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     if family.nfc:
@@ -71,7 +71,7 @@ def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size - len(family.added_tokens),
         min_frequency=2,
         show_progress=False,
-        initial_alphabet=_byte_alphabet(),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(demo_texts(), trainer)
     # Published vocabularies have their added tokens above the merges, so they come after training, not before.
@@ -80,12 +80,6 @@ def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
     )
     tokenizer.post_processor = _post_processor(family, tokenizer)
     return tokenizer
-
-
-def _byte_alphabet() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return sorted(ByteLevel.alphabet())
 
 
 def _pre_tokenizer(digits_per_token: int) -> PreTokenizer:

@@ -47,27 +47,19 @@ def held_out(context: Context) -> Iterator[Problem]:
 def mixing(context: Context) -> Iterator[Problem]:
     """A number for each data set, which says what it can mean."""
     data = context.settings.data
-    count = len(data.dataset)
-    for key, values in (("interleave_probs", data.interleave_probs), ("dataset_weights", data.dataset_weights)):
+    probs, weights, count = data.interleave_probs, data.dataset_weights, len(data.dataset)
+    given = {"interleave_probs": probs, "dataset_weights": weights}
+    for key, values in given.items():
         if values is not None and len(values) != count:
             what = f"{len(values)} of {key} for {count} data sets"
             yield Problem((key, "dataset"), what, "", "write as many numbers as data sets, in their order")
-    yield from _numbers(data.interleave_probs, data.dataset_weights)
-    yield from _strategy(data)
-
-
-def _numbers(probs: list[float] | None, weights: list[float] | None) -> Iterator[Problem]:
-    fix = "leave out of `dataset` what is never to be drawn from"
-    for key, values in (("interleave_probs", probs), ("dataset_weights", weights)):
+    for key, values in given.items():
         if values is not None and min(values, default=1) <= 0:
+            fix = "leave out of `dataset` what is never to be drawn from"
             yield Problem((key,), f"{key} has {min(values):g}", "every number must be above 0", fix)
     if probs and min(probs) > 0 and abs(sum(probs) - 1) > _SUM_TOLERANCE:
         fix = f"write interleave_probs: {', '.join(f'{p / sum(probs):.4g}' for p in probs)}"
         yield Problem(("interleave_probs",), f"interleave_probs sum to {sum(probs):.4g}, not to 1", "", fix)
-
-
-def _strategy(data: DataSettings) -> Iterator[Problem]:
-    probs, weights = data.interleave_probs, data.dataset_weights
     if probs is not None and data.mix_strategy == "concat":
         why = "concat takes every data set whole"
         fix = "write mix_strategy: interleave_under, interleave_over or interleave_once"
