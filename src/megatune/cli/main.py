@@ -117,9 +117,8 @@ def _unknown_verb(word: str, verbs: list[str], parent: str = "") -> MegatuneErro
         return _refusal("not built yet", f"megatune {word}", _NOT_BUILT[word], "`megatune --help` lists what is built")
     before = f"megatune {parent}".rstrip()
     if word.endswith((".yaml", ".yml")):
-        return _refusal(
-            f"{word!r} is a settings file, not a verb", fix=f"{before} {verbs[0] if parent else 'train'} {word}"
-        )
+        fix = f"{before} {verbs[0] if parent else 'train'} {word}"
+        return _refusal(f"{word!r} is a settings file, not a verb", fix=fix)
     near = difflib.get_close_matches(word, verbs if parent else [*verbs, *_NOT_BUILT], n=1, cutoff=0.5)
     fix = f"did you mean `{before} {near[0]}`?" if near else f"one of: {', '.join(verbs)}"
     return _refusal(f"unknown verb {word!r}", before if parent else "", fix=fix)

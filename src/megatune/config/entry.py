@@ -94,9 +94,8 @@ def _yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
     if "expected a single document" in (error.context or ""):
         return Finding("a second document starts here", where, fix="remove the line `---`, or split the file")
     why = f"{error.context}, {problem}" if error.context else problem
-    return Finding(
-        "not readable as YAML", where, why=why, fix="write one `key: value` a line; quote text that holds `: `"
-    )
+    fix = "write one `key: value` a line; quote text that holds `: `"
+    return Finding("not readable as YAML", where, why, fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +133,8 @@ def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -
             sources.append(word)
     if len(sources) > 1:
         what = f"{sources[1]!r} is one word too many: {sources[0]!r} is the settings file already"
-        raise MegatuneError(
-            Finding(what, fix="write overrides as key=value, and flags as --key value"), ExitCode.SETTINGS
-        )
+        finding = Finding(what, fix="write overrides as key=value, and flags as --key value")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
     return Arguments(sources[0] if sources else None, overrides, flags)
 
 

@@ -1,4 +1,7 @@
-"""Reads settings from a file, overrides and flags, through a dialect, and reports everything that is wrong at once."""
+"""Reads settings from a file, overrides and flags, through a dialect, and reports everything that is wrong at once.
+
+Those of a run are written as run.yaml: all of them, each with where it came from, to be read again.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ from megatune.config.dialects.dialect import ACCUMULATION, Dialect, GlobalBatchS
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.entry import SettingEntry, read_file, read_flags, read_overrides
 from megatune.config.rules import RULES, check
+from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.rules.problem import Rule, either, multiples_around
-from megatune.config.setting import Group, SettingInfo
-from megatune.config.settings import GROUPS, Settings, all_settings
-from megatune.config.values import coerce, shown
+from megatune.config.setting import Group
+from megatune.config.settings import GROUPS, Settings, all_settings, setting_value
+from megatune.config.values import coerce, nearest_valid, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
+
+_ORIGIN_COLUMN = 52  # of run.yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,25 @@ def load(
     return reading.finish()
 
 
+def dump(settings: Settings, origins: Mapping[str, str]) -> str:
+    """Write every setting as a line of YAML under its own name, with a comment that says where it came from.
+
+    Those that would be refused where they are written, because they are not built, are left out.
+
+    Args:
+        origins: "group.name" -> "run.yaml:7", "override", "flag" or "default"; what is missing counts as default.
+    """
+    lines: list[str] = []
+    for path, info in all_settings().items():
+        value = setting_value(settings, path)
+        if f"# {info.group}" not in lines:
+            lines += ["", f"# {info.group}"] if lines else [f"# {info.group}"]
+        if info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value):
+            line = f"{info.name}: {shown(value, quoted=True)}"
+            lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {' '.join(origins.get(path, 'default').split())}")
+    return "\n".join(lines) + "\n"
+
+
 @dataclass(slots=True)
 class _Reading:
     """Entries gathered by what they set, then made into settings."""
@@ -266,26 +291,6 @@ def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
     near = difflib.get_close_matches(entry.key.lower(), dialect.names, n=1, cutoff=0.6)
     fix = f"did you mean {near[0]}?" if near else "remove it; `megatune explain --all` lists every setting"
     return Finding(f"unknown setting {entry.key!r}", entry.where, fix=fix)
-
-
-def nearest_valid(value: Any, info: SettingInfo) -> Any:
-    """Return the valid value nearest to one that is not, or None where none is near."""
-    if info.choices and isinstance(value, str):
-        near = difflib.get_close_matches(value.lower(), [str(choice) for choice in info.choices], n=1, cutoff=0.5)
-        return near[0] if near else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not info.kinds & {int, float}:
-        return None
-    whole = int in info.kinds
-    lowest, highest = info.bounds.get("ge"), info.bounds.get("le")
-    if whole and "gt" in info.bounds:
-        lowest = info.bounds["gt"] + 1
-    if whole and "lt" in info.bounds:
-        highest = info.bounds["lt"] - 1
-    if lowest is not None and value < lowest:
-        return lowest
-    if highest is not None and value > highest:
-        return highest
-    return round(value) if whole and value == value and abs(value) != float("inf") else None
 
 
 def _line(finding: Finding) -> float:

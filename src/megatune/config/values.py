@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -161,6 +162,26 @@ def _texts(value: Value) -> Iterator[Any]:
         yield from (part for part in (piece.strip() for piece in value.text.split(",")) if part)
     else:
         yield value.data
+
+
+def nearest_valid(value: Any, info: SettingInfo) -> Any:
+    """Return the valid value nearest to one that is not, or None where none is near."""
+    if info.choices and isinstance(value, str):
+        near = difflib.get_close_matches(value.lower(), [str(choice) for choice in info.choices], n=1, cutoff=0.5)
+        return near[0] if near else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not info.kinds & {int, float}:
+        return None
+    whole = int in info.kinds
+    lowest, highest = info.bounds.get("ge"), info.bounds.get("le")
+    if whole and "gt" in info.bounds:
+        lowest = info.bounds["gt"] + 1
+    if whole and "lt" in info.bounds:
+        highest = info.bounds["lt"] - 1
+    if lowest is not None and value < lowest:
+        return lowest
+    if highest is not None and value > highest:
+        return highest
+    return round(value) if whole and value == value and abs(value) != float("inf") else None
 
 
 def shown(value: Any, *, quoted: bool = False) -> str:

@@ -10,7 +10,7 @@ from megatune.config.setting import Count, Group, NonNegative, Positive
 
 
 class DataSettings(Group):
-    dataset: list[str] = Field([])
+    dataset: list[str] = Field(default=[])
     """Data sets to train on: names in dataset_info.json, paths, or hub ids such as hf::OWNER/NAME:SUBSET, one after the
     other or separated by commas.
     How: Each is read, turned into tokens once and kept in a cache, so that later runs start at once. NAME#500 takes 500
@@ -20,7 +20,7 @@ class DataSettings(Group):
     """Folder that holds dataset_info.json and the files it names.
     How: ONLINE takes every name for a hub id; REMOTE:OWNER/NAME takes dataset_info.json from a data set on the hub.
     When: Set it when the data lies elsewhere than in ./data. Paths in `dataset` work without it."""
-    eval_dataset: list[str] = Field([])
+    eval_dataset: list[str] = Field(default=[])
     """Data sets to evaluate on, beside those trained on; named as in `dataset`.
     How: They are prepared like the training data and evaluated whole, in their order, when eval_strategy says.
     When: Use it where there is a fixed test set; use val_size to split one off. Not both."""

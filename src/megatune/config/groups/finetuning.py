@@ -32,11 +32,11 @@ class FinetuningSettings(Group):
     """With freeze: the layers that are trained, the last ones; a negative number trains the first ones.
     How: The other layers keep their weights, and have no gradients and no optimizer state.
     When: Raise it until the run learns what it should; not built yet."""
-    freeze_trainable_modules: list[str] = Field(["all"])
+    freeze_trainable_modules: list[str] = Field(default=["all"])
     """With freeze: the modules inside the trained layers that are trained; all trains them whole.
     How: Names are parts of Hugging Face's names: mlp, self_attn, input_layernorm.
     When: Leave it at all; not built yet."""
-    freeze_extra_modules: list[str] = Field([])
+    freeze_extra_modules: list[str] = Field(default=[])
     """With freeze: modules outside of the layers that are trained as well.
     How: Names are parts of Hugging Face's names: embed_tokens, norm, lm_head.
     When: Set it for new tokens, whose embeddings must be learnt; not built yet."""
@@ -71,13 +71,13 @@ class FinetuningSettings(Group):
     """With lora: the share of an adapter's inputs that are dropped in training.
     How: The frozen matrix sees all inputs.
     When: 0.05 to 0.1 for little data trained for many epochs; not built yet."""
-    lora_target: list[str] = Field(["all"])
+    lora_target: list[str] = Field(default=["all"])
     """With lora: the linear layers with adapters, by Hugging Face's names or Megatron-Core's; all takes every one of
     attention and feed-forward.
     How: q_proj, k_proj and v_proj are one layer of the engine, linear_qkv, and gate_proj and up_proj another,
     linear_fc1. Experts' matrices are among them.
     When: all learns best. Name some to save memory; it can be planned, training is not built yet."""
-    additional_target: list[str] = Field([])
+    additional_target: list[str] = Field(default=[])
     """With lora: modules that are trained whole and saved with the adapters.
     How: Names are Hugging Face's: embed_tokens, lm_head.
     When: Set it for new tokens, whose embeddings must be learnt; not built yet."""
@@ -97,7 +97,7 @@ class FinetuningSettings(Group):
     """With loraplus_lr_ratio: the learning rate of adapters of embeddings.
     How: It is used as it is, without the ratio.
     When: Seldom; not built yet."""
-    adapter_name_or_path: list[str] = Field([])
+    adapter_name_or_path: list[str] = Field(default=[])
     """With lora: folders of adapters to start from.
     How: All but the last are merged into the model; the last one is trained further, unless create_new_adapter says
     otherwise.

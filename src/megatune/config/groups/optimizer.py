@@ -62,7 +62,7 @@ class OptimizerSettings(Group):
     - inverse_sqrt: falls with the square root of the steps
     - cosine_with_min_lr: a cosine that ends at min_lr, or at min_lr_rate of the highest
     - warmup_stable_decay: stays, and falls in the last num_decay_steps"""
-    lr_scheduler_kwargs: dict[str, Any] = Field({})
+    lr_scheduler_kwargs: dict[str, Any] = Field(default={})
     """What the scheduler takes beyond its type: cosine_with_min_lr wants min_lr or min_lr_rate, warmup_stable_decay
     wants num_decay_steps.
     How: The names are those of Transformers; what a scheduler does not take is refused.

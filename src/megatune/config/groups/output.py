@@ -15,7 +15,7 @@ class LoggingSettings(Group):
     How: The console, metrics.jsonl, trainer_log.jsonl and TensorBoard all have these lines. eval_steps: null takes it,
     too.
     When: 1 for short runs, 10 to 100 for long ones."""
-    report_to: list[Literal["tensorboard", "none"]] = Field(["tensorboard"])
+    report_to: list[Literal["tensorboard", "none"]] = Field(default=["tensorboard"])
     """Where the numbers go beside the log files.
     How: trainer_log.jsonl and metrics.jsonl are always written to output_dir.
     When: none where nobody looks at TensorBoard.
@@ -39,7 +39,7 @@ class LoggingSettings(Group):
     """The last step to profile.
     How: A trace grows with its steps: of a large model a few hundred megabytes a step.
     When: One to three steps after profile_step_start."""
-    profile_ranks: list[int] = Field([0])
+    profile_ranks: list[int] = Field(default=[0])
     """The ranks that profile.
     How: Each writes its own files; the other ranks are not slowed down, but wait for these.
     When: Add the last stage's rank, or one that is slow."""

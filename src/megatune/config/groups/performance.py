@@ -32,7 +32,7 @@ class RecomputeSettings(Group):
     When: With uniform leave it at 1; with block set as many as the memory needs."""
     recompute_modules: list[
         Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"]
-    ] = Field(["core_attn"])
+    ] = Field(default=["core_attn"])
     """With selective: what is recomputed.
     How: Each module keeps its inputs and runs its forward pass once more. mla_up_proj, moe, moe_act and shared_experts
     are of the models that have them. The default, core_attn, costs time and saves next to nothing: no kernel keeps

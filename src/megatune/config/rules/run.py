@@ -195,9 +195,8 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
         fix = f"write lr_scheduler_kwargs: {{min_lr: {rate:g}}}, a tenth of the highest"
         yield Problem((_TYPE, _KWARGS), what, "the lowest rate is not derived from anything else", fix)
     elif len(given) == 2:
-        yield Problem(
-            (_KWARGS,), "lr_scheduler_kwargs has min_lr and min_lr_rate", "both set the lowest rate", "keep one"
-        )
+        what = "lr_scheduler_kwargs has min_lr and min_lr_rate"
+        yield Problem((_KWARGS,), what, "both set the lowest rate", "keep one")
     elif _is_number(kwargs.get("min_lr")) and kwargs["min_lr"] > optimizer.learning_rate:
         what = f"min_lr {kwargs['min_lr']:g} is above learning_rate {optimizer.learning_rate:g}"
         yield Problem((_KWARGS, "learning_rate"), what, "", f"write a min_lr of {optimizer.learning_rate:g} or less")
