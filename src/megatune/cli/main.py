@@ -148,10 +148,8 @@ def _internal(error: Exception) -> str:
         return text.rstrip()
     line = " ".join(f"{type(error).__name__}: {error}".split())
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="megatune-", suffix=".txt", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
+        with tempfile.NamedTemporaryFile("wb", prefix="megatune-", suffix=".txt", delete=False) as file:
+            file.write(text.encode())
     except OSError:
         return f"internal error: {line} (MEGATUNE_DEBUG=1 shows the traceback)"
     return f"internal error: {line}\n    traceback in {file.name}; MEGATUNE_DEBUG=1 shows it here"

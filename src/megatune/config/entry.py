@@ -121,10 +121,11 @@ def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -
     flags: list[str] = []
     takes_words = False
     for word in arguments:
+        key, equals, _ = word.partition("=")
         if word.startswith("--"):
             flags.append(word)
-            takes_words = "=" not in word
-        elif _is_override(word, dialect if takes_words else None):
+            takes_words = not equals
+        elif equals and (dialect.knows(key) if takes_words else key.isidentifier()):
             overrides.append(word)
             takes_words = False
         elif takes_words:
@@ -171,12 +172,6 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
             value = Value([item.data for item in items], items=items)
         entries.append(SettingEntry(name.replace("-", "_"), value, f"--{name}", "flag"))
     return entries, findings
-
-
-def _is_override(word: str, dialect: Dialect | None) -> bool:
-    """Tell whether a word is key=value, with a key that the dialect knows where one is given."""
-    key, equals, _ = word.partition("=")
-    return bool(equals) and (key.isidentifier() if dialect is None else dialect.knows(key))
 
 
 def _flags_with_words(flags: Sequence[str]) -> list[tuple[str, list[str]]]:

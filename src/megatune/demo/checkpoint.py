@@ -157,10 +157,8 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
 
 
 def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
-    num_experts, topk, ffn = sizes.num_experts, sizes.router_topk, sizes.moe_ffn_hidden_size
-    assert num_experts is not None, "families with experts have defaults"
-    assert topk is not None
-    assert ffn is not None
+    # Families with experts have defaults.
+    num_experts, topk, ffn = sizes.num_experts or 0, sizes.router_topk or 0, sizes.moe_ffn_hidden_size or 0
     match model_type:
         case "qwen2_moe":
             own = {"num_experts": num_experts, "shared_expert_intermediate_size": 2 * ffn}

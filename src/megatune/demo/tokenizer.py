@@ -83,7 +83,7 @@ def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
 
 
 def _pre_tokenizer(digits_per_token: int) -> PreTokenizer:
-    """Split text into words as GPT-4-style tokenizers do, then writes each word as bytes."""
+    """Split text into words as GPT-4-style tokenizers do, then write each word as bytes."""
     from tokenizers import Regex, pre_tokenizers
 
     digits = r"\p{N}" if digits_per_token == 1 else rf"\p{{N}}{{1,{digits_per_token}}}"
@@ -104,8 +104,7 @@ def _post_processor(family: DemoFamily, tokenizer: Tokenizer) -> PostProcessor:
     """Put bos_token in front of encoded text, in families that have one."""
     from tokenizers import processors
 
-    byte_level = processors.ByteLevel(trim_offsets=False)
-    bos = family.bos_token
+    byte_level, bos = processors.ByteLevel(trim_offsets=False), family.bos_token
     if bos is None:
         return byte_level
     template = processors.TemplateProcessing(

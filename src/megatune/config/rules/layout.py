@@ -65,16 +65,14 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     if architecture is None or cp == 1 or parallel.cp_comm_type != "a2a":
         return
-    heads = architecture.num_attention_heads
-    if heads % (tp * cp) and heads % tp == 0:
-        valid = nearest(cp, divisors(heads // tp))
-        yield Problem(
-            (_CP, "cp_comm_type", _TP),
-            f"context_parallel_size {cp} with cp_comm_type a2a does not divide the {heads // tp} attention heads of a "
-            "process",
-            "a2a gives each context-parallel process an equal share of the heads",
-            f"write cp_comm_type: p2p, or context_parallel_size: {valid}, the nearest that divides them",
-        )
+    heads, left = divmod(architecture.num_attention_heads, tp)
+    if left or heads % cp == 0:
+        return
+    what = f"context_parallel_size {cp} with cp_comm_type a2a does not divide the {heads} attention heads of a process"
+    why = "a2a gives each context-parallel process an equal share of the heads"
+    valid = nearest(cp, divisors(heads))
+    fix = f"write cp_comm_type: p2p, or context_parallel_size: {valid}, the nearest that divides them"
+    yield Problem((_CP, "cp_comm_type", _TP), what, why, fix)
 
 
 def world(context: Context) -> Iterator[Problem]:
