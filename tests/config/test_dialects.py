@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatune.config.dialects.dialect import Chooses, Dialect, GlobalBatchSize, Refused, Sets, negated
-from megatune.config.load import Loaded, load
-from megatune.config.resolved import dump
+from megatune.config.load import Loaded, dump, load
 from megatune.errors import Finding
 
 # Some of Megatron-SWIFT's flags, old names and new ones.

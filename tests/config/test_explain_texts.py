@@ -1,5 +1,6 @@
 """What `explain` says of settings: complete in both languages, and each translation of the very text it stands for."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from megatune.config.chinese import phrases, translations
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.rules.finetuning import NOT_BUILT
-from megatune.config.setting import Group, describe, setting
+from megatune.config.setting import describe
 from megatune.config.settings import all_settings
 
 INFOS = list(all_settings().values())
@@ -17,13 +18,13 @@ INFOS = list(all_settings().values())
 
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.path)
 def test_english_is_complete(info):
-    for text in (info.advice, info.how, info.when):
+    for text in info.texts[:3]:
         assert text.endswith(".")
         assert text[0].isupper() or text[0].isdigit() or re.match(r"[a-z0-9_]+\b", text), text
         assert 1 <= text.count(". ") + 1 <= 3, text
     if info.choices and bool not in info.kinds:
-        assert list(info.values) == [str(choice) for choice in info.choices]
-    assert not any(text.endswith(".") for text in info.values.values())
+        assert list(info.texts.values) == [str(choice) for choice in info.choices]
+    assert not any(text.endswith(".") for text in info.texts.values.values())
 
 
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.path)
@@ -31,7 +32,7 @@ def test_chinese_is_of_this_english(info):
     """Where this fails, the English changed: look at the Chinese, and write the new digest beside it."""
     text = translations()[info.path]
     assert text.english == info.digest
-    assert list(text.values) == list(info.values)
+    assert list(text.values) == list(info.texts.values)
     for each in (text.what, text.how, text.when, *text.values.values()):
         assert re.search(r"[\u4e00-\u9fff]", each) or each.isascii()
     for each in (text.what, text.how, text.when):
@@ -51,18 +52,22 @@ def test_keys_and_numbers_survive_translation():
     for info in INFOS:
         text = translations()[info.path]
         named = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", f"{text.what} {text.how} {text.when}")) & keys
-        english = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", f"{info.advice} {info.how} {info.when}")) & keys
+        english = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", " ".join(info.texts[:3]))) & keys
         assert named - english == set(), info.path
         assert english - named == set(), info.path
 
 
-def test_digest_sees_every_text():
+def test_digest_sees_every_text(tmp_path, monkeypatch):
     def digest(**changes):
-        texts = {"advice": "A.", "how": "B.", "when": "C.", "values": {"x": "d"}, **changes}
-        model = type("Some", (Group,), {"__annotations__": {"a": str}, "a": setting("x", **texts)})
-        return next(describe("some", model)).digest
+        texts = {"what": "A.", "how": "B.", "when": "C.", "values": "- x: d", **changes}
+        path = tmp_path / f"group_{len(list(tmp_path.iterdir()))}.py"
+        doc = "    {what}\n    How: {how}\n    When: {when}\n    {values}\n".format(**texts)
+        head = "from megatune.config.setting import Group\nclass Some(Group):\n    a: str = ''\n"
+        path.write_text(f'{head}    """{doc.strip()}"""\n')
+        monkeypatch.syspath_prepend(tmp_path)
+        return next(describe("some", importlib.import_module(path.stem).Some)).digest
 
-    changed = ({"advice": "Z."}, {"how": "Z."}, {"when": "Z."}, {"values": {"x": "z"}}, {"values": {"z": "d"}})
+    changed = ({"what": "Z."}, {"how": "Z."}, {"when": "Z."}, {"values": "- x: z"}, {"values": "- z: d"})
     assert len({digest(), *(digest(**each) for each in changed)}) == 6
 
 

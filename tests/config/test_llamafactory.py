@@ -7,6 +7,7 @@ import pytest
 from megatune.config.dialects.dialect import Dialect, Refused, Sets
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import load
+from megatune.config.rules import DATA_RULES
 from megatune.config.settings import all_settings
 from megatune.errors import MegatuneError
 
@@ -154,7 +155,7 @@ def test_reading_data_refuses_what_is_not_built(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model_name_or_path: m\ndataset: d\nimage_max_pixels: 512\n")
     with pytest.raises(MegatuneError, match=r"run\.yaml:3: image_max_pixels: 512 is not supported"):
-        load(path).require_valid_data()
+        load(path).require_valid(rules=DATA_RULES)
 
 
 def test_another_dialect_is_a_table():

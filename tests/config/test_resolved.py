@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from megatune.config.load import load
-from megatune.config.resolved import dump
+from megatune.config.load import dump, load
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.settings import Settings, all_settings
 

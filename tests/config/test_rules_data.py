@@ -169,10 +169,10 @@ def test_what_is_wrong_is_told_with_its_fix(overrides, message):
 def test_verbs_that_only_read_the_data_ask_for_no_more_than_that():
     """No output_dir, nothing that evaluates what is held out, and data of a stage that cannot be trained yet."""
     words = ["model_name_or_path=m", "dataset=d"]
-    assert load(overrides=[*words, "val_size=0.1"]).require_valid_data().data.val_size == 0.1
-    assert load(overrides=[*words, "stage=dpo"]).require_valid_data().run.stage == "dpo"
+    assert load(overrides=[*words, "val_size=0.1"]).require_valid(rules=DATA_RULES).data.val_size == 0.1
+    assert load(overrides=[*words, "stage=dpo"]).require_valid(rules=DATA_RULES).run.stage == "dpo"
     with pytest.raises(MegatuneError) as caught:
-        load(overrides=["val_size=10.5", "cutoff_len=0"]).require_valid_data()
+        load(overrides=["val_size=10.5", "cutoff_len=0"]).require_valid(rules=DATA_RULES)
     assert caught.value.exit_code == ExitCode.SETTINGS
     assert sorted(finding.what for finding in caught.value.findings) == [
         "cutoff_len is 0",

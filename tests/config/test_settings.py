@@ -21,8 +21,8 @@ def test_every_setting_has_a_name_of_its_own_and_advice():
     names = [info.name for info in all_settings().values()]
     assert len(names) == len(set(names))
     for info in all_settings().values():
-        assert info.advice.endswith(".")
-        assert 1 <= info.advice.count(". ") + 1 <= 3, info.path
+        assert info.texts.what.endswith(".")
+        assert 1 <= info.texts.what.count(". ") + 1 <= 3, info.path
 
 
 def test_groups_are_those_of_settings():
@@ -95,7 +95,7 @@ def test_expected_in_words():
 
 def test_import_needs_no_torch():
     script = (
-        "import sys, megatune.config.load, megatune.config.resolved\n"
+        "import sys, megatune.config.load\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'megatron'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -26,7 +26,7 @@ from model_sizes import FAMILY_SIZES, SIZES
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.rules import attention, check, experts, layout, pipeline
+from megatune.config.rules import check, experts, layout, memory, pipeline
 from megatune.config.settings import Settings
 from megatune.engine import adam
 from megatune.engine.groups import build
@@ -78,7 +78,7 @@ HALVES = {
 SPARSE = {f"experts: {name}": one for name, one in (EXPERT_LAYOUTS | MORE_EXPERT_LAYOUTS).items()}
 ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS | SEQUENCE_LAYOUTS | MORE_SEQUENCE_LAYOUTS | SPARSE | HALVES
 # Of the layout, for what a model cannot be cut into.
-RULES = (*layout.RULES, *pipeline.RULES, *experts.RULES, *attention.RULES)
+RULES = (*layout.RULES, *pipeline.RULES, *experts.RULES, memory.whole_rows)
 
 
 def architecture(family: str, **sizes: Any) -> Architecture:

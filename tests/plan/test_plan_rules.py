@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.config.load import load
-from megatune.config.rules import attention, check, experts, layout, memory, pipeline
+from megatune.config.rules import check, experts, layout, memory, pipeline
 from megatune.config.rules.problem import Context
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.config.values import coerce, parse
@@ -261,7 +261,7 @@ def test_a_stage_without_a_model_or_with_too_few_layers_is_left_to_other_rules()
     assert list(memory.groups_of_layers(Context(loaded.settings, DENSE, None))) == []
 
 
-RULES = [*layout.RULES, *pipeline.RULES, *experts.RULES, *memory.RULES, *attention.RULES]
+RULES = [*layout.RULES, *pipeline.RULES, *experts.RULES, *memory.RULES]
 PATHS = {info.name: info.path for info in all_settings().values()}
 
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.load import Loaded, load
-from megatune.config.resolved import dump
+from megatune.config.load import Loaded, dump, load
 from megatune.config.settings import GROUPS, Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.verify.compare import Difference, compare, judge
-from megatune.verify.localize import Location, locate
+from megatune.verify.localize import Location, forward_order, locate, place_of_weight
 from megatune.verify.measure import measure, measure_trace
 from megatune.verify.numbers import Numbers, Trace, write_trace
-from megatune.verify.places import forward_order, place_of_weight
 from megatune.verify.reference import write_reference, write_reference_trace
 from megatune.verify.samples import Sample, random_samples
 
@@ -89,7 +88,7 @@ def test_altered_weight_is_located(pool, model_dir, tmp_path, pattern, place):
         assert 0 in tokens
     found = location(pool, with_altered_weight(good, tmp_path / "bad", pattern), good, LAYOUTS["1"], tmp_path)
     assert found.first is not None
-    assert (found.first.place, found.in_gradients) == (place, False)
+    assert (found.first.name, found.in_gradients) == (place, False)
     before = found.places[: found.places.index(found.first)]
     assert all(one.error < 2e-6 for one in before)
     assert found.first.error > 1e-4
@@ -101,7 +100,7 @@ def test_altered_weight_is_located_in_every_layout(pool, model_dir, tmp_path, la
     bad = with_altered_weight(good, tmp_path / "bad", r"model\.layers\.2\.self_attn\.o_proj\.weight")
     found = location(pool, bad, good, ALL_LAYOUTS[layout], tmp_path)
     assert found.first is not None
-    assert found.first.place == "layer 2 attention"
+    assert found.first.name == "layer 2 attention"
     # Embedding, four layers of two, norm, logits, loss: all stages told of theirs, and what comes before agrees.
     assert len(found.places) == 12
     assert all(one.error < 2e-6 for one in found.places[:5])
@@ -119,9 +118,9 @@ def test_experts_and_their_router_are_told_apart(pool, model_dir, tmp_path, layo
     good = model_dir("qwen3_moe")
     found = location(pool, with_altered_weight(good, tmp_path / "bad", pattern), good, ALL_LAYOUTS[layout], tmp_path)
     assert found.first is not None
-    assert found.first.place == place
+    assert found.first.name == place
     assert (found.first.moved > 0) == place.endswith("router")
-    assert [one.place for one in found.places if "layer 0" in one.place] == ["layer 0 attention", "layer 0 MLP"]
+    assert [one.name for one in found.places if "layer 0" in one.name] == ["layer 0 attention", "layer 0 MLP"]
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2 vpp2"])
@@ -129,8 +128,8 @@ def test_wrong_gradient_is_located(pool, model_dir, tmp_path, layout):
     good = model_dir("qwen3")
     found = location(pool, good, good, LAYOUTS[layout], tmp_path, 2)
     assert found.first is not None
-    assert (found.first.place, found.in_gradients) == ("layer 2 attention", True)
-    backward = [one.place for one in found.places]
+    assert (found.first.name, found.in_gradients) == ("layer 2 attention", True)
+    backward = [one.name for one in found.places]
     assert backward[:3] == ["head", "final norm", "layer 3 MLP"]
     assert backward[-1] == "embedding"
 
@@ -154,7 +153,7 @@ def test_what_is_not_finite_is_located(tmp_path, value):
         write_trace(tmp_path / folder, 0, {(0, "embedding"): torch.ones(2, 1), (0, "layer 0 MLP"): values})
     found = locate([], Trace(tmp_path / "a"), Trace(tmp_path / "b")).first
     assert found is not None
-    assert (found.place, found.worst, found.error) == ("layer 0 MLP", (0, 1), float("inf"))
+    assert (found.name, found.worst, found.error) == ("layer 0 MLP", (0, 1), float("inf"))
 
 
 def test_place_that_one_side_lacks_differs(tmp_path):
@@ -163,7 +162,7 @@ def test_place_that_one_side_lacks_differs(tmp_path):
         write_trace(tmp_path / folder, 0, {(0, place): torch.ones(2, 1) for place in places})
     found = locate([], Trace(tmp_path / "a"), Trace(tmp_path / "b")).first
     assert found is not None
-    assert found.place == "layer 0 attention"
+    assert found.name == "layer 0 attention"
 
 
 def test_loss_alone_is_located(tmp_path):
@@ -171,7 +170,7 @@ def test_loss_alone_is_located(tmp_path):
     differences = [Difference("logits", 0.0, 1e-4), Difference("loss", 1e-3, 1e-6)]
     found = locate(differences, Trace(tmp_path), Trace(tmp_path)).first
     assert found is not None
-    assert found.place == "loss"
+    assert found.name == "loss"
 
 
 def test_sixteen_bits_are_held_against_those_of_transformers(tmp_path):

@@ -17,8 +17,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.launch.world import LOOPBACK, World, find_free_port
 from megatune.verify.compare import Difference, Errors, judge_alike
-from megatune.verify.report import show
-from megatune.verify.run import Verdict, verify_layout, verify_layouts
+from megatune.verify.run import Verdict, show, verify_layout, verify_layouts
 from megatune.verify.samples import random_samples
 
 LIMIT = 240  # seconds; the machine may be busy with others' tests
@@ -161,7 +160,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         Difference("model.norm.weight", 0.0, 1e-5),
         Difference("lm_head.weight", error, 1e-5),
     ]
-    assert show(Verdict(ExitCode.DONE, differences)) == ExitCode.DIFFERENT
+    assert show(Verdict(differences)) == ExitCode.DIFFERENT
     assert "FAIL: 1 of 3 differ" in capsys.readouterr().out
 
 

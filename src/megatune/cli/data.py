@@ -13,7 +13,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatune.config.arguments import Arguments
+    from megatune.config.entry import Arguments
     from megatune.config.settings import Settings
 
 _DESCRIPTION = "Show the rows that the data of a settings file becomes. Needs the model's tokenizer only."
@@ -147,9 +147,10 @@ def _help(parser: argparse.ArgumentParser) -> int:
 def _settings(words: Arguments, wrong: list[Finding]) -> Settings:
     """Load the settings, as far as they determine the rows; `wrong` is what is wrong with the flags, reported along."""
     from megatune.config.load import load
+    from megatune.config.rules import DATA_RULES
 
     try:
-        settings = load(words.source, words.overrides, words.flags).require_valid_data()
+        settings = load(words.source, words.overrides, words.flags).require_valid(rules=DATA_RULES)
     except MegatuneError as error:
         raise MegatuneError([*error.findings, *wrong], error.exit_code) from None
     if wrong:

@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the checkpoint and prints what it is.
+    """Make the checkpoint and print what it is.
 
     Raises:
         MegatuneError: (SETTINGS) numbers that make no model; (CANNOT_WRITE) the folder.
@@ -68,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
     from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
 
     own = ("verb", "run", "family", "output")
-    folder = make_checkpoint(
-        args.family, args.output, **{name: value for name, value in vars(args).items() if name not in own}
-    )
+    rest = {name: value for name, value in vars(args).items() if name not in own}
+    folder = make_checkpoint(args.family, args.output, **rest)
     summary = summarize_checkpoint(folder)
     print(
         f"{folder}: {args.family}, {summary.num_parameters:,} parameters, vocabulary {summary.vocab_size:,}, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from megatune.errors import ExitCode, MegatuneError
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model and answers.
+    """Load the model and answer.
 
     Raises:
         MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks; (DATA) a prompt that is empty or too long; what a
@@ -52,17 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatune.generation.inputs import GenerationOptions, check_options, find_model
 
-    options = GenerationOptions(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
-        system=args.system,
-        raw=args.raw,
-        enable_thinking=args.enable_thinking,
-    )
+    options = GenerationOptions(**{each.name: getattr(args, each.name) for each in fields(GenerationOptions)})
     check_options(options)  # before the seconds that loading takes
 
     folder = find_model(_model_dir(args))

@@ -82,7 +82,7 @@ def _run(words: list[str]) -> int:
         raise _unknown_verb(words[0], list(verbs))
     inner = _verbs_of(verbs[words[0]]) if words[0] in verbs else []
     if inner and len(words) > 1 and not words[1].startswith("-") and words[1] not in inner:
-        raise _unknown_inner_verb(words[0], words[1], inner)
+        raise _unknown_verb(words[1], inner, parent=words[0])
     arguments, unknown = parser.parse_known_args(words)
     if hasattr(arguments, "words"):
         # Settings, which the verb reads itself: argparse would take flags out of their order.
@@ -111,27 +111,17 @@ def _refusal(what: str, where: str = "", why: str = "", fix: str = "") -> Megatu
     return MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
 
 
-def _unknown_verb(word: str, verbs: list[str]) -> MegatuneError:
-    if word in _NOT_BUILT:
+def _unknown_verb(word: str, verbs: list[str], parent: str = "") -> MegatuneError:
+    """Say what a word could be in place of a verb, or of a verb of the verb `parent`."""
+    if word in _NOT_BUILT and not parent:
         return _refusal("not built yet", f"megatune {word}", _NOT_BUILT[word], "`megatune --help` lists what is built")
+    before = f"megatune {parent}".rstrip()
     if word.endswith((".yaml", ".yml")):
-        return _refusal(f"{word!r} is a settings file, not a verb", fix=f"megatune train {word}")
-    near = difflib.get_close_matches(word, [*verbs, *_NOT_BUILT], n=1, cutoff=0.5)
-    return _refusal(
-        f"unknown verb {word!r}",
-        fix=f"did you mean `megatune {near[0]}`?" if near else f"one of: {', '.join(verbs)}",
-    )
-
-
-def _unknown_inner_verb(verb: str, word: str, inner: list[str]) -> MegatuneError:
-    if word.endswith((".yaml", ".yml")):
-        return _refusal(f"{word!r} is a settings file, not a verb", fix=f"megatune {verb} {inner[0]} {word}")
-    near = difflib.get_close_matches(word, inner, n=1, cutoff=0.5)
-    return _refusal(
-        f"unknown verb {word!r}",
-        f"megatune {verb}",
-        fix=f"did you mean `megatune {verb} {near[0]}`?" if near else f"one of: {', '.join(inner)}",
-    )
+        fix = f"{before} {verbs[0] if parent else 'train'} {word}"
+        return _refusal(f"{word!r} is a settings file, not a verb", fix=fix)
+    near = difflib.get_close_matches(word, verbs if parent else [*verbs, *_NOT_BUILT], n=1, cutoff=0.5)
+    fix = f"did you mean `{before} {near[0]}`?" if near else f"one of: {', '.join(verbs)}"
+    return _refusal(f"unknown verb {word!r}", before if parent else "", fix=fix)
 
 
 def _verbs_of(parser: argparse.ArgumentParser) -> list[str]:
@@ -158,10 +148,8 @@ def _internal(error: Exception) -> str:
         return text.rstrip()
     line = " ".join(f"{type(error).__name__}: {error}".split())
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="megatune-", suffix=".txt", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
+        with tempfile.NamedTemporaryFile("wb", prefix="megatune-", suffix=".txt", delete=False) as file:
+            file.write(text.encode())
     except OSError:
         return f"internal error: {line} (MEGATUNE_DEBUG=1 shows the traceback)"
     return f"internal error: {line}\n    traceback in {file.name}; MEGATUNE_DEBUG=1 shows it here"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from megatune.errors import Finding
 
 if TYPE_CHECKING:
-    from megatune.config.arguments import Arguments
     from megatune.config.dialects.dialect import Dialect
+    from megatune.config.entry import Arguments
 
 
 def split_words(
@@ -25,7 +25,7 @@ def split_words(
         add_options: declares the verb's flags.
         dialect: knows the keys of settings.
     """
-    from megatune.config.arguments import split_arguments
+    from megatune.config.entry import split_arguments
 
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_options(options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatune.config.arguments import Arguments
+from megatune.config.entry import Arguments
 from megatune.config.rules import PLAN_RULES
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError

@@ -52,9 +52,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
-    from megatune.config.arguments import split_arguments
-    from megatune.config.load import load
-    from megatune.config.resolved import dump
+    from megatune.config.entry import split_arguments
+    from megatune.config.load import dump, load
     from megatune.launch.devices import count_gpus
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks

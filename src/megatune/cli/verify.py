@@ -78,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
     settings, world = _checked(loaded, architecture, args)
     against = None if other is None else _checked(other, architecture, args)
 
-    from megatune.verify.report import show
-    from megatune.verify.run import verify_layout, verify_layouts
+    from megatune.verify.run import RanksFailed, show, verify_layout, verify_layouts
     from megatune.verify.samples import random_samples, uneven_lengths
 
     lengths = uneven_lengths(args.samples, args.length)
@@ -89,16 +88,19 @@ def run(args: argparse.Namespace) -> int:
     precision, rows = settings.precision.params_dtype, f"{args.samples} rows of {min(lengths)} to {max(lengths)} tokens"
     model_dir = model.fetch()
     print(f"{name}: {described}, {precision}, {rows}", flush=True)
-    if against is None:
-        verdict = verify_layout(model_dir, settings, samples, world)
-    else:
-        verdict = verify_layouts(model_dir, settings, world, *against, samples)
-    return show(verdict, verbose=args.verbose) if verdict.exit_code == ExitCode.DONE else verdict.exit_code
+    try:
+        if against is None:
+            verdict = verify_layout(model_dir, settings, samples, world)
+        else:
+            verdict = verify_layouts(model_dir, settings, world, *against, samples)
+    except RanksFailed as failed:
+        return int(failed.args[0])
+    return show(verdict, verbose=args.verbose)
 
 
 def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
     """Return the checkpoint, the layout, and the one to compare it with."""
-    from megatune.config.arguments import split_arguments
+    from megatune.config.entry import split_arguments
     from megatune.config.load import load
 
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -124,7 +126,7 @@ def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
 
 def _read_against(text: str, first: Settings) -> Loaded:
     """The other layout; it shares the precision and the tokens of the first one."""
-    from megatune.config.arguments import split_arguments
+    from megatune.config.entry import split_arguments
     from megatune.config.load import load
 
     try:
@@ -166,14 +168,10 @@ def _not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
         "moe_expert_capacity_factor": experts.moe_expert_capacity_factor is not None,
         "moe_router_load_balancing_type": experts.moe_router_load_balancing_type == "sinkhorn",
     }
-    for name, differs in asked.items():
-        if differs:
-            yield Finding(
-                f"{name} {getattr(experts, name)} changes the numbers",
-                loaded.origins[f"experts.{name}"],
-                "Transformers computes the language-model loss alone, and every expert takes all tokens sent to it",
-                f"remove {name}, or compare with another layout that has it, too: --against",
-            )
+    why = "Transformers computes the language-model loss alone, and every expert takes all tokens sent to it"
+    for name in (name for name, differs in asked.items() if differs):
+        what, where = f"{name} {getattr(experts, name)} changes the numbers", loaded.origins[f"experts.{name}"]
+        yield Finding(what, where, why, f"remove {name}, or compare with another layout that has it, too: --against")
 
 
 def _world(settings: Settings) -> World:
@@ -182,17 +180,11 @@ def _world(settings: Settings) -> World:
     from megatune.launch.devices import count_gpus
     from megatune.launch.world import decide_world
 
-    world = decide_world(
-        settings.parallel.smallest_world,
-        num_processes=settings.run.num_processes,
-        num_devices=count_gpus(),
-        env=os.environ,
-    )
+    asked, smallest = settings.run.num_processes, settings.parallel.smallest_world
+    world = decide_world(smallest, num_processes=asked, num_devices=count_gpus(), env=os.environ)
     if world.nnodes > 1:
-        raise MegatuneError(
-            Finding(f"NNODES={world.nnodes}", "environment", "verify runs on one machine", "leave NNODES out"),
-            ExitCode.SETTINGS,
-        )
+        finding = Finding(f"NNODES={world.nnodes}", "environment", "verify runs on one machine", "leave NNODES out")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
     return world
 
 

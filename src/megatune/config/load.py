@@ -1,4 +1,7 @@
-"""Reads settings from a file, overrides and flags, through a dialect, and reports everything that is wrong at once."""
+"""Reads settings from a file, overrides and flags, through a dialect, and reports everything that is wrong at once.
+
+Those of a run are written as run.yaml: all of them, each with where it came from, to be read again.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatune.architecture import Architecture
-from megatune.config.arguments import read_flags, read_overrides
 from megatune.config.dialects.dialect import ACCUMULATION, Dialect, GlobalBatchSize
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.entry import SettingEntry, read_file
-from megatune.config.rules import DATA_RULES, RULES, check
+from megatune.config.entry import SettingEntry, read_file, read_flags, read_overrides
+from megatune.config.rules import RULES, check
+from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.rules.problem import Rule, either, multiples_around
-from megatune.config.setting import Group, SettingInfo
-from megatune.config.settings import GROUPS, Settings, all_settings
-from megatune.config.values import coerce, shown
+from megatune.config.setting import Group
+from megatune.config.settings import GROUPS, Settings, all_settings, setting_value
+from megatune.config.values import coerce, nearest_valid, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
+
+_ORIGIN_COLUMN = 52  # of run.yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +82,12 @@ class Loaded:
         settings = _with_accumulation(settings, asked // rows)
         return replace(self, rows=rows, settings=settings, invalid=self.invalid - {ACCUMULATION})
 
-    def check(self, architecture: Architecture | None = None, world_size: int | None = None) -> list[Finding]:
+    def check(
+        self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES
+    ) -> list[Finding]:
         """Return all that is wrong, `findings` and what rules find, in the order of the file's lines."""
         loaded = self.for_world(world_size)
-        return sorted([*loaded.findings, *loaded.check_rules(architecture, world_size)], key=_line)
+        return sorted([*loaded.findings, *loaded.check_rules(architecture, world_size, rules=rules)], key=_line)
 
     def check_rules(
         self,
@@ -114,25 +121,17 @@ class Loaded:
     def _own(self) -> list[str]:
         return [path for path, entry in self.entries.items() if entry.key == all_settings()[path].name]
 
-    def require_valid(self, architecture: Architecture | None = None, world_size: int | None = None) -> Settings:
+    def require_valid(
+        self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES
+    ) -> Settings:
         """Return the settings if nothing is wrong with them.
 
         Raises:
             MegatuneError: with all findings (exit 64).
         """
-        if findings := self.check(architecture, world_size):
+        if findings := self.check(architecture, world_size, rules):
             raise MegatuneError(findings, ExitCode.SETTINGS)
         return self.for_world(world_size).settings
-
-    def require_valid_data(self) -> Settings:
-        """Return the settings if nothing is wrong with single ones or with what says how rows are made.
-
-        Raises:
-            MegatuneError: with all findings (exit 64).
-        """
-        if findings := sorted([*self.findings, *self.check_rules(rules=DATA_RULES)], key=_line):
-            raise MegatuneError(findings, ExitCode.SETTINGS)
-        return self.settings
 
 
 def load(
@@ -163,6 +162,25 @@ def load(
         reading.findings += findings
         reading.add(entries, last_wins=True)
     return reading.finish()
+
+
+def dump(settings: Settings, origins: Mapping[str, str]) -> str:
+    """Write every setting as a line of YAML under its own name, with a comment that says where it came from.
+
+    Those that would be refused where they are written, because they are not built, are left out.
+
+    Args:
+        origins: "group.name" -> "run.yaml:7", "override", "flag" or "default"; what is missing counts as default.
+    """
+    lines: list[str] = []
+    for path, info in all_settings().items():
+        value = setting_value(settings, path)
+        if f"# {info.group}" not in lines:
+            lines += ["", f"# {info.group}"] if lines else [f"# {info.group}"]
+        if info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value):
+            line = f"{info.name}: {shown(value, quoted=True)}"
+            lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {' '.join(origins.get(path, 'default').split())}")
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(slots=True)
@@ -273,26 +291,6 @@ def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
     near = difflib.get_close_matches(entry.key.lower(), dialect.names, n=1, cutoff=0.6)
     fix = f"did you mean {near[0]}?" if near else "remove it; `megatune explain --all` lists every setting"
     return Finding(f"unknown setting {entry.key!r}", entry.where, fix=fix)
-
-
-def nearest_valid(value: Any, info: SettingInfo) -> Any:
-    """Return the valid value nearest to one that is not, or None where none is near."""
-    if info.choices and isinstance(value, str):
-        near = difflib.get_close_matches(value.lower(), [str(choice) for choice in info.choices], n=1, cutoff=0.5)
-        return near[0] if near else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not info.kinds & {int, float}:
-        return None
-    whole = int in info.kinds
-    lowest, highest = info.bounds.get("ge"), info.bounds.get("le")
-    if whole and "gt" in info.bounds:
-        lowest = info.bounds["gt"] + 1
-    if whole and "lt" in info.bounds:
-        highest = info.bounds["lt"] - 1
-    if lowest is not None and value < lowest:
-        return lowest
-    if highest is not None and value > highest:
-        return highest
-    return round(value) if whole and value == value and abs(value) != float("inf") else None
 
 
 def _line(finding: Finding) -> float:

@@ -49,21 +49,7 @@ def _chunks(
     counted: tuple[bool, bool],
     num_layers: int,
 ) -> tuple[PipelineChunk, ...]:
-    if layout is not None:
-        chunks = parse_layout(layout)
-        found = sum(chunk.num_layers for chunk in chunks)
-        if found != num_layers:
-            raise ValueError(f"it has {found} layers, the model {num_layers}")
-        return tuple(chunks)
-    counts = _share_of_stages(pp, vpp, ends, counted, num_layers)
-    last = len(counts) - 1
-    return tuple(PipelineChunk(count, index == 0, index == last) for index, count in enumerate(counts))
-
-
-def _share_of_stages(
-    pp: int, vpp: int, ends: tuple[int | None, int | None], counted: tuple[bool, bool], num_layers: int
-) -> list[int]:
-    """Count the layers of each chunk, where no layout is written out.
+    """Cut the model into chunks.
 
     Shares that are not whole go up in the chunks before the last and down from it: the last one computes the loss.
 
@@ -71,6 +57,12 @@ def _share_of_stages(
         ends: layers asked for in the first and in the last stage.
         counted: whether the embedding and the loss take the place of a layer each.
     """
+    if layout is not None:
+        chunks = parse_layout(layout)
+        found = sum(chunk.num_layers for chunk in chunks)
+        if found != num_layers:
+            raise ValueError(f"it has {found} layers, the model {num_layers}")
+        return tuple(chunks)
     counts: list[int | None] = [None] * (pp * vpp)
     for stage, asked in zip((0, -1), ends, strict=True):
         if asked is None:
@@ -93,7 +85,8 @@ def _share_of_stages(
         raise ValueError(f"{num_layers} layers leave some of {len(layers)} parts without one")
     layers[0] -= embedding
     layers[-1] -= loss
-    return layers
+    last = len(layers) - 1
+    return tuple(PipelineChunk(count, index == 0, index == last) for index, count in enumerate(layers))
 
 
 def parse_layout(text: str) -> list[PipelineChunk]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -39,26 +44,24 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Group(BaseModel):
-    """Settings of one concern. Frozen and strict: values arrive with the right type, or not at all."""
+    """Settings of one concern. Frozen and strict: values arrive with the right type, or not at all.
+
+    A setting is a field with a docstring below it. Its annotation has the type, choices as a Literal, and in Annotated
+    a number's range, a Field, and unit: what it counts ("tokens", "seconds", "steps"). The docstring says what it is,
+    and after "How: " and "When: " how it works, and when to change it and to what: one to three plain sentences each.
+    "- CHOICE: " is followed by what a choice does. What a setting costs is planned, not written.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-def setting(default: Any, *, advice: str, how: str, when: str, values: Mapping[str, str] | None = None) -> Any:
-    """Declare a setting of a `Group`.
+class SettingTexts(NamedTuple):
+    """What a setting is, how it works, when to change it, and what each choice does, by the choice in YAML."""
 
-    Its annotation has the type, choices as a Literal, and in Annotated a number's range, a Field, and unit: what it
-    counts ("tokens", "seconds", "steps").
-
-    Args:
-        default: the value when the user says nothing.
-        advice: one to three plain sentences: what it is.
-        how: one to three more: how it works.
-        when: one to three more: when to change it, and to what. What it costs is planned, not written.
-        values: what each choice of a Literal does, without a full stop.
-    """
-    texts: Any = {"how": how, "when": when, "values": dict(values or {})}
-    return Field(default, description=advice, json_schema_extra=texts)
+    what: str
+    how: str
+    when: str
+    values: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,7 @@ class SettingInfo:
         items: the type of a list's items: str, int or float.
         choices: the values of a Literal, () for an open type.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
-        advice, how, when: what it is, how it works, when to change it.
-        values: what each choice does, by the choice as YAML writes it.
+        model: the group that declares it.
     """
 
     path: str
@@ -83,10 +85,7 @@ class SettingInfo:
     bounds: Mapping[str, float]
     default: Any
     unit: str
-    advice: str
-    how: str
-    when: str
-    values: Mapping[str, str]
+    model: type[Group]
 
     @property
     def group(self) -> str:
@@ -114,9 +113,13 @@ class SettingInfo:
         return words["comma"].join((said, *limits, *([words["null"]] if self.optional else ())))
 
     @property
+    def texts(self) -> SettingTexts:
+        return _texts(self.model)[self.name]
+
+    @property
     def digest(self) -> str:
         """Of all texts, 8 hex digits: a translation names it, and shows so that it is of these very texts."""
-        texts = (self.advice, self.how, self.when, *(part for value in self.values.items() for part in value))
+        texts = (*self.texts[:3], *(part for value in self.texts.values.items() for part in value))
         return hashlib.blake2b("\0".join(texts).encode(), digest_size=4).hexdigest()
 
 
@@ -141,7 +144,6 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
             elif member is not type(None):
                 kinds.add(origin)
                 items = literal if origin is list else items
-        extra: Any = field.json_schema_extra
         yield SettingInfo(
             path=f"{group}.{name}",
             kinds=frozenset(kinds),
@@ -151,6 +153,20 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
             bounds={name: getattr(note, name) for note in notes for name in _RANGE if hasattr(note, name)},
             default=field.get_default(call_default_factory=False),
             unit=next((note for note in notes if isinstance(note, str)), ""),
-            advice=field.description or "",
-            **extra,
+            model=model,
         )
+
+
+@cache
+def _texts(model: type[Group]) -> dict[str, SettingTexts]:
+    """Read the docstrings of a group's fields from its source. It takes milliseconds, so only where one is needed."""
+    (declared,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(declared, ast.ClassDef)
+    found: dict[str, SettingTexts] = {}
+    for field, below in pairwise(declared.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            doc = re.sub(r"\n(?!How: |When: |- )", " ", inspect.cleandoc(ast.literal_eval(below.value)))
+            what, how, when, *values = doc.split("\n")
+            choices = dict(value.removeprefix("- ").split(": ", 1) for value in values)
+            found[ast.unparse(field.target)] = SettingTexts(what, how[5:], when[6:], choices)
+    return found

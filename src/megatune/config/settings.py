@@ -7,11 +7,10 @@ from typing import Any
 
 from pydantic import Field
 
-from megatune.config.groups.batch import BatchSettings
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.experts import ExpertSettings
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.groups.optimizer import OptimizerSettings, PrecisionSettings
+from megatune.config.groups.optimizer import BatchSettings, OptimizerSettings, PrecisionSettings
 from megatune.config.groups.output import CheckpointSettings, EvaluationSettings, LoggingSettings
 from megatune.config.groups.parallel import ParallelSettings
 from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -163,17 +164,46 @@ def _texts(value: Value) -> Iterator[Any]:
         yield value.data
 
 
-def shown(value: Any) -> str:
-    """Show a value as people write it in YAML, text without quotes."""
+def nearest_valid(value: Any, info: SettingInfo) -> Any:
+    """Return the valid value nearest to one that is not, or None where none is near."""
+    if info.choices and isinstance(value, str):
+        near = difflib.get_close_matches(value.lower(), [str(choice) for choice in info.choices], n=1, cutoff=0.5)
+        return near[0] if near else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not info.kinds & {int, float}:
+        return None
+    whole = int in info.kinds
+    lowest, highest = info.bounds.get("ge"), info.bounds.get("le")
+    if whole and "gt" in info.bounds:
+        lowest = info.bounds["gt"] + 1
+    if whole and "lt" in info.bounds:
+        highest = info.bounds["lt"] - 1
+    if lowest is not None and value < lowest:
+        return lowest
+    if highest is not None and value > highest:
+        return highest
+    return round(value) if whole and value == value and abs(value) != float("inf") else None
+
+
+def shown(value: Any, *, quoted: bool = False) -> str:
+    """Show a value in one line as people write it in YAML.
+
+    Args:
+        quoted: quote text that YAML would read as something else, so that `parse` gives the same value.
+    """
     match value:
         case None:
             return "null"
         case bool():
             return "true" if value else "false"
         case list() | tuple():
-            return f"[{', '.join(map(shown, value))}]"
+            return f"[{', '.join(shown(item, quoted=quoted) for item in value)}]"
         case dict():
-            return f"{{{', '.join(f'{key}: {shown(item)}' for key, item in value.items())}}}"
+            pairs = (f"{shown(str(key), quoted=quoted)}: {shown(item, quoted=quoted)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        case str() if quoted and not (re.fullmatch(r"[A-Za-z_./][\w./-]*", value) and parse(value).data == value):
+            return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).rstrip("\n")
         case str():
             return value or '""'
+        case float() if quoted:
+            return repr(value).replace("inf", ".inf").replace("nan", ".nan")
     return str(value)

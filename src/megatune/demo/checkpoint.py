@@ -8,13 +8,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatune.demo.config import config_arguments
 from megatune.demo.family import DemoFamily, demo_family
-from megatune.demo.sizes import ModelSizes, check_sizes
+from megatune.demo.sizes import ATTENTION_BIAS, ModelSizes, check_sizes
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -22,15 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """What was written.
+ROPE_STRETCH = 8.0  # how much longer the model reads than it was "pretrained" to, as in Llama 3.1
 
-    Attributes:
-        num_parameters: elements of all tensors in the checkpoint; a tied output layer counts once.
-        vocab_size: rows of the word embedding.
-        num_bytes: of the weight files.
-    """
+
+class CheckpointSummary(NamedTuple):
+    """Elements of all tensors, a tied output layer once, rows of the word embedding, and bytes of the weight files."""
 
     num_parameters: int
     vocab_size: int
@@ -95,7 +89,7 @@ def _random_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.for_model(family.model_type, **config_arguments(family, sizes, tokenizer))
+    config = AutoConfig.for_model(family.model_type, **_config_arguments(family, sizes, tokenizer))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -114,12 +108,80 @@ def _random_model(
     return model.to(getattr(torch, sizes.dtype))
 
 
+def _config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Return arguments of Transformers' configuration class."""
+    arguments = {
+        "num_hidden_layers": sizes.num_layers,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.ffn_hidden_size,
+        "num_attention_heads": sizes.num_attention_heads,
+        "num_key_value_heads": sizes.num_query_groups,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
+        "max_position_embeddings": sizes.max_position_embeddings,
+        "tie_word_embeddings": sizes.tie_word_embeddings,
+        "rope_parameters": _rope_parameters(family, sizes),
+        "rms_norm_eps": family.norm_epsilon,
+        # Wide enough that attention is far from uniform: a wrong rotary embedding must show in the logits.
+        "initializer_range": sizes.hidden_size**-0.5,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": sizes.dtype,
+    }
+    if family.model_type in ATTENTION_BIAS:
+        arguments["attention_bias"] = sizes.attention_bias
+    if family.model_type == "llama":
+        arguments["mlp_bias"] = sizes.mlp_bias
+    if family.has_latent_attention:
+        # Latents that are no wider than they must be to differ from everything else.
+        arguments |= {"q_lora_rank": sizes.hidden_size // 2 + 4, "kv_lora_rank": sizes.hidden_size // 2}
+        arguments |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), sizes.head_dim)
+    if family.has_experts:
+        arguments |= _experts(family.model_type, sizes)
+    return arguments
+
+
+def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
+    stretch = {
+        "factor": ROPE_STRETCH,
+        "original_max_position_embeddings": int(sizes.max_position_embeddings / ROPE_STRETCH),
+    }
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": family.rope_theta}
+    if family.llama3_rope_scaling:
+        parameters |= {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **stretch}
+    if family.has_latent_attention:
+        parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+        parameters |= stretch
+    return parameters
+
+
+def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
+    # Families with experts have defaults.
+    num_experts, topk, ffn = sizes.num_experts or 0, sizes.router_topk or 0, sizes.moe_ffn_hidden_size or 0
+    match model_type:
+        case "qwen2_moe":
+            own = {"num_experts": num_experts, "shared_expert_intermediate_size": 2 * ffn}
+        case "qwen3_moe":
+            own = {"num_experts": num_experts, "norm_topk_prob": True}
+        case "mixtral":
+            return {"num_local_experts": num_experts, "num_experts_per_tok": topk, "intermediate_size": ffn}
+        case _:
+            # Four groups of two experts or more, of which two are chosen, where that leaves enough to choose from.
+            grouped = num_experts % 4 == 0 and num_experts >= max(8, 2 * topk)
+            own = {
+                "n_routed_experts": num_experts,
+                "n_shared_experts": 1,
+                "n_group": 4 if grouped else 1,
+                "topk_group": 2 if grouped else 1,
+                "first_k_dense_replace": 1,
+                "num_nextn_predict_layers": 0,
+            }
+    return {"num_experts_per_tok": topk, "moe_intermediate_size": ffn, **own}
+
+
 def _write(
-    output: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    tokenizer_class: str,
-    max_shard_size: str,
+    output: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokenizer_class: str, max_shard_size: str
 ) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = output.with_name(f".{output.name}.{os.getpid()}.part")
@@ -137,7 +199,7 @@ def _write(
 
 
 def _publish_tokenizer_config(folder: Path, tokenizer_class: str) -> None:
-    """Brings tokenizer_config.json to its published form: the family's class, and no token for the unknown.
+    """Bring tokenizer_config.json to its published form: the family's class, and no token for the unknown.
 
     Left out, unk_token would be Qwen2Tokenizer's default, added above the vocabulary where a family lacks it.
     """

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
-@dataclass(frozen=True, slots=True)
-class SpecialToken:
-    """One token above the byte-pair vocabulary.
-
-    Attributes:
-        text: the token.
-        special: whether `skip_special_tokens` drops it; published tokenizers keep markup such as <think> visible.
-    """
+class SpecialToken(NamedTuple):
+    """A token above the byte-pair vocabulary. `skip_special_tokens` drops special ones, but not <think> and such."""
 
     text: str
     special: bool = True
@@ -223,10 +218,6 @@ def demo_family(name: str) -> DemoFamily:
     if name in FAMILIES:
         return FAMILIES[name]
     nearest = difflib.get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.4)
-    finding = Finding(
-        what=f"unknown demo family '{name}'",
-        where="--family",
-        why=f"the demo families are {', '.join(FAMILIES)}",
-        fix=f"--family {nearest[0] if nearest else 'qwen3'}",
-    )
+    what, why = f"unknown demo family '{name}'", f"the demo families are {', '.join(FAMILIES)}"
+    finding = Finding(what, "--family", why, f"--family {nearest[0] if nearest else 'qwen3'}")
     raise MegatuneError(finding, ExitCode.SETTINGS)

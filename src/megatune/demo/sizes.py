@@ -134,11 +134,9 @@ def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
         yield Finding(f"{groups} key/value heads are not {heads}", "--kv_heads", why, "leave it out")
     elif heads % groups:
         nearest = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - groups))
-        what, why = (
-            f"{groups} key/value heads do not divide {heads} heads",
-            "every key/value head serves the same number",
-        )
-        yield Finding(what, "--kv_heads", f"{why} of query heads", f"--kv_heads {nearest}")
+        what = f"{groups} key/value heads do not divide {heads} heads"
+        why = "every key/value head serves the same number of query heads"
+        yield Finding(what, "--kv_heads", why, f"--kv_heads {nearest}")
     # Transformers refuses it for llama whatever head_dim is, and readers of qwen2 derive head_dim from it.
     if hidden % heads and not family.wide_heads:
         nearest = max(1, round(hidden / heads)) * heads
@@ -154,11 +152,8 @@ def _not_in_family(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
         why = f"the dtypes are {', '.join(DTYPES)}"
         yield Finding(f"unknown dtype '{sizes.dtype}'", "--dtype", why, f"--dtype {nearest}")
     if sizes.attention_bias and family.model_type not in ATTENTION_BIAS:
-        what, why = (
-            f"attention_bias is not an option of {family.model_type}",
-            f"only {', '.join(ATTENTION_BIAS)} have it",
-        )
-        yield Finding(what, "--attention_bias", why, "leave it out")
+        what = f"attention_bias is not an option of {family.model_type}"
+        yield Finding(what, "--attention_bias", f"only {', '.join(ATTENTION_BIAS)} have it", "leave it out")
     if sizes.mlp_bias and family.model_type != "llama":
         what, fix = f"mlp_bias is not an option of {family.model_type}", "leave it out, or use --family llama"
         yield Finding(what, "--mlp_bias", "only llama has it", fix)

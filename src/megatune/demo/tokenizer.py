@@ -60,7 +60,7 @@ def make_tokenizer(family: DemoFamily, vocab_size: int = 2000) -> PreTrainedToke
 
 
 def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     if family.nfc:
@@ -71,7 +71,7 @@ def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size - len(family.added_tokens),
         min_frequency=2,
         show_progress=False,
-        initial_alphabet=_byte_alphabet(),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(demo_texts(), trainer)
     # Published vocabularies have their added tokens above the merges, so they come after training, not before.
@@ -82,14 +82,8 @@ def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _byte_alphabet() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return sorted(ByteLevel.alphabet())
-
-
 def _pre_tokenizer(digits_per_token: int) -> PreTokenizer:
-    """Split text into words as GPT-4-style tokenizers do, then writes each word as bytes."""
+    """Split text into words as GPT-4-style tokenizers do, then write each word as bytes."""
     from tokenizers import Regex, pre_tokenizers
 
     digits = r"\p{N}" if digits_per_token == 1 else rf"\p{{N}}{{1,{digits_per_token}}}"
@@ -110,13 +104,10 @@ def _post_processor(family: DemoFamily, tokenizer: Tokenizer) -> PostProcessor:
     """Put bos_token in front of encoded text, in families that have one."""
     from tokenizers import processors
 
-    byte_level = processors.ByteLevel(trim_offsets=False)
-    bos = family.bos_token
+    byte_level, bos = processors.ByteLevel(trim_offsets=False), family.bos_token
     if bos is None:
         return byte_level
     template = processors.TemplateProcessing(
-        single=f"{bos} $A",
-        pair=f"{bos} $A {bos} $B:1",
-        special_tokens=[(bos, tokenizer.token_to_id(bos))],
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))]
     )
     return processors.Sequence([byte_level, template])

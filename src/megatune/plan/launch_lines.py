@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.resolved import dump
+from megatune.config.load import dump
 from megatune.config.settings import Settings, all_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatune.config.arguments import Arguments
+from megatune.config.entry import Arguments
 from megatune.config.load import Loaded, load
 from megatune.config.rules import finetuning
 from megatune.config.settings import Settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,14 +48,20 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One compared quantity.
+    """One compared quantity, or what one place of the model puts out.
 
-    `name` is "logits", "loss", "gradient" for all of it, or a parameter's Hugging Face name for its own.
+    Attributes:
+        name: "logits", "loss", "gradient" for all of it, a parameter's Hugging Face name for its own, or a place.
+        error: of a place relative L2 over all tokens of all samples; of a place's gradients the worst weight's.
+        worst: sample and token, both from 0, that most of a place's error is in; None where that is not known.
+        moved: tokens that a router sends to other experts; 0 elsewhere.
     """
 
     name: str
     error: float
     tolerance: float
+    worst: tuple[int, int] | None = None
+    moved: int = 0
 
     @property
     def passes(self) -> bool:
@@ -120,12 +125,25 @@ def relative(gap: float, size: float) -> float:
 
 
 def judge(errors: Errors, stock: Errors | None = None) -> list[Difference]:
-    """Every quantity beside what its error may be.
+    """Return every quantity beside what its error may be.
 
     Args:
         stock: the errors of Transformers where 16 bits are computed in, None for fp32.
     """
-    return list(_judge_fp32(errors) if stock is None else _judge_sixteen_bits(errors, stock))
+    if stock is None:
+        logits, loss, gradient = LOGITS_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE
+        tolerances = dict.fromkeys(errors.gradients, GRADIENT_TOLERANCE)
+    else:
+        # A mean loss is right by chance more often than logits are, so its own error in Transformers is no measure.
+        logits, loss = SIXTEEN_BIT_ROOM * stock.logits, SIXTEEN_BIT_ROOM * stock.loss_reach
+        gradient = SIXTEEN_BIT_ROOM * stock.gradient
+        tolerances = {name: SIXTEEN_BIT_PARAMETER_ROOM * stock.gradients.get(name, 0.0) for name in errors.gradients}
+    return [
+        Difference("logits", errors.logits, logits),
+        Difference("loss", errors.loss, loss),
+        Difference(WHOLE_GRADIENT, errors.gradient, gradient),
+        *(Difference(name, error, tolerances[name]) for name, error in errors.gradients.items()),
+    ]
 
 
 def judge_alike(errors: Errors, others: Errors) -> list[Difference]:
@@ -133,20 +151,3 @@ def judge_alike(errors: Errors, others: Errors) -> list[Difference]:
     other by more than it may err more than Transformers. Shown are the larger error and what the smaller one allows."""
     pairs = zip(judge(errors, others), judge(others, errors), strict=True)
     return [max(pair, key=lambda one: one.error) for pair in pairs]
-
-
-def _judge_fp32(errors: Errors) -> Iterator[Difference]:
-    yield Difference("logits", errors.logits, LOGITS_TOLERANCE)
-    yield Difference("loss", errors.loss, LOSS_TOLERANCE)
-    yield Difference(WHOLE_GRADIENT, errors.gradient, GRADIENT_TOLERANCE)
-    for name, error in errors.gradients.items():
-        yield Difference(name, error, GRADIENT_TOLERANCE)
-
-
-def _judge_sixteen_bits(errors: Errors, stock: Errors) -> Iterator[Difference]:
-    yield Difference("logits", errors.logits, SIXTEEN_BIT_ROOM * stock.logits)
-    # A mean loss is right by chance more often than logits are, so its own error in Transformers is no measure.
-    yield Difference("loss", errors.loss, SIXTEEN_BIT_ROOM * stock.loss_reach)
-    yield Difference(WHOLE_GRADIENT, errors.gradient, SIXTEEN_BIT_ROOM * stock.gradient)
-    for name, error in errors.gradients.items():
-        yield Difference(name, error, SIXTEEN_BIT_PARAMETER_ROOM * stock.gradients.get(name, 0.0))

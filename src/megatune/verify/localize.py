@@ -1,42 +1,38 @@
-"""Where a difference arises: the first place whose output differs, or the last one whose gradient does."""
+"""Where a difference arises: the first place whose output differs, or the last one whose gradient does.
+
+Places of a decoder have one name on both sides. Layers count from 0, as in the names of weights.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatune.verify.compare import SIXTEEN_BIT_PARAMETER_ROOM, WHOLE_GRADIENT, Difference, relative
 from megatune.verify.numbers import Trace
-from megatune.verify.places import LOGITS, LOSS, forward_order, place_of_weight, sparse_layers
+
+EMBEDDING = "embedding"
+FINAL_NORM = "final norm"
+LOGITS = "logits"
+LOSS = "loss"
+HEAD = "head"
+
+# A name, a module, and what to take of its output: hidden states, or what a router says of each token.
+Place = tuple[str, nn.Module, Callable[[Any], Tensor]]
+
+_IN_LAYER = ("attention", "router", "experts", "MLP")
+_LAYER = re.compile(r"layer (\d+) (.+)")
+_ENDS = (FINAL_NORM, HEAD, LOGITS, LOSS)
 
 # fp32, relative L2 of all tokens: another order of the same sums. One wrong token in a thousand makes 3e-2.
 PLACE_TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceError:
-    """How far one place's output is from the truth.
-
-    Attributes:
-        place: as in `verify.places`.
-        error: relative L2 over all tokens of all samples; of gradients the worst weight's.
-        worst: sample and token, both from 0, that most of the error is in; None where that is not known.
-        moved: tokens that a router sends to other experts; 0 elsewhere.
-    """
-
-    place: str
-    error: float
-    tolerance: float
-    worst: tuple[int, int] | None = None
-    moved: int = 0
-
-    @property
-    def passes(self) -> bool:
-        return self.error <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +44,11 @@ class Location:
         in_gradients: the errors are those of gradients.
     """
 
-    places: tuple[PlaceError, ...]
+    places: tuple[Difference, ...]
     in_gradients: bool
 
     @property
-    def first(self) -> PlaceError | None:
+    def first(self) -> Difference | None:
         """The first place that differs; None where all agree as far as they can be looked at."""
         return next((place for place in self.places if not place.passes), None)
 
@@ -75,14 +71,14 @@ def locate(
             better, worse = (found, other) if alike and found.error < other.error else (other, found)
             found = replace(worse, tolerance=SIXTEEN_BIT_PARAMETER_ROOM * better.error)
         places.append(found)
-    places += [PlaceError(one.name, one.error, one.tolerance) for one in differences if one.name in (LOGITS, LOSS)]
+    places += [one for one in differences if one.name in (LOGITS, LOSS)]
     forward = Location(tuple(places), in_gradients=False)
     return forward if forward.first is not None else Location(_gradients(differences), in_gradients=True)
 
 
-def _compare(computed: Trace, truth: Trace, place: str) -> PlaceError:
+def _compare(computed: Trace, truth: Trace, place: str) -> Difference:
     if place not in computed.places or place not in truth.places:
-        return PlaceError(place, math.inf, PLACE_TOLERANCE)
+        return Difference(place, math.inf, PLACE_TOLERANCE)
     gap, size, most, worst, moved = 0.0, 0.0, 0.0, None, 0
     for sample in range(truth.num_samples):
         expected, output = truth.output(sample, place).double(), computed.output(sample, place).double()
@@ -91,25 +87,91 @@ def _compare(computed: Trace, truth: Trace, place: str) -> PlaceError:
         if of_tokens.max().item() > most:
             most, worst = of_tokens.max().item(), (sample, int(of_tokens.argmax()))
         if place.endswith("router"):
-            moved += _moved(output, expected)
-    return PlaceError(place, relative(math.sqrt(gap), math.sqrt(size)), PLACE_TOLERANCE, worst, moved)
+            # [s, experts]: the weight of each expert, 0 where it is not chosen.
+            moved += int(torch.any((output != 0) != (expected != 0), -1).sum())
+    return Difference(place, relative(math.sqrt(gap), math.sqrt(size)), PLACE_TOLERANCE, worst, moved)
 
 
-def _moved(weights: Tensor, expected: Tensor) -> int:
-    """Return tokens whose experts differ. A router says [s, experts]: the weight of each expert, 0 where it is not
-    chosen."""
-    return int(torch.any((weights != 0) != (expected != 0), -1).sum())
-
-
-def _gradients(differences: Sequence[Difference]) -> tuple[PlaceError, ...]:
+def _gradients(differences: Sequence[Difference]) -> tuple[Difference, ...]:
     """Return the worst weight of each place, in the order of the backward pass."""
     weights = [one for one in differences if one.name not in (LOGITS, LOSS, WHOLE_GRADIENT)]
-    sparse = sparse_layers(one.name for one in weights)
-    worst: dict[str, PlaceError] = {}
+    routers = (re.match(r"model\.layers\.(\d+)\.mlp\.gate\.", one.name) for one in weights)
+    sparse = {int(match[1]) for match in routers if match}
+    worst: dict[str, Difference] = {}
     for one in weights:
         place = place_of_weight(one.name, sparse)
-        found = PlaceError(place, one.error, one.tolerance)
+        found = Difference(place, one.error, one.tolerance)
         # What differs comes first: tolerances of weights are their own in 16 bits.
         if place not in worst or (found.passes, -found.error) < (worst[place].passes, -worst[place].error):
             worst[place] = found
-    return tuple(sorted(worst.values(), key=lambda found: forward_order(found.place), reverse=True))
+    return tuple(sorted(worst.values(), key=lambda found: forward_order(found.name), reverse=True))
+
+
+def forward_order(place: str) -> tuple[int, int, int]:
+    """Sort places in the order in which they compute."""
+    if match := _LAYER.fullmatch(place):
+        return 1, int(match[1]), _IN_LAYER.index(match[2])
+    return (0, 0, 0) if place == EMBEDDING else (2, _ENDS.index(place), 0)
+
+
+def engine_places(decoder: Any) -> Iterator[Place]:
+    """Yield the places of one pipeline chunk, an `engine.model.DecoderModel`."""
+    if decoder.pre_process:
+        yield EMBEDDING, decoder.embedding, _hidden_states
+    for layer in decoder.decoder.layers:
+        number = layer.layer_number - 1
+        yield f"layer {number} attention", layer.self_attention, _hidden_states
+        yield from _feed_forward(number, layer.mlp, "router")
+    if decoder.decoder.final_layernorm is not None:
+        yield FINAL_NORM, decoder.decoder.final_layernorm, _hidden_states
+
+
+def reference_places(model: Any) -> Iterator[Place]:
+    """Yield the places of a Transformers model."""
+    yield EMBEDDING, model.model.embed_tokens, _hidden_states
+    for number, layer in enumerate(model.model.layers):
+        yield f"layer {number} attention", layer.self_attn, _hidden_states
+        yield from _feed_forward(number, layer.mlp, "gate")
+    yield FINAL_NORM, model.model.norm, _hidden_states
+
+
+def _feed_forward(number: int, mlp: nn.Module, router: str) -> Iterator[Place]:
+    if hasattr(mlp, router):
+        module: Any = getattr(mlp, router)
+        yield f"layer {number} router", module, partial(_weights_of_experts, module.num_experts)
+        yield f"layer {number} experts", mlp, _hidden_states
+    else:
+        yield f"layer {number} MLP", mlp, _hidden_states
+
+
+def _hidden_states(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _weights_of_experts(num_experts: int, output: tuple[Tensor, ...]) -> Tensor:
+    """Return what a router says of each token, in one form: [tokens, experts], 0 for an expert that is not chosen.
+
+    Args:
+        output: ends with the weights [tokens, k] of the chosen experts, and their numbers; `num_experts` is nobody's.
+    """
+    *_, weights, chosen = output
+    return weights.new_zeros(len(weights), num_experts + 1).scatter_(1, chosen, weights)[:, :num_experts]
+
+
+def place_of_weight(name: str, sparse_layers: Collection[int] = ()) -> str:
+    """Where a weight takes part, from its Hugging Face name. Norms belong to what they feed.
+
+    Args:
+        sparse_layers: layers whose feed-forward is experts.
+    """
+    if match := re.match(r"model\.layers\.(\d+)\.(\w+)\.?(\w*)", name):
+        layer, block, part = int(match[1]), match[2], match[3]
+        if block in ("self_attn", "input_layernorm"):
+            return f"layer {layer} attention"
+        if layer not in sparse_layers:
+            return f"layer {layer} MLP"
+        return f"layer {layer} {'router' if part == 'gate' else 'experts'}"
+    for prefix, place in (("model.embed_tokens", EMBEDDING), ("model.norm", FINAL_NORM)):
+        if name.startswith(prefix):
+            return place
+    return HEAD

@@ -22,16 +22,9 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.engine.traces import tracing
 from megatune.launch.context import RankContext
 from megatune.objectives.language_model import CrossEntropy
+from megatune.verify.localize import engine_places
 from megatune.verify.numbers import write_logits, write_loss, write_trace
-from megatune.verify.places import engine_places
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, sample_rows
-
-
-def num_micro_batches(num_rows: int, micro_batch_size: int, dp_size: int, parallel: ParallelSettings) -> int:
-    """Micro-batches of each data-parallel rank: with virtual stages they come in rounds of one a pipeline stage."""
-    needed = math.ceil(num_rows / (micro_batch_size * dp_size))
-    round_size = parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1
-    return math.ceil(needed / round_size) * round_size
 
 
 def deal(
@@ -42,7 +35,7 @@ def deal(
     micro_batch_size: int = 1,
     packed: bool = False,
 ) -> list[Batch]:
-    """This data-parallel rank's micro-batches, all of one length.
+    """Return this data-parallel rank's micro-batches, all of one length.
 
     Row j takes slot j = (m · dp + rank) · b + i, for micro-batch m and its row i; slots beyond the rows hold padding,
     which trains nothing.
@@ -51,30 +44,33 @@ def deal(
         packed: rows hold several samples.
     """
     rows = sample_rows(samples, packed=packed)
-    return _batches(samples, rows, parallel, micro_batch_size, place.dp_size, packed)[place.dp_rank :: place.dp_size]
+    batches = _batches(samples, rows, parallel, packed, micro_batch_size, place.dp_size)
+    return batches[place.dp_rank :: place.dp_size]
 
 
 def _batches(
     samples: Sequence[Sample],
     rows: Sequence[Sequence[int]],
     parallel: ParallelSettings,
-    micro_batch_size: int,
-    dp_size: int,
     packed: bool,
+    micro_batch_size: int = 1,
+    dp_size: int = 1,
 ) -> list[Batch]:
     """Return the micro-batches of all data-parallel ranks: the first of each, then the second of each."""
     collator = Collator(micro_batch_size, packed, parallel.sequence_multiple, parallel.document_multiple, 0)
-    slots = num_micro_batches(len(rows), micro_batch_size, dp_size, parallel) * dp_size * micro_batch_size
-    dealt = [
-        [_document(samples[number]) for row in rows[start : start + micro_batch_size] for number in row]
-        for start in range(0, slots, micro_batch_size)
+    # With virtual stages micro-batches come in rounds of one a pipeline stage.
+    round_size = dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
+    num_batches = math.ceil(len(rows) / (micro_batch_size * round_size)) * round_size
+    documents = [
+        [
+            Document(np.asarray(samples[number].input_ids, np.int32), np.asarray(samples[number].labels, np.int32))
+            for row in rows[index * micro_batch_size :][:micro_batch_size]
+            for number in row
+        ]
+        for index in range(num_batches)
     ]
-    length = max(collator.length([len(document.input_ids) for document in documents]) for documents in dealt)
-    return [collator(documents, length) for documents in dealt]
-
-
-def _document(sample: Sample) -> Document:
-    return Document(np.asarray(sample.input_ids, np.int32), np.asarray(sample.labels, np.int32))
+    length = max(collator.length([len(document.input_ids) for document in of_batch]) for of_batch in documents)
+    return [collator(of_batch, length) for of_batch in documents]
 
 
 def measure(
@@ -120,7 +116,7 @@ def measure_logits(
     """Write the logits of each sample. Every replica computes all samples; the last stage of the first writes them."""
     place = assembly.place
     rows = sample_rows(samples, packed=packed)
-    batches = _batches(samples, rows, parallel, micro_batch_size=1, dp_size=1, packed=packed)
+    batches = _batches(samples, rows, parallel, packed)
     logits = step.logits(assembly.model, batches)
     found = {
         number: _whole_vocabulary(assembly, logits[index][0, tokens])
@@ -143,7 +139,7 @@ def measure_trace(
 ) -> None:
     """Write what every place of the model computes of each sample; each stage of the first replica writes its own."""
     rows = sample_rows(samples, packed=packed)
-    batches = _batches(samples, rows, parallel, micro_batch_size=1, dp_size=1, packed=packed)
+    batches = _batches(samples, rows, parallel, packed)
     with tracing(assembly.model, engine_places) as found:
         step.logits(assembly.model, batches)
     outputs = {
@@ -164,15 +160,8 @@ def _samples_in(rows: Sequence[Sequence[int]], batches: Sequence[Batch]) -> Iter
             yield number, index, slice(start, start + length)
 
 
-@torch.no_grad()
-def _round_weights(assembly: Assembly, dtype: torch.dtype) -> None:
-    for local in assembly.parameters:
-        if local.parameter.requires_grad:  # buffers are in fp32, whatever is computed in
-            local.parameter.copy_(local.parameter.to(dtype))
-
-
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """What every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`: a trace where
+    """Do what every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`: a trace where
     `payload["trace"]`, else numbers. Weights are rounded to `payload["weights_dtype"]` first."""
     settings, samples = payload["settings"], payload["samples"]
     groups.join(
@@ -185,7 +174,10 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     )
     context.beat("load", 0)
     assembly = assemble(payload["model_dir"], settings)
-    _round_weights(assembly, getattr(torch, payload["weights_dtype"]))
+    with torch.no_grad():
+        for local in assembly.parameters:
+            if local.parameter.requires_grad:  # buffers are in fp32, whatever is computed in
+                local.parameter.copy_(local.parameter.to(getattr(torch, payload["weights_dtype"])))
     context.beat("measure", 0)
     compute = measure_trace if payload["trace"] else measure
     compute(assembly, samples, settings.parallel, Path(payload["folder"]), packed=settings.packing)

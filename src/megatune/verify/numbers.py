@@ -63,8 +63,7 @@ class Trace:
 
     def output(self, sample: int, place: str) -> Tensor:
         """Return what was computed of one sample in a place, [s, ...]."""
-        name = f"{sample}/{place}"
-        return _whole(self._file_of[name], name)
+        return _whole(self._file_of[f"{sample}/{place}"], f"{sample}/{place}")
 
 
 class Numbers:

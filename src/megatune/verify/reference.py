@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatune.launch.context import RankContext
 from megatune.objectives.language_model import IGNORED
+from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
-from megatune.verify.places import reference_places
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 
 
-@dataclass(slots=True)
-class Reference:
-    """Transformers' numbers.
-
-    Attributes:
-        logits: [s, vocabulary] of each sample, on the CPU.
-        loss: mean over all trained tokens of all samples.
-        gradients: by Hugging Face name; empty where none were asked for.
-    """
+class Reference(NamedTuple):
+    """Transformers' logits [s, vocabulary] of each sample, on the CPU, mean loss over all trained tokens of all
+    samples, and gradients by Hugging Face name, if any were asked for."""
 
     logits: list[Tensor]
     loss: float
@@ -52,8 +45,8 @@ def _load_rounded(model_dir: str | Path, weights_dtype: torch.dtype, dtype: torc
 
 
 def checkpoint_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model's parameters as its checkpoint names and cuts them: Transformers 5 holds all experts of a
-    layer in one parameter, checkpoints have them one by one.
+    """Name and cut tensors of a model's parameters as its checkpoint does: Transformers 5 holds all experts of a layer
+    in one parameter, checkpoints have them one by one.
 
     Args:
         tensors: by name in `model.named_parameters()`, shaped like the parameters: themselves, or their gradients.
@@ -145,7 +138,7 @@ def write_reference_trace(
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """What the one process of the reference does: write into `payload["folder"]`, a trace where `payload["trace"]`,
+    """Do what the one process of the reference does: write into `payload["folder"]`, a trace where `payload["trace"]`,
     else numbers, computed in `payload["dtype"]` with weights rounded to `payload["weights_dtype"]`."""
     context.beat("reference", 0)
     weights_dtype, dtype = (getattr(torch, payload[key]) for key in ("weights_dtype", "dtype"))

@@ -6,28 +6,22 @@ A file `TOPIC.yaml` has the texts of settings by "group.name"; `phrases.yaml` un
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import yaml
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Translation:
-    """A setting's texts in Chinese.
-
-    Attributes:
-        english: `SettingInfo.digest` of the texts that it translates.
-        what, how, when, values: as `advice`, `how`, `when` and `values` of the declaration.
-    """
+class Translation(NamedTuple):
+    """A setting's texts, as in `SettingTexts`, and `SettingInfo.digest` of the English ones that they translate."""
 
     english: str
     what: str
     how: str
     when: str
-    values: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str] = MappingProxyType({})
 
 
 @cache

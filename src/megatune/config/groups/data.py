@@ -6,283 +6,193 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group, NonNegative, Positive, setting
+from megatune.config.setting import Count, Group, NonNegative, Positive
 
 
 class DataSettings(Group):
-    dataset: list[str] = setting(
-        [],
-        advice="Data sets to train on: names in dataset_info.json, paths, or hub ids such as hf::OWNER/NAME:SUBSET, "
-        "one after the other or separated by commas.",
-        how="Each is read, turned into tokens once and kept in a cache, so that later runs start at once. NAME#500 "
-        "takes 500 rows, drawn at random.",
-        when="Required. Several data sets are mixed as mix_strategy and dataset_weights say.",
-    )
-    dataset_dir: str = setting(
-        "data",
-        advice="Folder that holds dataset_info.json and the files it names.",
-        how="ONLINE takes every name for a hub id; REMOTE:OWNER/NAME takes dataset_info.json from a data set on the "
-        "hub.",
-        when="Set it when the data lies elsewhere than in ./data. Paths in `dataset` work without it.",
-    )
-    eval_dataset: list[str] = setting(
-        [],
-        advice="Data sets to evaluate on, beside those trained on; named as in `dataset`.",
-        how="They are prepared like the training data and evaluated whole, in their order, when eval_strategy says.",
-        when="Use it where there is a fixed test set; use val_size to split one off. Not both.",
-    )
-    template: str | None = setting(
-        "default",
-        advice="How a conversation is written as tokens: default and null use the chat template of the model's "
-        "tokenizer; a name chooses one of ours, a path ending in .yaml your own.",
-        how="It decides the text around each turn, the stop token, and which tokens are the assistant's. A base "
-        "model learns it from the data.",
-        when="Train with the template that the model will be asked with. `megatune data preview` shows what it makes "
-        "of your rows.",
-    )
-    cutoff_len: Annotated[int, Field(ge=2), "tokens"] = setting(
-        2048,
-        advice="The longest sample, and the length of packed rows; truncation_strategy says what becomes of longer "
-        "samples.",
-        how="Without packing a micro-batch is as long as its longest row, so this is only its bound; with packing, "
-        "and in stage pt, rows are filled to it. Memory of activations grows in proportion, time of attention with "
-        "the square of a document's length.",
-        when="Set it to the longest sample worth keeping: `megatune data stats` shows the lengths. For rows that do "
-        "not fit raise context_parallel_size, or recompute.",
-    )
-    truncation_strategy: Literal["budget", "drop", "left", "right", "error"] = setting(
-        "budget",
-        advice="What becomes of a sample longer than cutoff_len.",
-        how="The report before the first step counts what was cut and dropped. Texts of stage pt are cut into pieces "
-        "without loss, whatever this says.",
-        when="Use drop where half an answer would teach the wrong thing, error where nothing should be lost unseen.",
-        values={
-            "budget": "cuts turn by turn, prompts and answers in proportion",
-            "drop": "leaves the sample out",
-            "left": "keeps the end of the sample",
-            "right": "keeps the start of the sample",
-            "error": "ends the run and names the rows",
-        },
-    )
-    packing: bool | None = setting(
-        None,
-        advice="Put several samples into one row of up to cutoff_len tokens, so that little is padding. null packs "
-        "the texts of stage pt, and nothing else.",
-        how="Samples are assigned to rows by best fit over the whole data set. Each attends to itself only and counts "
-        "positions from 0, so losses and gradients are those of unpacked rows.",
-        when="Turn it on whenever samples are much shorter than cutoff_len. A row then holds many samples, so lower "
-        "the batch size to keep the steps as they were.",
-    )
-    group_by_length: bool = setting(
-        False,
-        advice="Put rows of similar length into a batch, so that less is padding.",
-        how="Rows are shuffled, and sorted by length within groups of up to 50 batches; the longest row of all comes "
-        "first, so that memory that does not suffice shows at once.",
-        when="For runs that cannot pack. Packing leaves less padding, and with it this has no use.",
-    )
-    disable_shuffling: bool = setting(
-        False,
-        advice="Train rows in the order of the data, the same in every epoch.",
-        how="Batches are cut from the rows in their order, data set after data set.",
-        when="For curricula made by hand. Anything else trains better on shuffled rows.",
-    )
-    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = setting(
-        "concat",
-        advice="How several data sets become one.",
-        how="The mixture is made once, before rows are packed and shuffled. Interleaving draws from the data sets in "
-        "turn, or as often as interleave_probs says.",
-        when="concat with dataset_weights is the simplest way to weigh data sets. Interleave where the shares matter "
-        "more than seeing every row once.",
-        values={
-            "concat": "takes each data set whole",
-            "interleave_under": "draws until the first data set is used up",
-            "interleave_over": "draws until the last data set is used up, and repeats the small ones",
-            "interleave_once": "draws until all are used up, and repeats nothing",
-        },
-    )
-    interleave_probs: list[float] | None = setting(
-        None,
-        advice="How often mix_strategy draws from each data set, in the order of `dataset`; the numbers sum to 1.",
-        how="Each draw picks a data set with these probabilities, seeded by `seed`. null draws from one after the "
-        "other.",
-        when="Set it with one of the interleave strategies, to give a small data set a larger share than its size.",
-    )
-    dataset_weights: list[float] | None = setting(
-        None,
-        advice="How often each data set is trained in an epoch, in the order of `dataset`: 2 is twice, 0.5 a random "
-        "half.",
-        how="Whole numbers repeat a data set; a fraction takes a random part, the same in every epoch.",
-        when="Set it with mix_strategy: concat, to repeat small, good data or to thin out large data.",
-    )
-    streaming: bool = setting(
-        False,
-        advice="Read and tokenise while training, instead of preparing all rows first.",
-        how="A process beside the run fills blocks of buffer_size samples, shuffles and packs each, and hands them "
-        "to all ranks. A resume continues at the place in the files.",
-        when="For data too large to prepare first. Needs max_steps, since nobody knows how long an epoch is, and "
-        "mixes only within a block.",
-    )
-    buffer_size: Annotated[Count, "samples"] = setting(
-        16384,
-        advice="With streaming: samples that are shuffled, and packed, together.",
-        how="The run begins when the first block is read and tokenised; the next one is made while this one is "
-        "trained.",
-        when="Raise it for better mixing and fuller rows, lower it for an earlier first step.",
-    )
-    on_bad_row: Literal["skip", "quarantine", "error"] = setting(
-        "skip",
-        advice="What becomes of rows that cannot be trained on.",
-        how="A row is bad when it cannot be read, has not the form that its data set should have, or has nothing to "
-        "train. Each has a code, and the report counts them by code.",
-        when="error is right where the data should be clean; quarantine helps to fix it.",
-        values={
-            "skip": "counts and reports them",
-            "quarantine": "also writes them with their reasons to bad_rows.jsonl in output_dir",
-            "error": "ends the run and names them",
-        },
-    )
-    tokenized_path: str | None = setting(
-        None,
-        advice="Folder for the prepared rows, made if it is not there and opened if it is. null keeps them in the "
-        "cache, $MEGATUNE_CACHE or ~/.cache/megatune.",
-        how="The folder holds tokens and a key of all that determined them; a run whose data or settings differ is "
-        "refused instead of training on the wrong rows.",
-        when="Set it to prepare rows on one machine and train on another, or to keep them. The cache does the rest "
-        "by itself.",
-    )
-    overwrite_cache: bool = setting(
-        False,
-        advice="Prepare the rows anew even where they are in the cache.",
-        how="The cache is keyed by the content of files, tokenizer, template and settings, so a change of any of "
-        "them prepares anew without this.",
-        when="Seldom: where something outside the key has changed.",
-    )
-    max_samples: Annotated[Count, "rows"] | None = setting(
-        None,
-        advice="Use at most this many rows of each data set, the first ones.",
-        how="The rest is not read.",
-        when="Set it small to try a run out. To thin data out, dataset_weights draws at random.",
-    )
-    val_size: Annotated[NonNegative, "rows, or a share below 1"] = setting(
-        0.0,
-        advice="Hold out rows of the training data for evaluation: a share below 1, or a number of rows.",
-        how="A row's own text and the seed decide whether it is held out, so the split stays as rows are added or "
-        "other settings change. Copies of a held-out row are not trained.",
-        when="0.01 to 0.1 of the rows shows whether a run overfits. Needs eval_strategy.",
-    )
-    train_on_prompt: bool = setting(
-        False,
-        advice="Train on the user's turns as well as the assistant's.",
-        how="The loss then counts every token of the conversation; otherwise prompts are context only.",
-        when="Rarely useful outside of very small data sets: the model learns to write questions, too.",
-    )
-    mask_history: bool = setting(
-        False,
-        advice="Train on the last assistant turn of each conversation only; earlier turns are context.",
-        how="With truncation_strategy: budget a long conversation then keeps its last turns instead of its first.",
-        when="For data whose earlier answers are not worth learning. Fewer tokens are trained for the same time.",
-    )
-    enable_thinking: bool | None = setting(
-        True,
-        advice="For models that think before they answer: how answers without reasoning are written.",
-        how="true trains them to begin with an empty thought. false takes all reasoning out and puts the empty "
-        "thought into the prompt. null keeps reasoning where there is some, and puts an empty thought into the "
-        "prompt where there is none.",
-        when="Set false for data without reasoning if the model will be asked with thinking off. Set null for mixed "
-        "data.",
-    )
-    preserve_thinking: bool = setting(
-        False,
-        advice="With mask_history, keep the reasoning of earlier answers, which is left out otherwise.",
-        how="Templates of thinking models drop the reasoning of earlier turns when they are asked; this keeps it as "
-        "context.",
-        when="Only if the model will be asked with its earlier reasoning in the prompt.",
-    )
-    default_system: str | None = setting(
-        None,
-        advice="System message for conversations that have none. null keeps the template's own.",
-        how="It is written as the template writes system messages. Conversations with a system message keep theirs.",
-        when="Set it to what the model will be asked with.",
-    )
-    model_name: str | None = setting(
-        None,
-        advice="Replaces {{name}} in the data, for teaching a model who it is.",
-        how="The text is replaced before rows are tokenised. Data with {{name}} and no value here is refused.",
-        when="Set it with identity data sets.",
-    )
-    model_author: str | None = setting(
-        None,
-        advice="Replaces {{author}} in the data, for teaching a model who made it.",
-        how="The text is replaced before rows are tokenised. Data with {{author}} and no value here is refused.",
-        when="Set it with identity data sets.",
-    )
-    preprocessing_num_workers: Annotated[Count, "processes"] | None = setting(
-        None,
-        advice="Processes that turn text into tokens. null takes one.",
-        how="Rows are distributed to them in chunks of 256 and come back in order: their number changes no result. "
-        "Each takes seconds to start.",
-        when="Raise it towards the machine's cores for data that takes minutes to prepare.",
-    )
-    dataloader_num_workers: Annotated[int, Field(ge=0), "processes"] = setting(
-        0,
-        advice="Processes, for each rank, that prepare batches ahead of the step. 0 prepares them in the rank's own "
-        "process.",
-        how="A batch is only copied from prepared rows: tokenising is long done. The number of processes changes no "
-        "result.",
-        when="0 is nearly always right. Raise it to 1 or 2 where steps are very short.",
-    )
-    dataloader_pin_memory: bool = setting(
-        True,
-        advice="Keep batches in page-locked memory, from where copies to a GPU overlap with computing.",
-        how="It takes as much host memory as a few batches; without a GPU it does nothing.",
-        when="Turn it off only where the host allows no page-locked memory.",
-    )
-    remove_unused_columns: bool = setting(
-        True,
-        advice="Either value does the same: only the columns that dataset_info.json names are ever read.",
-        how="It is accepted so that files written for other tools run unchanged.",
-        when="Never: leave it out.",
-    )
-    image_max_pixels: Annotated[Count, "pixels"] = setting(
-        768 * 768,
-        advice="Images of more pixels are made smaller, to this area.",
-        how="The encoder cuts an image into patches, and a square of them becomes a token: the tokens of a row, and "
-        "the time of the encoder, are in proportion.",
-        when="Lower it where images need no detail. It can be planned; training with images is not built yet.",
-    )
-    image_min_pixels: Annotated[Count, "pixels"] = setting(
-        32 * 32,
-        advice="Images of fewer pixels are made larger, to this area.",
-        how="It is done before the image is cut into patches.",
-        when="Seldom; training with images is not built yet.",
-    )
-    video_max_pixels: Annotated[Count, "pixels"] = setting(
-        256 * 256,
-        advice="Frames of a video with more pixels are made smaller, to this area.",
-        how="The tokens of a video are those of its frames.",
-        when="Lower it for long videos; training with videos is not built yet.",
-    )
-    video_min_pixels: Annotated[Count, "pixels"] = setting(
-        16 * 16,
-        advice="Frames of a video with fewer pixels are made larger, to this area.",
-        how="It is done before the frames are cut into patches.",
-        when="Seldom; training with videos is not built yet.",
-    )
-    video_fps: Annotated[Positive, "frames per second"] = setting(
-        2.0,
-        advice="Frames that are taken of each second of a video.",
-        how="They are spread evenly, at most video_maxlen of them.",
-        when="Raise it where motion matters; training with videos is not built yet.",
-    )
-    video_maxlen: Annotated[Count, "frames"] = setting(
-        128,
-        advice="Frames that are taken of a video at most.",
-        how="Of a longer video they are spread evenly over all of it.",
-        when="Lower it to bound the tokens of a row; training with videos is not built yet.",
-    )
-    media_dir: str | None = setting(
-        None,
-        advice="Folder that the images and videos of the data are named from. null takes dataset_dir.",
-        how="Absolute paths in the data are taken as they are.",
-        when="Set it where pictures lie apart from the data; training with them is not built yet.",
-    )
+    dataset: list[str] = Field(default=[])
+    """Data sets to train on: names in dataset_info.json, paths, or hub ids such as hf::OWNER/NAME:SUBSET, one after the
+    other or separated by commas.
+    How: Each is read, turned into tokens once and kept in a cache, so that later runs start at once. NAME#500 takes 500
+    rows, drawn at random.
+    When: Required. Several data sets are mixed as mix_strategy and dataset_weights say."""
+    dataset_dir: str = "data"
+    """Folder that holds dataset_info.json and the files it names.
+    How: ONLINE takes every name for a hub id; REMOTE:OWNER/NAME takes dataset_info.json from a data set on the hub.
+    When: Set it when the data lies elsewhere than in ./data. Paths in `dataset` work without it."""
+    eval_dataset: list[str] = Field(default=[])
+    """Data sets to evaluate on, beside those trained on; named as in `dataset`.
+    How: They are prepared like the training data and evaluated whole, in their order, when eval_strategy says.
+    When: Use it where there is a fixed test set; use val_size to split one off. Not both."""
+    template: str | None = "default"
+    """How a conversation is written as tokens: default and null use the chat template of the model's tokenizer; a name
+    chooses one of ours, a path ending in .yaml your own.
+    How: It decides the text around each turn, the stop token, and which tokens are the assistant's. A base model learns
+    it from the data.
+    When: Train with the template that the model will be asked with. `megatune data preview` shows what it makes of your
+    rows."""
+    cutoff_len: Annotated[int, Field(ge=2), "tokens"] = 2048
+    """The longest sample, and the length of packed rows; truncation_strategy says what becomes of longer samples.
+    How: Without packing a micro-batch is as long as its longest row, so this is only its bound; with packing, and in
+    stage pt, rows are filled to it. Memory of activations grows in proportion, time of attention with the square of a
+    document's length.
+    When: Set it to the longest sample worth keeping: `megatune data stats` shows the lengths. For rows that do not fit
+    raise context_parallel_size, or recompute."""
+    truncation_strategy: Literal["budget", "drop", "left", "right", "error"] = "budget"
+    """What becomes of a sample longer than cutoff_len.
+    How: The report before the first step counts what was cut and dropped. Texts of stage pt are cut into pieces without
+    loss, whatever this says.
+    When: Use drop where half an answer would teach the wrong thing, error where nothing should be lost unseen.
+    - budget: cuts turn by turn, prompts and answers in proportion
+    - drop: leaves the sample out
+    - left: keeps the end of the sample
+    - right: keeps the start of the sample
+    - error: ends the run and names the rows"""
+    packing: bool | None = None
+    """Put several samples into one row of up to cutoff_len tokens, so that little is padding. null packs the texts of
+    stage pt, and nothing else.
+    How: Samples are assigned to rows by best fit over the whole data set. Each attends to itself only and counts
+    positions from 0, so losses and gradients are those of unpacked rows.
+    When: Turn it on whenever samples are much shorter than cutoff_len. A row then holds many samples, so lower the
+    batch size to keep the steps as they were."""
+    group_by_length: bool = False
+    """Put rows of similar length into a batch, so that less is padding.
+    How: Rows are shuffled, and sorted by length within groups of up to 50 batches; the longest row of all comes first,
+    so that memory that does not suffice shows at once.
+    When: For runs that cannot pack. Packing leaves less padding, and with it this has no use."""
+    disable_shuffling: bool = False
+    """Train rows in the order of the data, the same in every epoch.
+    How: Batches are cut from the rows in their order, data set after data set.
+    When: For curricula made by hand. Anything else trains better on shuffled rows."""
+    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = "concat"
+    """How several data sets become one.
+    How: The mixture is made once, before rows are packed and shuffled. Interleaving draws from the data sets in turn,
+    or as often as interleave_probs says.
+    When: concat with dataset_weights is the simplest way to weigh data sets. Interleave where the shares matter more
+    than seeing every row once.
+    - concat: takes each data set whole
+    - interleave_under: draws until the first data set is used up
+    - interleave_over: draws until the last data set is used up, and repeats the small ones
+    - interleave_once: draws until all are used up, and repeats nothing"""
+    interleave_probs: list[float] | None = None
+    """How often mix_strategy draws from each data set, in the order of `dataset`; the numbers sum to 1.
+    How: Each draw picks a data set with these probabilities, seeded by `seed`. null draws from one after the other.
+    When: Set it with one of the interleave strategies, to give a small data set a larger share than its size."""
+    dataset_weights: list[float] | None = None
+    """How often each data set is trained in an epoch, in the order of `dataset`: 2 is twice, 0.5 a random half.
+    How: Whole numbers repeat a data set; a fraction takes a random part, the same in every epoch.
+    When: Set it with mix_strategy: concat, to repeat small, good data or to thin out large data."""
+    streaming: bool = False
+    """Read and tokenise while training, instead of preparing all rows first.
+    How: A process beside the run fills blocks of buffer_size samples, shuffles and packs each, and hands them to all
+    ranks. A resume continues at the place in the files.
+    When: For data too large to prepare first. Needs max_steps, since nobody knows how long an epoch is, and mixes only
+    within a block."""
+    buffer_size: Annotated[Count, "samples"] = 16384
+    """With streaming: samples that are shuffled, and packed, together.
+    How: The run begins when the first block is read and tokenised; the next one is made while this one is trained.
+    When: Raise it for better mixing and fuller rows, lower it for an earlier first step."""
+    on_bad_row: Literal["skip", "quarantine", "error"] = "skip"
+    """What becomes of rows that cannot be trained on.
+    How: A row is bad when it cannot be read, has not the form that its data set should have, or has nothing to train.
+    Each has a code, and the report counts them by code.
+    When: error is right where the data should be clean; quarantine helps to fix it.
+    - skip: counts and reports them
+    - quarantine: also writes them with their reasons to bad_rows.jsonl in output_dir
+    - error: ends the run and names them"""
+    tokenized_path: str | None = None
+    """Folder for the prepared rows, made if it is not there and opened if it is. null keeps them in the cache,
+    $MEGATUNE_CACHE or ~/.cache/megatune.
+    How: The folder holds tokens and a key of all that determined them; a run whose data or settings differ is refused
+    instead of training on the wrong rows.
+    When: Set it to prepare rows on one machine and train on another, or to keep them. The cache does the rest by
+    itself."""
+    overwrite_cache: bool = False
+    """Prepare the rows anew even where they are in the cache.
+    How: The cache is keyed by the content of files, tokenizer, template and settings, so a change of any of them
+    prepares anew without this.
+    When: Seldom: where something outside the key has changed."""
+    max_samples: Annotated[Count, "rows"] | None = None
+    """Use at most this many rows of each data set, the first ones.
+    How: The rest is not read.
+    When: Set it small to try a run out. To thin data out, dataset_weights draws at random."""
+    val_size: Annotated[NonNegative, "rows, or a share below 1"] = 0.0
+    """Hold out rows of the training data for evaluation: a share below 1, or a number of rows.
+    How: A row's own text and the seed decide whether it is held out, so the split stays as rows are added or other
+    settings change. Copies of a held-out row are not trained.
+    When: 0.01 to 0.1 of the rows shows whether a run overfits. Needs eval_strategy."""
+    train_on_prompt: bool = False
+    """Train on the user's turns as well as the assistant's.
+    How: The loss then counts every token of the conversation; otherwise prompts are context only.
+    When: Rarely useful outside of very small data sets: the model learns to write questions, too."""
+    mask_history: bool = False
+    """Train on the last assistant turn of each conversation only; earlier turns are context.
+    How: With truncation_strategy: budget a long conversation then keeps its last turns instead of its first.
+    When: For data whose earlier answers are not worth learning. Fewer tokens are trained for the same time."""
+    enable_thinking: bool | None = True
+    """For models that think before they answer: how answers without reasoning are written.
+    How: true trains them to begin with an empty thought. false takes all reasoning out and puts the empty thought into
+    the prompt. null keeps reasoning where there is some, and puts an empty thought into the prompt where there is none.
+    When: Set false for data without reasoning if the model will be asked with thinking off. Set null for mixed data."""
+    preserve_thinking: bool = False
+    """With mask_history, keep the reasoning of earlier answers, which is left out otherwise.
+    How: Templates of thinking models drop the reasoning of earlier turns when they are asked; this keeps it as context.
+    When: Only if the model will be asked with its earlier reasoning in the prompt."""
+    default_system: str | None = None
+    """System message for conversations that have none. null keeps the template's own.
+    How: It is written as the template writes system messages. Conversations with a system message keep theirs.
+    When: Set it to what the model will be asked with."""
+    model_name: str | None = None
+    """Replaces {{name}} in the data, for teaching a model who it is.
+    How: The text is replaced before rows are tokenised. Data with {{name}} and no value here is refused.
+    When: Set it with identity data sets."""
+    model_author: str | None = None
+    """Replaces {{author}} in the data, for teaching a model who made it.
+    How: The text is replaced before rows are tokenised. Data with {{author}} and no value here is refused.
+    When: Set it with identity data sets."""
+    preprocessing_num_workers: Annotated[Count, "processes"] | None = None
+    """Processes that turn text into tokens. null takes one.
+    How: Rows are distributed to them in chunks of 256 and come back in order: their number changes no result. Each
+    takes seconds to start.
+    When: Raise it towards the machine's cores for data that takes minutes to prepare."""
+    dataloader_num_workers: Annotated[int, Field(ge=0), "processes"] = 0
+    """Processes, for each rank, that prepare batches ahead of the step. 0 prepares them in the rank's own process.
+    How: A batch is only copied from prepared rows: tokenising is long done. The number of processes changes no result.
+    When: 0 is nearly always right. Raise it to 1 or 2 where steps are very short."""
+    dataloader_pin_memory: bool = True
+    """Keep batches in page-locked memory, from where copies to a GPU overlap with computing.
+    How: It takes as much host memory as a few batches; without a GPU it does nothing.
+    When: Turn it off only where the host allows no page-locked memory."""
+    remove_unused_columns: bool = True
+    """Either value does the same: only the columns that dataset_info.json names are ever read.
+    How: It is accepted so that files written for other tools run unchanged.
+    When: Never: leave it out."""
+    image_max_pixels: Annotated[Count, "pixels"] = 768 * 768
+    """Images of more pixels are made smaller, to this area.
+    How: The encoder cuts an image into patches, and a square of them becomes a token: the tokens of a row, and the time
+    of the encoder, are in proportion.
+    When: Lower it where images need no detail. It can be planned; training with images is not built yet."""
+    image_min_pixels: Annotated[Count, "pixels"] = 32 * 32
+    """Images of fewer pixels are made larger, to this area.
+    How: It is done before the image is cut into patches.
+    When: Seldom; training with images is not built yet."""
+    video_max_pixels: Annotated[Count, "pixels"] = 256 * 256
+    """Frames of a video with more pixels are made smaller, to this area.
+    How: The tokens of a video are those of its frames.
+    When: Lower it for long videos; training with videos is not built yet."""
+    video_min_pixels: Annotated[Count, "pixels"] = 16 * 16
+    """Frames of a video with fewer pixels are made larger, to this area.
+    How: It is done before the frames are cut into patches.
+    When: Seldom; training with videos is not built yet."""
+    video_fps: Annotated[Positive, "frames per second"] = 2.0
+    """Frames that are taken of each second of a video.
+    How: They are spread evenly, at most video_maxlen of them.
+    When: Raise it where motion matters; training with videos is not built yet."""
+    video_maxlen: Annotated[Count, "frames"] = 128
+    """Frames that are taken of a video at most.
+    How: Of a longer video they are spread evenly over all of it.
+    When: Lower it to bound the tokens of a row; training with videos is not built yet."""
+    media_dir: str | None = None
+    """Folder that the images and videos of the data are named from. null takes dataset_dir.
+    How: Absolute paths in the data are taken as they are.
+    When: Set it where pictures lie apart from the data; training with them is not built yet."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group, NonNegative, Positive, setting
+from megatune.config.setting import Count, Group, NonNegative, Positive
 
 _QKV, _PROJ, _FC1, _FC2 = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
 # Names that lora_target takes -> the engine's linear layers: its own names, and those of Hugging Face's modules.
@@ -20,133 +20,92 @@ ALL_TARGETS = ("all", "all-linear")
 
 
 class FinetuningSettings(Group):
-    finetuning_type: Literal["full", "freeze", "lora"] = setting(
-        "full",
-        advice="Which parameters are trained.",
-        how="full keeps weights, gradients and optimizer state of every parameter: 18 bytes each in bf16, 16 in "
-        "fp32, sharded by the layout and the distributed optimizer. Frozen parameters are weights only.",
-        when="full is all that is built: LoRA can be planned, and training refuses it by name, as it does freezing.",
-        values={
-            "full": "trains every parameter",
-            "freeze": "trains freeze_trainable_layers only; not built yet",
-            "lora": "trains low-rank adapters beside frozen matrices; not built yet",
-        },
-    )
-    freeze_trainable_layers: Annotated[int, "layers"] = setting(
-        2,
-        advice="With freeze: the layers that are trained, the last ones; a negative number trains the first ones.",
-        how="The other layers keep their weights, and have no gradients and no optimizer state.",
-        when="Raise it until the run learns what it should; not built yet.",
-    )
-    freeze_trainable_modules: list[str] = setting(
-        ["all"],
-        advice="With freeze: the modules inside the trained layers that are trained; all trains them whole.",
-        how="Names are parts of Hugging Face's names: mlp, self_attn, input_layernorm.",
-        when="Leave it at all; not built yet.",
-    )
-    freeze_extra_modules: list[str] = setting(
-        [],
-        advice="With freeze: modules outside of the layers that are trained as well.",
-        how="Names are parts of Hugging Face's names: embed_tokens, norm, lm_head.",
-        when="Set it for new tokens, whose embeddings must be learnt; not built yet.",
-    )
-    use_llama_pro: bool = setting(
-        False,
-        advice="With freeze: train layers spread evenly over the model, those that LLaMA Pro's expansion added.",
-        how="Every n-th layer is trained, such that freeze_trainable_layers are.",
-        when="For checkpoints that LLaMA Pro's script expanded; not built yet.",
-    )
-    freeze_vision_tower: bool = setting(
-        True,
-        advice="Of a vision-language model: leave the image encoder as it is.",
-        how="A frozen encoder has no gradients and no optimizer state, and keeps no activations.",
-        when="Turn it off for images unlike those of the pretraining; it can be planned, training is not built yet.",
-    )
-    freeze_multi_modal_projector: bool = setting(
-        True,
-        advice="Of a vision-language model: leave the projector between encoder and language model as it is.",
-        how="A frozen projector has no gradients and no optimizer state.",
-        when="Turn it off together with freeze_vision_tower, or alone to align them anew; it can be planned, training "
-        "is not built yet.",
-    )
-    freeze_language_model: bool = setting(
-        False,
-        advice="Of a vision-language model: leave the language model as it is.",
-        how="Its weights have no gradients and no optimizer state; gradients still pass through it to the encoder.",
-        when="Turn it on to train encoder or projector alone; it can be planned, training is not built yet.",
-    )
-    lora_rank: Count = setting(
-        8,
-        advice="With lora: the rank of the adapters.",
-        how="A matrix of r × in and one of out × r are trained for each adapted matrix; their product, scaled by "
-        "lora_alpha / rank, is added to it.",
-        when="8 to 64: raise it where the task is far from what the model knows. Memory of the adapters is in "
-        "proportion; it can be planned, training is not built yet.",
-    )
-    lora_alpha: Count | None = setting(
-        None,
-        advice="With lora: the adapters' product is scaled by lora_alpha / lora_rank. null takes twice the rank.",
-        how="It works like a learning rate of the adapters.",
-        when="Leave it at null; not built yet.",
-    )
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.0,
-        advice="With lora: the share of an adapter's inputs that are dropped in training.",
-        how="The frozen matrix sees all inputs.",
-        when="0.05 to 0.1 for little data trained for many epochs; not built yet.",
-    )
-    lora_target: list[str] = setting(
-        ["all"],
-        advice="With lora: the linear layers with adapters, by Hugging Face's names or Megatron-Core's; all takes "
-        "every one of attention and feed-forward.",
-        how="q_proj, k_proj and v_proj are one layer of the engine, linear_qkv, and gate_proj and up_proj another, "
-        "linear_fc1. Experts' matrices are among them.",
-        when="all learns best. Name some to save memory; it can be planned, training is not built yet.",
-    )
-    additional_target: list[str] = setting(
-        [],
-        advice="With lora: modules that are trained whole and saved with the adapters.",
-        how="Names are Hugging Face's: embed_tokens, lm_head.",
-        when="Set it for new tokens, whose embeddings must be learnt; not built yet.",
-    )
-    use_rslora: bool = setting(
-        False,
-        advice="With lora: scale by lora_alpha / √rank instead of lora_alpha / rank.",
-        how="The size of an update then does not shrink as the rank grows.",
-        when="For ranks above 32; not built yet.",
-    )
-    use_dora: bool = setting(
-        False,
-        advice="With lora: train a length for each row of a matrix beside its direction.",
-        how="The adapted matrix is normalized row by row and multiplied by the trained lengths.",
-        when="For small ranks, at the cost of time; not built yet.",
-    )
-    loraplus_lr_ratio: Positive | None = setting(
-        None,
-        advice="With lora: the second of an adapter's matrices learns at this many times the learning rate (LoRA+). "
-        "null is off.",
-        how="That matrix starts at zero, and its gradients are smaller.",
-        when="16 is usual; not built yet.",
-    )
-    loraplus_lr_embedding: NonNegative = setting(
-        1e-6,
-        advice="With loraplus_lr_ratio: the learning rate of adapters of embeddings.",
-        how="It is used as it is, without the ratio.",
-        when="Seldom; not built yet.",
-    )
-    adapter_name_or_path: list[str] = setting(
-        [],
-        advice="With lora: folders of adapters to start from.",
-        how="All but the last are merged into the model; the last one is trained further, unless create_new_adapter "
-        "says otherwise.",
-        when="Set it to train an adapter further; not built yet.",
-    )
-    create_new_adapter: bool = setting(
-        False,
-        advice="With adapter_name_or_path: merge all of its adapters, and train a new one.",
-        how="The new adapter starts at zero beside the merged model.",
-        when="To add a task to a model that adapters changed before; not built yet.",
-    )
+    finetuning_type: Literal["full", "freeze", "lora"] = "full"
+    """Which parameters are trained.
+    How: full keeps weights, gradients and optimizer state of every parameter: 18 bytes each in bf16, 16 in fp32,
+    sharded by the layout and the distributed optimizer. Frozen parameters are weights only.
+    When: full is all that is built: LoRA can be planned, and training refuses it by name, as it does freezing.
+    - full: trains every parameter
+    - freeze: trains freeze_trainable_layers only; not built yet
+    - lora: trains low-rank adapters beside frozen matrices; not built yet"""
+    freeze_trainable_layers: Annotated[int, "layers"] = 2
+    """With freeze: the layers that are trained, the last ones; a negative number trains the first ones.
+    How: The other layers keep their weights, and have no gradients and no optimizer state.
+    When: Raise it until the run learns what it should; not built yet."""
+    freeze_trainable_modules: list[str] = Field(default=["all"])
+    """With freeze: the modules inside the trained layers that are trained; all trains them whole.
+    How: Names are parts of Hugging Face's names: mlp, self_attn, input_layernorm.
+    When: Leave it at all; not built yet."""
+    freeze_extra_modules: list[str] = Field(default=[])
+    """With freeze: modules outside of the layers that are trained as well.
+    How: Names are parts of Hugging Face's names: embed_tokens, norm, lm_head.
+    When: Set it for new tokens, whose embeddings must be learnt; not built yet."""
+    use_llama_pro: bool = False
+    """With freeze: train layers spread evenly over the model, those that LLaMA Pro's expansion added.
+    How: Every n-th layer is trained, such that freeze_trainable_layers are.
+    When: For checkpoints that LLaMA Pro's script expanded; not built yet."""
+    freeze_vision_tower: bool = True
+    """Of a vision-language model: leave the image encoder as it is.
+    How: A frozen encoder has no gradients and no optimizer state, and keeps no activations.
+    When: Turn it off for images unlike those of the pretraining; it can be planned, training is not built yet."""
+    freeze_multi_modal_projector: bool = True
+    """Of a vision-language model: leave the projector between encoder and language model as it is.
+    How: A frozen projector has no gradients and no optimizer state.
+    When: Turn it off together with freeze_vision_tower, or alone to align them anew; it can be planned, training is not
+    built yet."""
+    freeze_language_model: bool = False
+    """Of a vision-language model: leave the language model as it is.
+    How: Its weights have no gradients and no optimizer state; gradients still pass through it to the encoder.
+    When: Turn it on to train encoder or projector alone; it can be planned, training is not built yet."""
+    lora_rank: Count = 8
+    """With lora: the rank of the adapters.
+    How: A matrix of r × in and one of out × r are trained for each adapted matrix; their product, scaled by lora_alpha
+    / rank, is added to it.
+    When: 8 to 64: raise it where the task is far from what the model knows. Memory of the adapters is in proportion; it
+    can be planned, training is not built yet."""
+    lora_alpha: Count | None = None
+    """With lora: the adapters' product is scaled by lora_alpha / lora_rank. null takes twice the rank.
+    How: It works like a learning rate of the adapters.
+    When: Leave it at null; not built yet."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """With lora: the share of an adapter's inputs that are dropped in training.
+    How: The frozen matrix sees all inputs.
+    When: 0.05 to 0.1 for little data trained for many epochs; not built yet."""
+    lora_target: list[str] = Field(default=["all"])
+    """With lora: the linear layers with adapters, by Hugging Face's names or Megatron-Core's; all takes every one of
+    attention and feed-forward.
+    How: q_proj, k_proj and v_proj are one layer of the engine, linear_qkv, and gate_proj and up_proj another,
+    linear_fc1. Experts' matrices are among them.
+    When: all learns best. Name some to save memory; it can be planned, training is not built yet."""
+    additional_target: list[str] = Field(default=[])
+    """With lora: modules that are trained whole and saved with the adapters.
+    How: Names are Hugging Face's: embed_tokens, lm_head.
+    When: Set it for new tokens, whose embeddings must be learnt; not built yet."""
+    use_rslora: bool = False
+    """With lora: scale by lora_alpha / √rank instead of lora_alpha / rank.
+    How: The size of an update then does not shrink as the rank grows.
+    When: For ranks above 32; not built yet."""
+    use_dora: bool = False
+    """With lora: train a length for each row of a matrix beside its direction.
+    How: The adapted matrix is normalized row by row and multiplied by the trained lengths.
+    When: For small ranks, at the cost of time; not built yet."""
+    loraplus_lr_ratio: Positive | None = None
+    """With lora: the second of an adapter's matrices learns at this many times the learning rate (LoRA+). null is off.
+    How: That matrix starts at zero, and its gradients are smaller.
+    When: 16 is usual; not built yet."""
+    loraplus_lr_embedding: NonNegative = 1e-6
+    """With loraplus_lr_ratio: the learning rate of adapters of embeddings.
+    How: It is used as it is, without the ratio.
+    When: Seldom; not built yet."""
+    adapter_name_or_path: list[str] = Field(default=[])
+    """With lora: folders of adapters to start from.
+    How: All but the last are merged into the model; the last one is trained further, unless create_new_adapter says
+    otherwise.
+    When: Set it to train an adapter further; not built yet."""
+    create_new_adapter: bool = False
+    """With adapter_name_or_path: merge all of its adapters, and train a new one.
+    How: The new adapter starts at zero beside the merged model.
+    When: To add a task to a model that adapters changed before; not built yet."""
 
     @property
     def lora_layers(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The optimizer, its schedule, and the precision it works in."""
+"""What a step computes on, the optimizer, its schedule, and the precision it works in."""
 
 from __future__ import annotations
 
@@ -6,25 +6,42 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Group, NonNegative, Positive, setting
+from megatune.config.setting import Count, Group, NonNegative, Positive
+
+
+class BatchSettings(Group):
+    per_device_train_batch_size: Annotated[Count, "rows"] = 8
+    """Rows of one micro-batch: what one process computes at once.
+    How: Activations grow in proportion to it. The global batch is this times gradient_accumulation_steps times the
+    data-parallel size.
+    When: Raise it while memory lasts and rows are short: larger products use a GPU better. With packed or long rows 1
+    is usual."""
+    gradient_accumulation_steps: Annotated[Count, "micro-batches"] = 1
+    """Micro-batches of one step, computed one after the other before the optimizer updates the weights.
+    How: Gradients are added up, so memory stays what one micro-batch takes. With a pipeline, stages idle for about
+    (stages − 1) / micro-batches of a step's computing.
+    When: Raise it for a larger global batch at the same memory. With a pipeline use several times
+    pipeline_model_parallel_size; with virtual stages a multiple of it."""
+    per_device_eval_batch_size: Annotated[Count, "rows"] = 8
+    """Rows of one micro-batch in evaluation.
+    How: An evaluation keeps no activations for a backward pass, so larger ones fit than in training. It changes no
+    result.
+    When: Raise it where evaluation takes long."""
 
 
 class OptimizerSettings(Group):
-    optimizer: Literal["adam", "sgd"] = setting(
-        "adam",
-        advice="How gradients become updates of the weights.",
-        how="adam keeps two averages of each parameter, 8 bytes in fp32; sgd keeps its momentum, 4 bytes, or nothing "
-        "with sgd_momentum: 0.",
-        when="adam for language models. sgd keeps less state, and seldom trains one as well.",
-        values={"adam": "AdamW: weight decay apart from the gradient", "sgd": "gradient descent with momentum"},
-    )
-    learning_rate: NonNegative = setting(
-        5e-5,
-        advice="The highest learning rate, reached after warm-up.",
-        how="lr_scheduler_type says how it falls from there.",
-        when="Full fine-tuning usually takes 1e-6 to 5e-5, the lower end for larger models. Lower it if the loss "
-        "jumps, raise it with the global batch.",
-    )
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """How gradients become updates of the weights.
+    How: adam keeps two averages of each parameter, 8 bytes in fp32; sgd keeps its momentum, 4 bytes, or nothing with
+    sgd_momentum: 0.
+    When: adam for language models. sgd keeps less state, and seldom trains one as well.
+    - adam: AdamW: weight decay apart from the gradient
+    - sgd: gradient descent with momentum"""
+    learning_rate: NonNegative = 5e-5
+    """The highest learning rate, reached after warm-up.
+    How: lr_scheduler_type says how it falls from there.
+    When: Full fine-tuning usually takes 1e-6 to 5e-5, the lower end for larger models. Lower it if the loss jumps,
+    raise it with the global batch."""
     lr_scheduler_type: Literal[
         "cosine",
         "linear",
@@ -33,151 +50,112 @@ class OptimizerSettings(Group):
         "inverse_sqrt",
         "cosine_with_min_lr",
         "warmup_stable_decay",
-    ] = setting(
-        "linear",
-        advice="How the learning rate changes after warm-up; the rates are those of Transformers' schedulers of "
-        "these names.",
-        how="The rate is a pure function of the step and of the number of all steps, so a resume continues as if it "
-        "had never stopped.",
-        when="cosine and linear are usual. warmup_stable_decay suits runs whose length is not known when they begin.",
-        values={
-            "cosine": "falls to 0 along half a cosine",
-            "linear": "falls to 0 in a line",
-            "constant": "stays, without warm-up",
-            "constant_with_warmup": "stays after the warm-up",
-            "inverse_sqrt": "falls with the square root of the steps",
-            "cosine_with_min_lr": "a cosine that ends at min_lr, or at min_lr_rate of the highest",
-            "warmup_stable_decay": "stays, and falls in the last num_decay_steps",
-        },
-    )
-    lr_scheduler_kwargs: dict[str, Any] = setting(
-        {},
-        advice="What the scheduler takes beyond its type: cosine_with_min_lr wants min_lr or min_lr_rate, "
-        "warmup_stable_decay wants num_decay_steps.",
-        how="The names are those of Transformers; what a scheduler does not take is refused.",
-        when="Set it with those two types.",
-    )
-    warmup_ratio: Annotated[float, Field(ge=0, le=1), "share of all steps"] = setting(
-        0.0,
-        advice="Share of the run in which the learning rate rises from 0.",
-        how="The number of steps is the share of all steps, rounded up; the first step has a rate of 0.",
-        when="0.03 to 0.1 is usual: Adam's averages are not yet reliable in the first steps. Use this or "
-        "warmup_steps, not both.",
-    )
-    warmup_steps: Annotated[NonNegative, "steps, or a share below 1"] = setting(
-        0.0,
-        advice="Steps in which the learning rate rises from 0; below 1, a share of the run, as in Transformers 5.",
-        how="The first step has a rate of 0, the highest comes after this many.",
-        when="Set it where warm-up should not depend on the length of the run. Use this or warmup_ratio, not both.",
-    )
-    weight_decay: NonNegative = setting(
-        0.0,
-        advice="Pulls weights towards 0 at each step, by this times the learning rate.",
-        how="Norms and biases are left out.",
-        when="0 to 0.1. It matters in long runs, and little in a few epochs of fine-tuning.",
-    )
-    max_grad_norm: NonNegative = setting(
-        1.0,
-        advice="Gradients are scaled down to this norm, over all parameters, where it is larger. 0 turns it off.",
-        how="The norm is taken over all processes after gradients are summed; the log shows it before scaling.",
-        when="1 is usual. Look at the logged norm before changing it: a run whose norm is always above learns more "
-        "slowly than its learning rate says.",
-    )
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.9,
-        advice="How slowly Adam's mean of gradients forgets.",
-        how="The mean is over about 1 / (1 − beta1) steps.",
-        when="Leave it at 0.9.",
-    )
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.999,
-        advice="How slowly Adam's mean of squared gradients forgets.",
-        how="The mean is over about 1 / (1 − beta2) steps.",
-        when="0.95 is usual for large batches and long runs: it forgets a spike of gradients sooner.",
-    )
-    adam_epsilon: Positive = setting(
-        1e-8,
-        advice="Keeps Adam from dividing by almost nothing.",
-        how="It is added to the square root of the mean of squared gradients.",
-        when="Leave it; some raise it to 1e-6 against spikes in 16 bits.",
-    )
-    sgd_momentum: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.9,
-        advice="Momentum of optimizer: sgd; adam does not use it.",
-        how="Each update is this share of the last one plus the new gradient. 0 keeps no state.",
-        when="0.9 is usual.",
-    )
-    num_train_epochs: Annotated[Positive, "epochs"] = setting(
-        3.0,
-        advice="Passes over the training data; a part of one is allowed. max_steps, where set, decides instead.",
-        how="Every epoch has an order of its own, and its last batch may be short. The learning rate's schedule ends "
-        "with the last step.",
-        when="1 to 3 for fine-tuning. Watch the evaluation loss: more passes learn rows by heart.",
-    )
-    max_steps: Annotated[int, Field(ge=-1), "steps"] = setting(
-        -1,
-        advice="Ends training after this many steps, whatever num_train_epochs says. -1 leaves it to that.",
-        how="The learning rate's schedule is that of a run of this many steps.",
-        when="Set it with streaming, and to try a run out.",
-    )
+    ] = "linear"
+    """How the learning rate changes after warm-up; the rates are those of Transformers' schedulers of these names.
+    How: The rate is a pure function of the step and of the number of all steps, so a resume continues as if it had
+    never stopped.
+    When: cosine and linear are usual. warmup_stable_decay suits runs whose length is not known when they begin.
+    - cosine: falls to 0 along half a cosine
+    - linear: falls to 0 in a line
+    - constant: stays, without warm-up
+    - constant_with_warmup: stays after the warm-up
+    - inverse_sqrt: falls with the square root of the steps
+    - cosine_with_min_lr: a cosine that ends at min_lr, or at min_lr_rate of the highest
+    - warmup_stable_decay: stays, and falls in the last num_decay_steps"""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default={})
+    """What the scheduler takes beyond its type: cosine_with_min_lr wants min_lr or min_lr_rate, warmup_stable_decay
+    wants num_decay_steps.
+    How: The names are those of Transformers; what a scheduler does not take is refused.
+    When: Set it with those two types."""
+    warmup_ratio: Annotated[float, Field(ge=0, le=1), "share of all steps"] = 0.0
+    """Share of the run in which the learning rate rises from 0.
+    How: The number of steps is the share of all steps, rounded up; the first step has a rate of 0.
+    When: 0.03 to 0.1 is usual: Adam's averages are not yet reliable in the first steps. Use this or warmup_steps, not
+    both."""
+    warmup_steps: Annotated[NonNegative, "steps, or a share below 1"] = 0.0
+    """Steps in which the learning rate rises from 0; below 1, a share of the run, as in Transformers 5.
+    How: The first step has a rate of 0, the highest comes after this many.
+    When: Set it where warm-up should not depend on the length of the run. Use this or warmup_ratio, not both."""
+    weight_decay: NonNegative = 0.0
+    """Pulls weights towards 0 at each step, by this times the learning rate.
+    How: Norms and biases are left out.
+    When: 0 to 0.1. It matters in long runs, and little in a few epochs of fine-tuning."""
+    max_grad_norm: NonNegative = 1.0
+    """Gradients are scaled down to this norm, over all parameters, where it is larger. 0 turns it off.
+    How: The norm is taken over all processes after gradients are summed; the log shows it before scaling.
+    When: 1 is usual. Look at the logged norm before changing it: a run whose norm is always above learns more slowly
+    than its learning rate says."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """How slowly Adam's mean of gradients forgets.
+    How: The mean is over about 1 / (1 − beta1) steps.
+    When: Leave it at 0.9."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """How slowly Adam's mean of squared gradients forgets.
+    How: The mean is over about 1 / (1 − beta2) steps.
+    When: 0.95 is usual for large batches and long runs: it forgets a spike of gradients sooner."""
+    adam_epsilon: Positive = 1e-8
+    """Keeps Adam from dividing by almost nothing.
+    How: It is added to the square root of the mean of squared gradients.
+    When: Leave it; some raise it to 1e-6 against spikes in 16 bits."""
+    sgd_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of optimizer: sgd; adam does not use it.
+    How: Each update is this share of the last one plus the new gradient. 0 keeps no state.
+    When: 0.9 is usual."""
+    num_train_epochs: Annotated[Positive, "epochs"] = 3.0
+    """Passes over the training data; a part of one is allowed. max_steps, where set, decides instead.
+    How: Every epoch has an order of its own, and its last batch may be short. The learning rate's schedule ends with
+    the last step.
+    When: 1 to 3 for fine-tuning. Watch the evaluation loss: more passes learn rows by heart."""
+    max_steps: Annotated[int, Field(ge=-1), "steps"] = -1
+    """Ends training after this many steps, whatever num_train_epochs says. -1 leaves it to that.
+    How: The learning rate's schedule is that of a run of this many steps.
+    When: Set it with streaming, and to try a run out."""
 
-    exp_avg_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32",
-        advice="dtype of Adam's mean of gradients.",
-        how="The update is computed in fp32 and the mean stored in this dtype.",
-        when="bf16 where memory is short and a little rounding does no harm; first share the state out with "
-        "use_distributed_optimizer.",
-        values={"fp32": "4 bytes a parameter", "bf16": "2 bytes a parameter, rounded at each step"},
-    )
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32",
-        advice="dtype of Adam's mean of squared gradients.",
-        how="The update is computed in fp32 and the mean stored in this dtype. With a beta2 near 1 a step changes "
-        "the mean by less than bf16 can hold, so it follows the gradients late.",
-        when="Keep fp32 unless memory is short; lower adam_beta2 with bf16.",
-        values={"fp32": "4 bytes a parameter", "bf16": "2 bytes a parameter, rounded at each step"},
-    )
-    optimizer_cpu_offload: bool = setting(
-        False,
-        advice="Keep Adam's running averages in the host's memory and update there.",
-        how="Saves 8 bytes of GPU memory for each parameter of a process's share. Each step copies weights and "
-        "gradients to the host and weights back, and the host computes the update.",
-        when="When nothing else makes the run fit. Use many micro-batches in a step, so that the update is a small "
-        "part of it.",
-    )
-    optimizer_offload_fraction: Annotated[float, Field(gt=0, le=1)] = setting(
-        1.0,
-        advice="With optimizer_cpu_offload: the share of the parameters whose state is kept on the host.",
-        how="Parameters are taken in their order until the share is reached; the rest is updated on the GPU.",
-        when="Lower it to what the memory needs: each part on the GPU makes steps shorter.",
-    )
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """dtype of Adam's mean of gradients.
+    How: The update is computed in fp32 and the mean stored in this dtype.
+    When: bf16 where memory is short and a little rounding does no harm; first share the state out with
+    use_distributed_optimizer.
+    - fp32: 4 bytes a parameter
+    - bf16: 2 bytes a parameter, rounded at each step"""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """dtype of Adam's mean of squared gradients.
+    How: The update is computed in fp32 and the mean stored in this dtype. With a beta2 near 1 a step changes the mean
+    by less than bf16 can hold, so it follows the gradients late.
+    When: Keep fp32 unless memory is short; lower adam_beta2 with bf16.
+    - fp32: 4 bytes a parameter
+    - bf16: 2 bytes a parameter, rounded at each step"""
+    optimizer_cpu_offload: bool = False
+    """Keep Adam's running averages in the host's memory and update there.
+    How: Saves 8 bytes of GPU memory for each parameter of a process's share. Each step copies weights and gradients to
+    the host and weights back, and the host computes the update.
+    When: When nothing else makes the run fit. Use many micro-batches in a step, so that the update is a small part of
+    it."""
+    optimizer_offload_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With optimizer_cpu_offload: the share of the parameters whose state is kept on the host.
+    How: Parameters are taken in their order until the share is reached; the rest is updated on the GPU.
+    When: Lower it to what the memory needs: each part on the GPU makes steps shorter."""
 
 
 class PrecisionSettings(Group):
-    bf16: bool = setting(
-        False,
-        advice="Compute in bfloat16, with master weights and, by default, gradients in float32.",
-        how="Weights take 2 bytes, gradients 4, master weights 4 and Adam's averages 8 a parameter. bfloat16 has "
-        "float32's range, so that no loss scaling is needed.",
-        when="The right choice on GPUs since Ampere: halves the memory of activations, and matrix products are "
-        "several times faster.",
-    )
-    fp16: bool = setting(
-        False,
-        advice="Compute in float16 with loss scaling.",
-        how="The loss is multiplied by a scale that halves when gradients overflow and grows while they do not; "
-        "steps that overflow are skipped.",
-        when="For GPUs without bfloat16 (V100, T4). Use bf16 elsewhere.",
-    )
+    bf16: bool = False
+    """Compute in bfloat16, with master weights and, by default, gradients in float32.
+    How: Weights take 2 bytes, gradients 4, master weights 4 and Adam's averages 8 a parameter. bfloat16 has float32's
+    range, so that no loss scaling is needed.
+    When: The right choice on GPUs since Ampere: halves the memory of activations, and matrix products are several times
+    faster."""
+    fp16: bool = False
+    """Compute in float16 with loss scaling.
+    How: The loss is multiplied by a scale that halves when gradients overflow and grows while they do not; steps that
+    overflow are skipped.
+    When: For GPUs without bfloat16 (V100, T4). Use bf16 elsewhere."""
 
-    accumulate_allreduce_grads_in_fp32: bool = setting(
-        True,
-        advice="With bf16 or fp16: add and exchange gradients in float32. false does so in the model's dtype.",
-        how="Gradients of all micro-batches are added in one buffer, 4 bytes a parameter in float32 and 2 otherwise, "
-        "which data-parallel processes then sum.",
-        when="false where memory is short and a step has few micro-batches: it rounds at every addition, and halves "
-        "the exchange.",
-    )
+    accumulate_allreduce_grads_in_fp32: bool = True
+    """With bf16 or fp16: add and exchange gradients in float32. false does so in the model's dtype.
+    How: Gradients of all micro-batches are added in one buffer, 4 bytes a parameter in float32 and 2 otherwise, which
+    data-parallel processes then sum.
+    When: false where memory is short and a step has few micro-batches: it rounds at every addition, and halves the
+    exchange."""
 
     @property
     def params_dtype(self) -> Literal["float32", "bfloat16", "float16"]:

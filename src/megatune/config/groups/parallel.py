@@ -8,143 +8,104 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatune.config.pipeline import parse_layout
-from megatune.config.setting import Count, Group, setting
+from megatune.config.setting import Count, Group
 
 
 class ParallelSettings(Group):
-    tensor_model_parallel_size: Annotated[Count, "processes"] = setting(
-        1,
-        advice="Tensor parallelism: splits every layer over this many processes.",
-        how="Heads and feed-forward channels are split; each layer exchanges its activations twice in the forward and "
-        "twice in the backward pass, which nothing hides. Weights, gradients and most activations are divided by it.",
-        when="Keep it inside one machine, where the link is fast, and use the smallest size at which the model fits. "
-        "Across machines use pipeline parallelism.",
-    )
-    pipeline_model_parallel_size: Annotated[Count, "stages"] = setting(
-        1,
-        advice="Pipeline parallelism: splits the layers into this many stages, one after the other.",
-        how="A micro-batch passes from stage to stage, one small message each. Stages idle while the pipeline fills "
-        "and drains: (stages − 1) / micro-batches of the computing. The first stage holds activations of as many "
-        "micro-batches as there are stages.",
-        when="For models that do not fit in one machine with tensor parallelism. Use several times as many "
-        "micro-batches as stages, or virtual stages.",
-    )
-    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2), "model chunks per stage"] | None = setting(
-        None,
-        advice="Interleaved pipeline: gives each stage this many smaller groups of layers, so that stages idle less.",
-        how="Idle time is divided by it. Each micro-batch passes through every stage this many times, with as many "
-        "more messages, and the first stage holds somewhat more activations.",
-        when="When a pipeline has few micro-batches a step. Needs micro-batches in multiples of "
-        "pipeline_model_parallel_size, and layers for every group.",
-    )
-    sequence_parallel: bool = setting(
-        False,
-        advice="Splits along the sequence what tensor parallelism leaves whole, such as norms and the inputs of "
-        "layers.",
-        how="The two exchanges of a layer become a gather and a scatter with the same bytes; what lies between them "
-        "is divided by tensor_model_parallel_size.",
-        when="Turn it on whenever tensor_model_parallel_size is above 1: it saves memory of activations at no cost "
-        "in time. Mixtures of experts need it.",
-    )
-    use_distributed_optimizer: bool = setting(
-        True,
-        advice="Each data-parallel process keeps its share of the optimizer's state only (ZeRO-1).",
-        how="Gradients are scattered instead of summed everywhere, each process updates its share, and the weights "
-        "are gathered: the same bytes as without it.",
-        when="Leave it on: with data parallelism it saves up to 12 bytes a parameter at no cost in time.",
-    )
-    overlap_grad_reduce: bool = setting(
-        False,
-        advice="Sum gradients over data-parallel processes while the backward pass still runs.",
-        how="Gradients are sent in buckets as soon as they are complete, during the last micro-batch of a step.",
-        when="Turn it on across GPUs: it hides most of the exchange. On one process it does nothing.",
-    )
-    overlap_param_gather: bool = setting(
-        False,
-        advice="Collect updated parameters while the next forward pass already runs.",
-        how="Each bucket of weights is gathered before the layer that needs it, one bucket ahead. Needs "
-        "use_distributed_optimizer and overlap_grad_reduce.",
-        when="Turn it on across GPUs together with overlap_grad_reduce.",
-    )
-    overlap_p2p_comm: bool = setting(
-        True,
-        advice="With virtual stages, exchange activations between stages while computing.",
-        how="Sends and receives are posted ahead of the computing that needs them. Without virtual stages there is "
-        "nothing to overlap with.",
-        when="Leave it on.",
-    )
-    context_parallel_size: Annotated[Count, "processes"] = setting(
-        1,
-        advice="Context parallelism: splits the sequence of every row over this many processes, in all layers.",
-        how="Each process holds two pieces of every row, one early and one late, so that causal work is even; "
-        "attention exchanges keys and values. Activations are divided by it; weights are not, and the optimizer's "
-        "state is shared among these processes, too.",
-        when="For rows so long that their activations do not fit otherwise. It takes processes from data "
-        "parallelism: try recomputation first.",
-    )
-    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = setting(
-        "p2p",
-        advice="How context-parallel processes attend to each other's tokens.",
-        how="All give the same numbers. They differ in what is sent, in what can be hidden behind computing, and in "
-        "what they ask of the number of heads.",
-        when="p2p for long rows; all_gather for few key/value heads; a2a where heads suffice and the link is fast.",
-        values={
-            "p2p": "passes keys and values around a ring while computing",
-            "all_gather": "collects keys and values first",
-            "a2a": "trades sequence for heads (Ulysses): the least to send; needs a head for each process",
-        },
-    )
-    expert_model_parallel_size: Annotated[Count, "processes"] = setting(
-        1,
-        advice="Expert parallelism: shards the experts of each layer over this many processes, and sends tokens "
-        "to them.",
-        how="Weights, gradients and optimizer state of experts are divided by it. It takes data- and context-parallel "
-        "processes and leaves the global batch as it is; each expert layer sends tokens there and back.",
-        when="The first choice for large mixtures of experts. Keep it inside one machine where that suffices: the "
-        "exchange is large.",
-    )
-    expert_tensor_parallel_size: Annotated[Count, "processes"] | None = setting(
-        None,
-        advice="Splits each expert over this many processes. null takes tensor_model_parallel_size.",
-        how="An expert is small, so its parts make thin matrix products.",
-        when="1 with expert parallelism wherever whole experts fit: it is faster.",
-    )
-    decoder_first_pipeline_num_layers: Annotated[Count, "layers"] | None = setting(
-        None,
-        advice="Layers of the first pipeline stage, which also holds the word embedding. null takes an equal share.",
-        how="The other stages share the rest.",
-        when="Fewer than the others where the first stage is the fullest: it also holds activations of the most "
-        "micro-batches.",
-    )
-    decoder_last_pipeline_num_layers: Annotated[Count, "layers"] | None = setting(
-        None,
-        advice="Layers of the last pipeline stage, which also computes the loss over the vocabulary. null takes an "
-        "equal share.",
-        how="The other stages share the rest. The slowest stage sets the pace of all.",
-        when="Fewer than the others balance a large vocabulary: the output layer takes the time of one layer or more.",
-    )
-    account_for_embedding_in_pipeline_split: bool = setting(
-        False,
-        advice="Count the word embedding as one layer when layers are assigned to pipeline stages: the first stage "
-        "gets one fewer.",
-        how="Layers plus what is counted are shared equally.",
-        when="Where the first stage is the fullest, or to make an odd number of layers divide.",
-    )
-    account_for_loss_in_pipeline_split: bool = setting(
-        False,
-        advice="Count the output layer and loss as one layer when layers are assigned to pipeline stages: the last "
-        "stage gets one fewer.",
-        how="Layers plus what is counted are shared equally.",
-        when="For large vocabularies: otherwise the others wait for the last stage.",
-    )
-    pipeline_model_parallel_layout: str | None = setting(
-        None,
-        advice="Says stage by stage what each holds, stages parted by |: E the embedding, t a layer, L the loss; t*3 "
-        "repeats, (tt|)*4 too.",
-        how="Et*3|t*4|t*4|t*3L is 14 layers on 4 stages, or on 2 with 2 virtual stages each. Parts are assigned to the "
-        "stages in turn.",
-        when="Where none of the simpler keys balances the stages.",
-    )
+    tensor_model_parallel_size: Annotated[Count, "processes"] = 1
+    """Tensor parallelism: splits every layer over this many processes.
+    How: Heads and feed-forward channels are split; each layer exchanges its activations twice in the forward and twice
+    in the backward pass, which nothing hides. Weights, gradients and most activations are divided by it.
+    When: Keep it inside one machine, where the link is fast, and use the smallest size at which the model fits. Across
+    machines use pipeline parallelism."""
+    pipeline_model_parallel_size: Annotated[Count, "stages"] = 1
+    """Pipeline parallelism: splits the layers into this many stages, one after the other.
+    How: A micro-batch passes from stage to stage, one small message each. Stages idle while the pipeline fills and
+    drains: (stages − 1) / micro-batches of the computing. The first stage holds activations of as many micro-batches as
+    there are stages.
+    When: For models that do not fit in one machine with tensor parallelism. Use several times as many micro-batches as
+    stages, or virtual stages."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2), "model chunks per stage"] | None = None
+    """Interleaved pipeline: gives each stage this many smaller groups of layers, so that stages idle less.
+    How: Idle time is divided by it. Each micro-batch passes through every stage this many times, with as many more
+    messages, and the first stage holds somewhat more activations.
+    When: When a pipeline has few micro-batches a step. Needs micro-batches in multiples of
+    pipeline_model_parallel_size, and layers for every group."""
+    sequence_parallel: bool = False
+    """Splits along the sequence what tensor parallelism leaves whole, such as norms and the inputs of layers.
+    How: The two exchanges of a layer become a gather and a scatter with the same bytes; what lies between them is
+    divided by tensor_model_parallel_size.
+    When: Turn it on whenever tensor_model_parallel_size is above 1: it saves memory of activations at no cost in time.
+    Mixtures of experts need it."""
+    use_distributed_optimizer: bool = True
+    """Each data-parallel process keeps its share of the optimizer's state only (ZeRO-1).
+    How: Gradients are scattered instead of summed everywhere, each process updates its share, and the weights are
+    gathered: the same bytes as without it.
+    When: Leave it on: with data parallelism it saves up to 12 bytes a parameter at no cost in time."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel processes while the backward pass still runs.
+    How: Gradients are sent in buckets as soon as they are complete, during the last micro-batch of a step.
+    When: Turn it on across GPUs: it hides most of the exchange. On one process it does nothing."""
+    overlap_param_gather: bool = False
+    """Collect updated parameters while the next forward pass already runs.
+    How: Each bucket of weights is gathered before the layer that needs it, one bucket ahead. Needs
+    use_distributed_optimizer and overlap_grad_reduce.
+    When: Turn it on across GPUs together with overlap_grad_reduce."""
+    overlap_p2p_comm: bool = True
+    """With virtual stages, exchange activations between stages while computing.
+    How: Sends and receives are posted ahead of the computing that needs them. Without virtual stages there is nothing
+    to overlap with.
+    When: Leave it on."""
+    context_parallel_size: Annotated[Count, "processes"] = 1
+    """Context parallelism: splits the sequence of every row over this many processes, in all layers.
+    How: Each process holds two pieces of every row, one early and one late, so that causal work is even; attention
+    exchanges keys and values. Activations are divided by it; weights are not, and the optimizer's state is shared among
+    these processes, too.
+    When: For rows so long that their activations do not fit otherwise. It takes processes from data parallelism: try
+    recomputation first."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How context-parallel processes attend to each other's tokens.
+    How: All give the same numbers. They differ in what is sent, in what can be hidden behind computing, and in what
+    they ask of the number of heads.
+    When: p2p for long rows; all_gather for few key/value heads; a2a where heads suffice and the link is fast.
+    - p2p: passes keys and values around a ring while computing
+    - all_gather: collects keys and values first
+    - a2a: trades sequence for heads (Ulysses): the least to send; needs a head for each process"""
+    expert_model_parallel_size: Annotated[Count, "processes"] = 1
+    """Expert parallelism: shards the experts of each layer over this many processes, and sends tokens to them.
+    How: Weights, gradients and optimizer state of experts are divided by it. It takes data- and context-parallel
+    processes and leaves the global batch as it is; each expert layer sends tokens there and back.
+    When: The first choice for large mixtures of experts. Keep it inside one machine where that suffices: the exchange
+    is large."""
+    expert_tensor_parallel_size: Annotated[Count, "processes"] | None = None
+    """Splits each expert over this many processes. null takes tensor_model_parallel_size.
+    How: An expert is small, so its parts make thin matrix products.
+    When: 1 with expert parallelism wherever whole experts fit: it is faster."""
+    decoder_first_pipeline_num_layers: Annotated[Count, "layers"] | None = None
+    """Layers of the first pipeline stage, which also holds the word embedding. null takes an equal share.
+    How: The other stages share the rest.
+    When: Fewer than the others where the first stage is the fullest: it also holds activations of the most
+    micro-batches."""
+    decoder_last_pipeline_num_layers: Annotated[Count, "layers"] | None = None
+    """Layers of the last pipeline stage, which also computes the loss over the vocabulary. null takes an equal share.
+    How: The other stages share the rest. The slowest stage sets the pace of all.
+    When: Fewer than the others balance a large vocabulary: the output layer takes the time of one layer or more."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the word embedding as one layer when layers are assigned to pipeline stages: the first stage gets one
+    fewer.
+    How: Layers plus what is counted are shared equally.
+    When: Where the first stage is the fullest, or to make an odd number of layers divide."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer and loss as one layer when layers are assigned to pipeline stages: the last stage gets one
+    fewer.
+    How: Layers plus what is counted are shared equally.
+    When: For large vocabularies: otherwise the others wait for the last stage."""
+    pipeline_model_parallel_layout: str | None = None
+    """Says stage by stage what each holds, stages parted by |: E the embedding, t a layer, L the loss; t*3 repeats,
+    (tt|)*4 too.
+    How: Et*3|t*4|t*4|t*3L is 14 layers on 4 stages, or on 2 with 2 virtual stages each. Parts are assigned to the
+    stages in turn.
+    When: Where none of the simpler keys balances the stages."""
 
     @property
     def model_parallel_size(self) -> int:

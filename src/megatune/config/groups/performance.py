@@ -4,68 +4,53 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from megatune.config.setting import Count, Group, setting
+from pydantic import Field
+
+from megatune.config.setting import Count, Group
 
 
 class RecomputeSettings(Group):
-    recompute_granularity: Literal["full", "selective"] | None = setting(
-        None,
-        advice="Compute activations again in the backward pass instead of keeping them. null keeps all.",
-        how="What is recomputed keeps only its inputs, and its forward pass runs once more. The numbers stay the "
-        "same, bit for bit.",
-        when="selective with modules that save something (`recompute_modules`) first, where a run does not fit; full "
-        "where that is not enough. A run that fits without is faster without.",
-        values={
-            "full": "keeps only the inputs of layers: the least memory, about a third more time",
-            "selective": "recomputes recompute_modules only; their default saves next to nothing",
-        },
-    )
-    recompute_method: Literal["uniform", "block"] | None = setting(
-        None,
-        advice="With full: which layers are recomputed. null takes uniform.",
-        how="uniform keeps one input for each group of recompute_num_layers layers; block recomputes the first "
-        "recompute_num_layers of each stage and keeps the rest whole.",
-        when="block where memory is left: lower recompute_num_layers until it is used.",
-        values={
-            "uniform": "recomputes all layers, in groups",
-            "block": "recomputes the first layers of each stage only",
-        },
-    )
-    recompute_num_layers: Annotated[Count, "layers"] | None = setting(
-        None,
-        advice="With full: layers of one recomputed group (uniform) or recomputed layers of each stage (block). null "
-        "takes 1 with uniform, and all with block.",
-        how="A larger group keeps fewer inputs, and needs the activations of the whole group at once in its backward "
-        "pass.",
-        when="With uniform leave it at 1; with block set as many as the memory needs.",
-    )
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute activations again in the backward pass instead of keeping them. null keeps all.
+    How: What is recomputed keeps only its inputs, and its forward pass runs once more. The numbers stay the same, bit
+    for bit.
+    When: selective with modules that save something (`recompute_modules`) first, where a run does not fit; full where
+    that is not enough. A run that fits without is faster without.
+    - full: keeps only the inputs of layers: the least memory, about a third more time
+    - selective: recomputes recompute_modules only; their default saves next to nothing"""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full: which layers are recomputed. null takes uniform.
+    How: uniform keeps one input for each group of recompute_num_layers layers; block recomputes the first
+    recompute_num_layers of each stage and keeps the rest whole.
+    When: block where memory is left: lower recompute_num_layers until it is used.
+    - uniform: recomputes all layers, in groups
+    - block: recomputes the first layers of each stage only"""
+    recompute_num_layers: Annotated[Count, "layers"] | None = None
+    """With full: layers of one recomputed group (uniform) or recomputed layers of each stage (block). null takes 1 with
+    uniform, and all with block.
+    How: A larger group keeps fewer inputs, and needs the activations of the whole group at once in its backward pass.
+    When: With uniform leave it at 1; with block set as many as the memory needs."""
     recompute_modules: list[
         Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"]
-    ] = setting(
-        ["core_attn"],
-        advice="With selective: what is recomputed.",
-        how="Each module keeps its inputs and runs its forward pass once more. mla_up_proj, moe, moe_act and "
-        "shared_experts are of the models that have them. The default, core_attn, costs time and saves next to "
-        "nothing: no kernel keeps attention's scores but torch's own on GPUs without flash attention (V100, T4, fp32).",
-        when="Add modules until the run fits, the cheap ones first: layernorm, moe_act and mla_up_proj, then mlp, "
-        "shared_experts and moe.",
-        values={
-            "core_attn": "attention between its inputs and its output; frees hardly anything",
-            "layernorm": "the two norms of a layer",
-            "mlp": "the dense feed-forward",
-            "moe": "the sparse feed-forward, dispatching tokens included",
-            "moe_act": "the experts' activation; needs moe_grouped_gemm",
-            "mla_up_proj": "the up-projections of multi-latent attention",
-            "shared_experts": "the shared experts",
-        },
-    )
-    moe_layer_recompute: bool = setting(
-        False,
-        advice="Recompute whole expert layers in the backward pass: selective with the module moe.",
-        how="Tokens are dispatched to their experts a second time. With full and block it holds for the layers "
-        "that are not recomputed as a whole.",
-        when="Where the activations of experts do not fit, above all when experts are unevenly busy.",
-    )
+    ] = Field(default=["core_attn"])
+    """With selective: what is recomputed.
+    How: Each module keeps its inputs and runs its forward pass once more. mla_up_proj, moe, moe_act and shared_experts
+    are of the models that have them. The default, core_attn, costs time and saves next to nothing: no kernel keeps
+    attention's scores but torch's own on GPUs without flash attention (V100, T4, fp32).
+    When: Add modules until the run fits, the cheap ones first: layernorm, moe_act and mla_up_proj, then mlp,
+    shared_experts and moe.
+    - core_attn: attention between its inputs and its output; frees hardly anything
+    - layernorm: the two norms of a layer
+    - mlp: the dense feed-forward
+    - moe: the sparse feed-forward, dispatching tokens included
+    - moe_act: the experts' activation; needs moe_grouped_gemm
+    - mla_up_proj: the up-projections of multi-latent attention
+    - shared_experts: the shared experts"""
+    moe_layer_recompute: bool = False
+    """Recompute whole expert layers in the backward pass: selective with the module moe.
+    How: Tokens are dispatched to their experts a second time. With full and block it holds for the layers that are not
+    recomputed as a whole.
+    When: Where the activations of experts do not fit, above all when experts are unevenly busy."""
 
     @property
     def selective_modules(self) -> tuple[str, ...]:
@@ -77,62 +62,44 @@ class RecomputeSettings(Group):
 
 
 class PerformanceSettings(Group):
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = setting(
-        "auto",
-        advice="Which kernel attends.",
-        how="The banner says which one runs. Kernels that never hold all scores take memory in proportion to the "
-        "length of a row, the others to its square.",
-        when="Leave it at auto; name one to compare kernels, or to have the run refused where it is missing.",
-        values={
-            "auto": "the fastest that device and shapes allow",
-            "flash": "flash attention; needs bf16 or fp16 on a GPU",
-            "fused": "cuDNN's kernel, for rows of one document",
-            "unfused": "plain matrix products, with all scores in memory",
-            "local": "the same as unfused",
-        },
-    )
-    bias_activation_fusion: bool = setting(
-        False,
-        advice="Compute the feed-forward's activation (SwiGLU) in one pass over memory.",
-        how="It keeps only its input for the backward pass, instead of input and silu(gate).",
-        when="Turn it on on GPUs: less memory and time. Results differ in the last bits.",
-    )
-    apply_rope_fusion: bool = setting(
-        False,
-        advice="Compute rotary embeddings in one pass over memory where that is possible.",
-        how="It replaces several small operators on queries and keys, and keeps nothing more for the backward pass.",
-        when="Turn it on on GPUs.",
-    )
-    cross_entropy_loss_fusion: bool = setting(
-        True,
-        advice="Compute the output layer and the loss together, a chunk of tokens at a time.",
-        how="The logits of all tokens are never in memory; the backward pass computes each chunk's again. false "
-        "computes all logits first: several times tokens × vocabulary × 4 bytes.",
-        when="Leave it on: with vocabularies of 150,000 and micro-batches of many tokens it saves gigabytes for hardly "
-        "any time.",
-    )
-    rms_norm_fusion: bool = setting(
-        True,
-        advice="Normalize in one pass over memory each way, keeping one number a token for the backward pass.",
-        how="false computes it operator by operator and keeps an fp32 copy of the input.",
-        when="Leave it on.",
-    )
-    gradient_accumulation_fusion: bool = setting(
-        False,
-        advice="Add weight gradients straight into the gradient buffer, without a copy in between.",
-        how="The matrix product that makes a weight's gradient adds to the buffer, in its dtype. It saves a pass "
-        "over memory for each weight.",
-        when="Turn it on on GPUs, above all with many micro-batches.",
-    )
-    manual_gc: bool = setting(
-        False,
-        advice="Collect Python's garbage at the same steps on all processes, instead of whenever each process does.",
-        how="A collection takes tens of milliseconds, and all wait for the process that does it.",
-        when="Turn it on for runs of many processes.",
-    )
-    manual_gc_interval: Annotated[Count, "steps"] = setting(
-        50,
-        advice="With manual_gc: steps from one collection to the next.",
-        how="Between collections only what is in reference circles stays in the host's memory.",
-        when="Raise it where steps are short.",
-    )
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    """Which kernel attends.
+    How: The banner says which one runs. Kernels that never hold all scores take memory in proportion to the length of a
+    row, the others to its square.
+    When: Leave it at auto; name one to compare kernels, or to have the run refused where it is missing.
+    - auto: the fastest that device and shapes allow
+    - flash: flash attention; needs bf16 or fp16 on a GPU
+    - fused: cuDNN's kernel, for rows of one document
+    - unfused: plain matrix products, with all scores in memory
+    - local: the same as unfused"""
+    bias_activation_fusion: bool = False
+    """Compute the feed-forward's activation (SwiGLU) in one pass over memory.
+    How: It keeps only its input for the backward pass, instead of input and silu(gate).
+    When: Turn it on on GPUs: less memory and time. Results differ in the last bits."""
+    apply_rope_fusion: bool = False
+    """Compute rotary embeddings in one pass over memory where that is possible.
+    How: It replaces several small operators on queries and keys, and keeps nothing more for the backward pass.
+    When: Turn it on on GPUs."""
+    cross_entropy_loss_fusion: bool = True
+    """Compute the output layer and the loss together, a chunk of tokens at a time.
+    How: The logits of all tokens are never in memory; the backward pass computes each chunk's again. false computes all
+    logits first: several times tokens × vocabulary × 4 bytes.
+    When: Leave it on: with vocabularies of 150,000 and micro-batches of many tokens it saves gigabytes for hardly any
+    time."""
+    rms_norm_fusion: bool = True
+    """Normalize in one pass over memory each way, keeping one number a token for the backward pass.
+    How: false computes it operator by operator and keeps an fp32 copy of the input.
+    When: Leave it on."""
+    gradient_accumulation_fusion: bool = False
+    """Add weight gradients straight into the gradient buffer, without a copy in between.
+    How: The matrix product that makes a weight's gradient adds to the buffer, in its dtype. It saves a pass over memory
+    for each weight.
+    When: Turn it on on GPUs, above all with many micro-batches."""
+    manual_gc: bool = False
+    """Collect Python's garbage at the same steps on all processes, instead of whenever each process does.
+    How: A collection takes tens of milliseconds, and all wait for the process that does it.
+    When: Turn it on for runs of many processes."""
+    manual_gc_interval: Annotated[Count, "steps"] = 50
+    """With manual_gc: steps from one collection to the next.
+    How: Between collections only what is in reference circles stays in the host's memory.
+    When: Raise it where steps are short."""

@@ -6,142 +6,104 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group, setting
+from megatune.config.setting import Count, Group
 
 
 class RunSettings(Group):
-    stage: Literal["pt", "sft", "dpo"] = setting(
-        "sft",
-        advice="What kind of training this is, and so which form of data it takes and which tokens are trained.",
-        how="The stage decides how a row becomes tokens and labels; model, optimizer and layout are the same in all "
-        "stages. The loss is always the sum over trained tokens divided by their global number.",
-        when="pt teaches a language or a domain from plain text; sft teaches behaviour from conversations. Rows of "
-        "pt are packed unless packing says otherwise.",
-        values={
-            "pt": "trains on every token of plain text",
-            "sft": "trains on the assistant's turns of conversations",
-            "dpo": "pairs of answers, of which one is preferred; they can be looked at, training is not built yet",
-        },
-    )
-    do_train: bool = setting(
-        True,
-        advice="Always true: training is what this command does.",
-        how="It is accepted so that files written for LLaMA-Factory run unchanged; false is refused.",
-        when="Never: leave it out.",
-    )
-    output_dir: str | None = setting(
-        None,
-        advice="Folder for checkpoints, logs and the final model.",
-        how="A run started again on the same folder resumes from its newest whole checkpoint. Every checkpoint kept "
-        "takes the model's size on disk, and with its training state about 12 bytes per parameter more (8 in fp32).",
-        when="Name a new folder for every new run, on a disk that every machine of the run sees. Name the old one to "
-        "continue a run.",
-    )
-    overwrite_output_dir: bool = setting(
-        False,
-        advice="Start from the first step even where output_dir holds checkpoints to resume from; they are deleted.",
-        how="With resume_from_checkpoint naming a checkpoint, only those of later steps are deleted, when the run is "
-        "about to begin.",
-        when="Turn it on to repeat a run in the same folder. Leave it off in files that a scheduler starts again: "
-        "each restart would begin at step 0.",
-    )
-    resume_from_checkpoint: bool | str | None = setting(
-        None,
-        advice="Where the run resumes from: null is the newest whole checkpoint of output_dir if there is one, true "
-        "insists on one, false never resumes, a path names the checkpoint.",
-        how="Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked "
-        "first. The layout may differ from the one that saved it; in the same layout the run continues bit for bit.",
-        when="null is right for nearly every run. Use true where a start from step 0 would be a mistake, and a path "
-        "to go back to an earlier step.",
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = setting(
-        42,
-        advice="Seeds the order of rows, the held-out split, packing and the random numbers of training.",
-        how="The order of rows is a pure function of the seed and the epoch, in every layout. The same seed in the "
-        "same layout gives the same run, bit for bit.",
-        when="Change it to see how much of a result is chance. Changing it also changes which rows val_size holds out.",
-    )
-    num_processes: Annotated[Count, "processes"] | None = setting(
-        None,
-        advice="Processes of the whole run; one drives one GPU. null takes one for each GPU, and on a CPU as few as "
-        "the layout allows.",
-        how="What the layout does not take (tensor, pipeline and context parallelism) becomes data parallelism. "
-        "Started by torchrun, the run has torchrun's processes instead.",
-        when="Set it on a CPU, to try the layout of a larger machine there, or to use only some of a machine's GPUs. "
-        "More data-parallel processes help a CPU only while there are cores for them.",
-    )
-    ddp_timeout: Annotated[int, Field(gt=0), "seconds"] = setting(
-        1800,
-        advice="How long a collective operation may wait for the other processes before the run is ended.",
-        how="It bounds start-up, loading, saving and every exchange. A process that shows no progress for this long, "
-        "or for half an hour if that is less, is named and ends the run.",
-        when="Raise it for slow storage or very large models, whose loading or saving takes longer. A larger value "
-        "also means that a hang is noticed later.",
-    )
-    check_agreement_interval: Annotated[Count, "steps"] | None = setting(
-        None,
-        advice="Steps between checks that processes which hold the same weights and gradients hold the same "
-        "numbers; null is off.",
-        how="At those steps gradients are compared before the update and weights after it, across all copies. The "
-        "first difference ends the run and names the ranks.",
-        when="Use it on new machines and when looking for faults: 100 finds a broken device for little time. Leave it "
-        "off once the machines are trusted.",
-    )
-    memory_check: Literal["error", "warn", "off"] = setting(
-        "error",
-        advice="Whether the memory of every pipeline stage is planned before anything starts, and what becomes of a "
-        "run that does not fit.",
-        how="Weights, gradients and optimizer state are counted exactly, activations and buffers are estimated: of "
-        "published runs two of three held between 1 / 1.25 and 1.25 times what is planned, with experts between "
-        "1 / 1.4 and 1.4 times. The fullest stage is held against the device's memory. What does not fit even at the "
-        "lower end cannot fit; between the lower end and the plan a run starts with a warning, which has the numbers "
-        "and what would help.",
-        when="Leave it at error. Use warn where the estimate refuses what you know to fit, off to start without "
-        "planning.",
-        values={
-            "error": "refuses a run that cannot fit even at the lower end of the plan's uncertainty",
-            "warn": "only says so",
-            "off": "does not plan",
-        },
-    )
-    run_name: str | None = setting(
-        None,
-        advice="Name of the run in its log lines and in TensorBoard. null takes output_dir's name.",
-        how="TensorBoard's event files lie in output_dir/runs under this name.",
-        when="Set it where several output folders end in the same name.",
-    )
+    stage: Literal["pt", "sft", "dpo"] = "sft"
+    """What kind of training this is, and so which form of data it takes and which tokens are trained.
+    How: The stage decides how a row becomes tokens and labels; model, optimizer and layout are the same in all stages.
+    The loss is always the sum over trained tokens divided by their global number.
+    When: pt teaches a language or a domain from plain text; sft teaches behaviour from conversations. Rows of pt are
+    packed unless packing says otherwise.
+    - pt: trains on every token of plain text
+    - sft: trains on the assistant's turns of conversations
+    - dpo: pairs of answers, of which one is preferred; they can be looked at, training is not built yet"""
+    do_train: bool = True
+    """Always true: training is what this command does.
+    How: It is accepted so that files written for LLaMA-Factory run unchanged; false is refused.
+    When: Never: leave it out."""
+    output_dir: str | None = None
+    """Folder for checkpoints, logs and the final model.
+    How: A run started again on the same folder resumes from its newest whole checkpoint. Every checkpoint kept takes
+    the model's size on disk, and with its training state about 12 bytes per parameter more (8 in fp32).
+    When: Name a new folder for every new run, on a disk that every machine of the run sees. Name the old one to
+    continue a run."""
+    overwrite_output_dir: bool = False
+    """Start from the first step even where output_dir holds checkpoints to resume from; they are deleted.
+    How: With resume_from_checkpoint naming a checkpoint, only those of later steps are deleted, when the run is about
+    to begin.
+    When: Turn it on to repeat a run in the same folder. Leave it off in files that a scheduler starts again: each
+    restart would begin at step 0."""
+    resume_from_checkpoint: bool | str | None = None
+    """Where the run resumes from: null is the newest whole checkpoint of output_dir if there is one, true insists on
+    one, false never resumes, a path names the checkpoint.
+    How: Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked first. The
+    layout may differ from the one that saved it; in the same layout the run continues bit for bit.
+    When: null is right for nearly every run. Use true where a start from step 0 would be a mistake, and a path to go
+    back to an earlier step."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seeds the order of rows, the held-out split, packing and the random numbers of training.
+    How: The order of rows is a pure function of the seed and the epoch, in every layout. The same seed in the same
+    layout gives the same run, bit for bit.
+    When: Change it to see how much of a result is chance. Changing it also changes which rows val_size holds out."""
+    num_processes: Annotated[Count, "processes"] | None = None
+    """Processes of the whole run; one drives one GPU. null takes one for each GPU, and on a CPU as few as the layout
+    allows.
+    How: What the layout does not take (tensor, pipeline and context parallelism) becomes data parallelism. Started by
+    torchrun, the run has torchrun's processes instead.
+    When: Set it on a CPU, to try the layout of a larger machine there, or to use only some of a machine's GPUs. More
+    data-parallel processes help a CPU only while there are cores for them."""
+    ddp_timeout: Annotated[int, Field(gt=0), "seconds"] = 1800
+    """How long a collective operation may wait for the other processes before the run is ended.
+    How: It bounds start-up, loading, saving and every exchange. A process that shows no progress for this long, or for
+    half an hour if that is less, is named and ends the run.
+    When: Raise it for slow storage or very large models, whose loading or saving takes longer. A larger value also
+    means that a hang is noticed later."""
+    check_agreement_interval: Annotated[Count, "steps"] | None = None
+    """Steps between checks that processes which hold the same weights and gradients hold the same numbers; null is off.
+    How: At those steps gradients are compared before the update and weights after it, across all copies. The first
+    difference ends the run and names the ranks.
+    When: Use it on new machines and when looking for faults: 100 finds a broken device for little time. Leave it off
+    once the machines are trusted."""
+    memory_check: Literal["error", "warn", "off"] = "error"
+    """Whether the memory of every pipeline stage is planned before anything starts, and what becomes of a run that does
+    not fit.
+    How: Weights, gradients and optimizer state are counted exactly, activations and buffers are estimated: of published
+    runs two of three held between 1 / 1.25 and 1.25 times what is planned, with experts between 1 / 1.4 and 1.4 times.
+    The fullest stage is held against the device's memory. What does not fit even at the lower end cannot fit; between
+    the lower end and the plan a run starts with a warning, which has the numbers and what would help.
+    When: Leave it at error. Use warn where the estimate refuses what you know to fit, off to start without planning.
+    - error: refuses a run that cannot fit even at the lower end of the plan's uncertainty
+    - warn: only says so
+    - off: does not plan"""
+    run_name: str | None = None
+    """Name of the run in its log lines and in TensorBoard. null takes output_dir's name.
+    How: TensorBoard's event files lie in output_dir/runs under this name.
+    When: Set it where several output folders end in the same name."""
 
 
 class ModelSettings(Group):
-    model_name_or_path: str | None = setting(
-        None,
-        advice="The Hugging Face checkpoint to train: a folder with config.json, safetensors and tokenizer, or the id "
-        "of a model on a hub, such as Qwen/Qwen3-0.6B.",
-        how="A folder wins over an id. Of a hub (ModelScope's with USE_MODELSCOPE_HUB=1) only safetensors and the "
-        "files of configuration and tokenizer are fetched, once a machine, into the hub's own cache. Each process "
-        "reads only the slices of the safetensors that it holds; the final model has the same form and the same keys.",
-        when="Required. Start from an instruction-tuned model for behaviour, from a base model for continued "
-        "pretraining.",
-    )
-    model_revision: str = setting(
-        "main",
-        advice="Which version of a model on a hub: a branch, a tag or a commit.",
-        how="It is resolved to a commit when the run starts; run.yaml and the checkpoints name that commit, so that "
-        "the same files can be had again.",
-        when="Set it to a commit where a later change of the model must not reach this run. A folder has no revisions: "
-        "anything but main is refused there.",
-    )
-    cache_dir: str | None = setting(
-        None,
-        advice="Folder for files of models that are fetched from a hub. null is the hub's own cache.",
-        how="The hub's own cache is shared with every program that uses the hub; HF_HOME, HF_HUB_CACHE or "
-        "MODELSCOPE_CACHE move it.",
-        when="Set it where the home folder is too small for the model.",
-    )
-    trust_remote_code: Literal[False] = setting(
-        False,
-        advice="Always false: the supported families need no code from a checkpoint's repository, so none is run.",
-        how="The model is built from this project's own description of its family; config.json only gives the numbers.",
-        when="Never: true is refused.",
-        values={"false": "no code of the checkpoint is run"},
-    )
+    model_name_or_path: str | None = None
+    """The Hugging Face checkpoint to train: a folder with config.json, safetensors and tokenizer, or the id of a model
+    on a hub, such as Qwen/Qwen3-0.6B.
+    How: A folder wins over an id. Of a hub (ModelScope's with USE_MODELSCOPE_HUB=1) only safetensors and the files of
+    configuration and tokenizer are fetched, once a machine, into the hub's own cache. Each process reads only the
+    slices of the safetensors that it holds; the final model has the same form and the same keys.
+    When: Required. Start from an instruction-tuned model for behaviour, from a base model for continued pretraining."""
+    model_revision: str = "main"
+    """Which version of a model on a hub: a branch, a tag or a commit.
+    How: It is resolved to a commit when the run starts; run.yaml and the checkpoints name that commit, so that the same
+    files can be had again.
+    When: Set it to a commit where a later change of the model must not reach this run. A folder has no revisions:
+    anything but main is refused there."""
+    cache_dir: str | None = None
+    """Folder for files of models that are fetched from a hub. null is the hub's own cache.
+    How: The hub's own cache is shared with every program that uses the hub; HF_HOME, HF_HUB_CACHE or MODELSCOPE_CACHE
+    move it.
+    When: Set it where the home folder is too small for the model."""
+    trust_remote_code: Literal[False] = False
+    """Always false: the supported families need no code from a checkpoint's repository, so none is run.
+    How: The model is built from this project's own description of its family; config.json only gives the numbers.
+    When: Never: true is refused.
+    - false: no code of the checkpoint is run"""

@@ -6,21 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
-from megatune.config.rules import attention, data, experts, finetuning, layout, memory, pipeline, run, schedule
+from megatune.config.rules import data, experts, finetuning, layout, memory, pipeline, run
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-_BUILT: tuple[Rule, ...] = (
-    *data.RULES,
-    *run.RULES,
-    *schedule.RULES,
-    *layout.RULES,
-    *pipeline.RULES,
-    *experts.RULES,
-    *memory.RULES,
-    *attention.RULES,
-)
+_MODULES = (data, run, layout, pipeline, experts, memory)
+_BUILT = tuple(rule for module in _MODULES for rule in module.RULES)
 
 # Of a run, of what only reads its data, and of a plan, which takes some of what is not built.
 RULES = (*finetuning.RULES, *_BUILT)
@@ -49,15 +41,9 @@ def check(
         written: "group.name" of what a user gave a value; what is not built is refused where it is written.
     """
     context = Context(settings, architecture, world_size, written or {})
-    problems = (problem for rule in rules for problem in rule(context))
-    return [
-        Finding(problem.what, problem.where or _where(problem.paths, origins or {}), problem.why, problem.fix)
-        for problem in problems
-        if not set(problem.paths) & set(invalid)
-    ]
-
-
-def _where(paths: tuple[str, ...], origins: Mapping[str, str]) -> str:
-    """Return the first place where a user wrote one of the settings."""
-    written = (origins.get(path, "default") for path in paths)
-    return next((origin for origin in written if origin != "default"), "")
+    findings: list[Finding] = []
+    for problem in (problem for rule in rules for problem in rule(context)):
+        if set(problem.paths).isdisjoint(invalid):
+            places = (origin for path in problem.paths if (origin := (origins or {}).get(path, "default")) != "default")
+            findings.append(Finding(problem.what, problem.where or next(places, ""), problem.why, problem.fix))
+    return findings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.groups.data import DataSettings
-from megatune.config.rules.problem import Context, Problem, Rule
+from megatune.config.rules.problem import Context, Problem
 
 _HELD_OUT = ("val_size", "eval_dataset")
 _SUM_TOLERANCE = 2e-3  # 0.333 of each of three data sets is meant to be all
@@ -28,8 +28,7 @@ def trained_turns(context: Context) -> Iterator[Problem]:
     if data.train_on_prompt and data.mask_history:
         what = "train_on_prompt: true and mask_history: true"
         why = "one trains on every turn, the other on the last answer only"
-        fix = "remove one of the two"
-        yield Problem(("mask_history", "train_on_prompt"), what, why, fix)
+        yield Problem(("mask_history", "train_on_prompt"), what, why, "remove one of the two")
 
 
 def held_out(context: Context) -> Iterator[Problem]:
@@ -48,43 +47,32 @@ def held_out(context: Context) -> Iterator[Problem]:
 def mixing(context: Context) -> Iterator[Problem]:
     """A number for each data set, which says what it can mean."""
     data = context.settings.data
-    count = len(data.dataset)
-    for key, values in (("interleave_probs", data.interleave_probs), ("dataset_weights", data.dataset_weights)):
+    probs, weights, count = data.interleave_probs, data.dataset_weights, len(data.dataset)
+    given = {"interleave_probs": probs, "dataset_weights": weights}
+    for key, values in given.items():
         if values is not None and len(values) != count:
             what = f"{len(values)} of {key} for {count} data sets"
-            fix = "write as many numbers as data sets, in their order"
-            yield Problem((key, "dataset"), what, "", fix)
-    yield from _numbers(data.interleave_probs, data.dataset_weights)
-    yield from _strategy(data)
-
-
-def _numbers(probs: list[float] | None, weights: list[float] | None) -> Iterator[Problem]:
-    fix = "leave out of `dataset` what is never to be drawn from"
-    for key, values in (("interleave_probs", probs), ("dataset_weights", weights)):
+            yield Problem((key, "dataset"), what, "", "write as many numbers as data sets, in their order")
+    for key, values in given.items():
         if values is not None and min(values, default=1) <= 0:
+            fix = "leave out of `dataset` what is never to be drawn from"
             yield Problem((key,), f"{key} has {min(values):g}", "every number must be above 0", fix)
     if probs and min(probs) > 0 and abs(sum(probs) - 1) > _SUM_TOLERANCE:
         fix = f"write interleave_probs: {', '.join(f'{p / sum(probs):.4g}' for p in probs)}"
         yield Problem(("interleave_probs",), f"interleave_probs sum to {sum(probs):.4g}, not to 1", "", fix)
-
-
-def _strategy(data: DataSettings) -> Iterator[Problem]:
-    probs, weights = data.interleave_probs, data.dataset_weights
     if probs is not None and data.mix_strategy == "concat":
         why = "concat takes every data set whole"
         fix = "write mix_strategy: interleave_under, interleave_over or interleave_once"
         yield Problem(("interleave_probs", "mix_strategy"), "interleave_probs with mix_strategy concat", why, fix)
     if weights is not None and data.mix_strategy != "concat":
         what = f"dataset_weights with mix_strategy {data.mix_strategy}"
-        why = "both say how often each data set is trained"
         fix = "write interleave_probs instead of dataset_weights"
-        yield Problem(("dataset_weights", "mix_strategy"), what, why, fix)
+        yield Problem(("dataset_weights", "mix_strategy"), what, "both say how often each data set is trained", fix)
 
 
 def order(context: Context) -> Iterator[Problem]:
     """What sorts rows, and what leaves them as they are."""
-    settings = context.settings
-    data = settings.data
+    settings, data = context.settings, context.settings.data
     if not data.group_by_length:
         return
     if data.disable_shuffling:
@@ -99,8 +87,7 @@ def order(context: Context) -> Iterator[Problem]:
 
 def streaming(context: Context) -> Iterator[Problem]:
     """What needs to know all rows has no meaning while they are still being read."""
-    settings = context.settings
-    data = settings.data
+    settings, data = context.settings, context.settings.data
     if not data.streaming:
         return
     why = "how many rows there are is not known while they are read"
@@ -108,8 +95,7 @@ def streaming(context: Context) -> Iterator[Problem]:
         yield Problem(("streaming", "max_steps"), "streaming: true without max_steps", why, "write max_steps: N")
     if 0 < data.val_size < 1:
         fix = "write val_size as a number of rows, or name an eval_dataset"
-        what = f"streaming: true with val_size {data.val_size:g}"
-        yield Problem(("val_size", "streaming"), what, why, fix)
+        yield Problem(("val_size", "streaming"), f"streaming: true with val_size {data.val_size:g}", why, fix)
     not_kept = "rows are trained as they are read, and not kept"
     for key, reason in (("group_by_length", why), ("tokenized_path", not_kept)):
         if getattr(data, key):
@@ -121,8 +107,7 @@ def streaming(context: Context) -> Iterator[Problem]:
 
 def pairs(context: Context) -> Iterator[Problem]:
     """A preference pair is two documents of one row."""
-    settings = context.settings
-    data = settings.data
+    settings, data = context.settings, context.settings.data
     if settings.run.stage != "dpo":
         return
     if data.packing:
@@ -136,8 +121,7 @@ def pairs(context: Context) -> Iterator[Problem]:
 
 def without_effect(context: Context) -> Iterator[Problem]:
     """What only says something beside another setting."""
-    settings = context.settings
-    data = settings.data
+    settings, data = context.settings, context.settings.data
     if data.buffer_size != DataSettings().buffer_size and not data.streaming:
         what = f"buffer_size {data.buffer_size} without streaming"
         why = "prepared rows are shuffled all together"
@@ -149,4 +133,4 @@ def without_effect(context: Context) -> Iterator[Problem]:
         yield Problem(names, what, why, "remove preserve_thinking, or write mask_history: true")
 
 
-RULES: tuple[Rule, ...] = (required, trained_turns, held_out, mixing, order, streaming, pairs, without_effect)
+RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, without_effect)

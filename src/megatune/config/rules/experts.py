@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.groups.experts import ExpertSettings
-from megatune.config.rules.problem import Context, Problem, Rule, divisors, nearest
+from megatune.config.rules.problem import Context, Problem, divisors, nearest
 
 # What asks for something that only experts can do; the others say how it would be done.
 _ASKING = (
@@ -41,9 +41,8 @@ def sharding(context: Context) -> Iterator[Problem]:
     moe, ep, etp = architecture.moe, parallel.expert_model_parallel_size, parallel.expert_tensor_size
     if moe.num_experts % ep:
         what = f"expert_model_parallel_size {ep} does not divide the model's {moe.num_experts} experts"
-        why = "each process holds the same number of experts"
         fix = f"write expert_model_parallel_size: {nearest(ep, divisors(moe.num_experts))}, the nearest that does"
-        yield Problem(("expert_model_parallel_size",), what, why, fix)
+        yield Problem(("expert_model_parallel_size",), what, "each process holds the same number of experts", fix)
     channels = moe.moe_ffn_hidden_size
     if channels % etp:
         implied = "" if parallel.expert_tensor_parallel_size else " (tensor_model_parallel_size, as it is not set)"
@@ -54,8 +53,7 @@ def sharding(context: Context) -> Iterator[Problem]:
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         what = "tensor_model_parallel_size above 1 without sequence_parallel"
         why = "without it every tensor-parallel process would send all tokens to the experts"
-        fix = "write sequence_parallel: true"
-        yield Problem(("sequence_parallel", "tensor_model_parallel_size"), what, why, fix)
+        yield Problem(("sequence_parallel", "tensor_model_parallel_size"), what, why, "write sequence_parallel: true")
 
 
 def routing(context: Context) -> Iterator[Problem]:
@@ -72,13 +70,11 @@ def routing(context: Context) -> Iterator[Problem]:
             said = str(value).lower() if isinstance(value, bool) else value
             what = f"{name} {str(asked).lower()}, and the model's is {said}"
             why = "the checkpoint that comes out would be run with what its config.json says"
-            fix = f"remove {name}, or change config.json"
-            yield Problem((name,), what, why, fix)
+            yield Problem((name,), what, why, f"remove {name}, or change config.json")
     if experts.moe_router_bias_update_rate and not architecture.moe.expert_bias:
         what = "moe_router_bias_update_rate with a model that has no bias on its experts"
         why = f"a {architecture.model_type} balances by a loss: moe_aux_loss_coeff"
-        fix = "remove moe_router_bias_update_rate"
-        yield Problem(("moe_router_bias_update_rate",), what, why, fix)
+        yield Problem(("moe_router_bias_update_rate",), what, why, "remove moe_router_bias_update_rate")
     if experts.moe_router_load_balancing_type == "sinkhorn" and architecture.moe.score_function != "softmax":
         what = f"moe_router_load_balancing_type sinkhorn with a {architecture.model_type}"
         why = "sinkhorn balances the softmax of the router's logits; this model takes their sigmoid"
@@ -99,8 +95,7 @@ def balancing(context: Context) -> Iterator[Problem]:
         what = "moe_pad_expert_input_to_capacity: true without moe_expert_capacity_factor"
         why = "without it experts have no capacity"
         fix = "write moe_expert_capacity_factor: 1.5, or moe_pad_expert_input_to_capacity: false"
-        names = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor")
-        yield Problem(names, what, why, fix)
+        yield Problem(("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor"), what, why, fix)
 
 
 def dropping(context: Context) -> Iterator[Problem]:
@@ -114,9 +109,8 @@ def dropping(context: Context) -> Iterator[Problem]:
     moe = None if architecture is None else architecture.moe
     if moe is not None and moe.router_topk == 1 and moe.score_function == "softmax" and not moe.pre_softmax:
         what = "the model sends each token to one expert and normalizes its share, which is then always 1"
-        why = "its router would never learn"
         fix = "train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false"
-        yield Problem(("model_name_or_path",), what, why, fix)
+        yield Problem(("model_name_or_path",), what, "its router would never learn", fix)
 
 
 def shared_experts(context: Context) -> Iterator[Problem]:
@@ -127,15 +121,12 @@ def shared_experts(context: Context) -> Iterator[Problem]:
     path = "moe_shared_expert_overlap"
     if experts.moe_token_dispatcher_type == "allgather":
         what = "moe_shared_expert_overlap: true with moe_token_dispatcher_type allgather"
-        why = "allgather has no exchange to compute beside"
         fix = "write moe_token_dispatcher_type: alltoall, or moe_shared_expert_overlap: false"
-        yield Problem((path, "moe_token_dispatcher_type"), what, why, fix)
+        yield Problem((path, "moe_token_dispatcher_type"), what, "allgather has no exchange to compute beside", fix)
     moe = None if architecture is None else architecture.moe
     if architecture is not None and moe is not None and not moe.shared_expert_intermediate_size:
         what = "moe_shared_expert_overlap: true with a model without shared experts"
-        why = f"a {architecture.model_type} has none"
-        fix = "remove moe_shared_expert_overlap"
-        yield Problem((path,), what, why, fix)
+        yield Problem((path,), what, f"a {architecture.model_type} has none", "remove moe_shared_expert_overlap")
 
 
-RULES: tuple[Rule, ...] = (dense_model, sharding, routing, balancing, dropping, shared_experts)
+RULES = (dense_model, sharding, routing, balancing, dropping, shared_experts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatune.config.dialects.dialect import Refused
 from megatune.config.groups.finetuning import ALL_TARGETS, LORA_TARGETS
-from megatune.config.rules.problem import Context, Problem, Rule
+from megatune.config.rules.problem import Context, Problem
 from megatune.config.settings import setting_value
 
 _TYPE = Refused(
@@ -65,5 +65,5 @@ def targets(context: Context) -> Iterator[Problem]:
         yield Problem(("lora_target",), what, fix=f"one or more of all, {', '.join(LORA_TARGETS)}")
 
 
-RULES: tuple[Rule, ...] = (not_built,)
-PLAN_RULES: tuple[Rule, ...] = (not_planned, targets)
+RULES = (not_built,)
+PLAN_RULES = (not_planned, targets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.architecture import Architecture
-from megatune.config.rules.problem import Context, Problem, Rule, divisors, either, multiples_around, nearest
+from megatune.config.rules.problem import Context, Problem, divisors, either, multiples_around, nearest
 
 _TP = "tensor_model_parallel_size"
 _CP = "context_parallel_size"
@@ -40,8 +40,7 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
     valid = nearest(tp, (size for size in divisors(heads) if tensor_parallel_fits(architecture, size)))
     what = f"tensor_model_parallel_size {tp} does not split the model's {', '.join(unequal)}"
     why = "each process takes an equal, whole share; key/value heads may also be shared by several processes"
-    fix = f"write tensor_model_parallel_size: {valid}, the nearest that this model allows"
-    yield Problem((_TP,), what, why, fix)
+    yield Problem((_TP,), what, why, f"write tensor_model_parallel_size: {valid}, the nearest that this model allows")
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
@@ -51,10 +50,9 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
     if not parallel.sequence_parallel:
         return
     if tp == 1:
-        what = "sequence_parallel: true with tensor_model_parallel_size 1"
         why = "it splits the sequence over the tensor-parallel processes; there is one"
         fix = "remove sequence_parallel, or write tensor_model_parallel_size: 2"
-        yield Problem(("sequence_parallel", _TP), what, why, fix)
+        yield Problem(("sequence_parallel", _TP), "sequence_parallel: true with tensor_model_parallel_size 1", why, fix)
     elif cutoff < tp:
         what = f"cutoff_len {cutoff} is shorter than tensor_model_parallel_size {tp}"
         why = "sequence_parallel gives each tensor-parallel process a part of the sequence"
@@ -67,16 +65,14 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     if architecture is None or cp == 1 or parallel.cp_comm_type != "a2a":
         return
-    heads = architecture.num_attention_heads
-    if heads % (tp * cp) and heads % tp == 0:
-        valid = nearest(cp, divisors(heads // tp))
-        yield Problem(
-            (_CP, "cp_comm_type", _TP),
-            f"context_parallel_size {cp} with cp_comm_type a2a does not divide the {heads // tp} attention heads of a "
-            "process",
-            "a2a gives each context-parallel process an equal share of the heads",
-            f"write cp_comm_type: p2p, or context_parallel_size: {valid}, the nearest that divides them",
-        )
+    heads, left = divmod(architecture.num_attention_heads, tp)
+    if left or heads % cp == 0:
+        return
+    what = f"context_parallel_size {cp} with cp_comm_type a2a does not divide the {heads} attention heads of a process"
+    why = "a2a gives each context-parallel process an equal share of the heads"
+    valid = nearest(cp, divisors(heads))
+    fix = f"write cp_comm_type: p2p, or context_parallel_size: {valid}, the nearest that divides them"
+    yield Problem((_CP, "cp_comm_type", _TP), what, why, fix)
 
 
 def world(context: Context) -> Iterator[Problem]:
@@ -106,11 +102,10 @@ def world(context: Context) -> Iterator[Problem]:
         return
     key = "num_processes" if asked == num_processes else "the number of processes"
     valid = either(multiples_around(num_processes, parallel.smallest_world))
-    what = f"{num_processes} processes are not a multiple of {what}"
     fix = (
         f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout"
     )
-    yield Problem(names, what, why, fix)
+    yield Problem(names, f"{num_processes} processes are not a multiple of {what}", why, fix)
 
 
 def overlap_param_gather(context: Context) -> Iterator[Problem]:
@@ -124,4 +119,4 @@ def overlap_param_gather(context: Context) -> Iterator[Problem]:
         yield Problem(("overlap_param_gather", *missing), what, why, fix)
 
 
-RULES: tuple[Rule, ...] = (tensor_parallel, sequence_parallel, context_parallel, world, overlap_param_gather)
+RULES = (tensor_parallel, sequence_parallel, context_parallel, world, overlap_param_gather)

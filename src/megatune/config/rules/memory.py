@@ -1,4 +1,7 @@
-"""Rules of recomputation and of what is kept where."""
+"""Rules of recomputation, of what is kept where, and of the kernels that attend.
+
+Which kernels the machine has is seen when a run starts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from megatune.config.pipeline import pipeline_chunks
-from megatune.config.rules.problem import Context, Problem, Rule, divisors, nearest
+from megatune.config.rules.problem import Context, Problem, divisors, nearest
 
 
 def granularity(context: Context) -> Iterator[Problem]:
@@ -18,9 +21,8 @@ def granularity(context: Context) -> Iterator[Problem]:
         if getattr(recompute, name) is not None:
             said = recompute.recompute_granularity or "null"
             what = f"{name} with recompute_granularity {said}"
-            why = "it says how whole layers are recomputed"
             fix = f"write recompute_granularity: full, or remove {name}"
-            yield Problem((name, "recompute_granularity"), what, why, fix)
+            yield Problem((name, "recompute_granularity"), what, "it says how whole layers are recomputed", fix)
 
 
 def groups_of_layers(context: Context) -> Iterator[Problem]:
@@ -78,18 +80,15 @@ def optimizer_state(context: Context) -> Iterator[Problem]:
         if optimizer.optimizer == "sgd" and getattr(optimizer, name) != "fp32":
             what = f"{name} {getattr(optimizer, name)} with optimizer sgd"
             why = "it is part of Adam's state"
-            fix = f"remove {name}, or write optimizer: adam"
-            yield Problem((name, "optimizer"), what, why, fix)
+            yield Problem((name, "optimizer"), what, why, f"remove {name}, or write optimizer: adam")
     if optimizer.optimizer == "sgd" and optimizer.optimizer_cpu_offload:
         what = "optimizer_cpu_offload: true with optimizer sgd"
-        why = "it moves Adam's state"
         fix = "write optimizer: adam, or optimizer_cpu_offload: false"
-        yield Problem(("optimizer_cpu_offload", "optimizer"), what, why, fix)
+        yield Problem(("optimizer_cpu_offload", "optimizer"), what, "it moves Adam's state", fix)
     if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
         what = f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} without optimizer_cpu_offload"
-        why = "nothing is offloaded"
         fix = "write optimizer_cpu_offload: true, or remove optimizer_offload_fraction"
-        yield Problem(("optimizer_offload_fraction", "optimizer_cpu_offload"), what, why, fix)
+        yield Problem(("optimizer_offload_fraction", "optimizer_cpu_offload"), what, "nothing is offloaded", fix)
 
 
 def gradients(context: Context) -> Iterator[Problem]:
@@ -102,4 +101,20 @@ def gradients(context: Context) -> Iterator[Problem]:
         yield Problem(("accumulate_allreduce_grads_in_fp32",), what, why, fix)
 
 
-RULES: tuple[Rule, ...] = (granularity, groups_of_layers, modules, optimizer_state, gradients)
+def whole_rows(context: Context) -> Iterator[Problem]:
+    """cuDNN attends to whole rows of one document only."""
+    settings, parallel = context.settings, context.settings.parallel
+    if settings.performance.attention_backend != "fused":
+        return
+    fix = "write attention_backend: auto, or flash"
+    if settings.packing:
+        why = "cuDNN's attention is used for rows of one document only; packed rows need flash attention"
+        yield Problem(("attention_backend", "packing"), "attention_backend: fused and packing: true", why, fix)
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
+        what = f"attention_backend: fused and cp_comm_type {parallel.cp_comm_type}"
+        why = "cuDNN's attention is used for whole rows only, and each process has a part of the row's queries"
+        fix = f"{fix}; or cp_comm_type: a2a, which attends to whole rows"
+        yield Problem(("attention_backend", "cp_comm_type", "context_parallel_size"), what, why, fix)
+
+
+RULES = (granularity, groups_of_layers, modules, optimizer_state, gradients, whole_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.pipeline import parse_layout, pipeline_chunks, write_layout
-from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
+from megatune.config.rules.problem import Context, Problem, either, multiples_around
 from megatune.config.settings import ParallelSettings
 
 _PP = "pipeline_model_parallel_size"
@@ -30,15 +30,12 @@ def shapes(context: Context) -> Iterator[Problem]:
     given = _given_shapes(parallel)
     if given and parallel.pipeline_model_parallel_size == 1:
         what = f"{' and '.join(given)} with pipeline_model_parallel_size 1"
-        why = "there is one stage, which holds everything"
         fix = f"remove {' and '.join(given)}, or write pipeline_model_parallel_size: 2"
-        yield Problem((*given, _PP), what, why, fix)
+        yield Problem((*given, _PP), what, "there is one stage, which holds everything", fix)
     kinds = {name.partition("_")[0] for name in given}
     if len(kinds) > 1:
-        what = " and ".join(given)
         why = "each says which stage holds how many layers"
-        fix = f"keep {given[-1] if 'pipeline' in kinds else given[0]}"
-        yield Problem(tuple(given), what, why, fix)
+        yield Problem(tuple(given), " and ".join(given), why, f"keep {given[-1] if 'pipeline' in kinds else given[0]}")
 
 
 def written_layout(context: Context) -> Iterator[Problem]:
@@ -86,7 +83,10 @@ def layers(context: Context) -> Iterator[Problem]:
     except ValueError as error:
         asked = [name for name in _given_shapes(parallel) if not name.startswith("account")]
         if asked:
-            yield _numbers(parallel, architecture.num_layers, asked, str(error))
+            named = " and ".join(f"{name} {getattr(parallel, name)}" for name in asked)
+            why = f"the parts together hold the model's {architecture.num_layers} layers"
+            fix = _nearest_numbers(parallel, architecture.num_layers, asked)
+            yield Problem((*asked, _PP), f"{named}: {error}", why, fix)
         else:
             yield _too_many_parts(parallel, architecture.num_layers, str(error))
 
@@ -109,14 +109,6 @@ def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> 
         fix += ", and remove virtual_pipeline_model_parallel_size"
     what = f"pipeline_model_parallel_size {pp}: {error}"
     return Problem((_PP, *counted), what, "every stage holds a layer at least", fix)
-
-
-def _numbers(parallel: ParallelSettings, num_layers: int, asked: list[str], error: str) -> Problem:
-    """Numbers of layers that do not make up the model."""
-    named = " and ".join(f"{name} {getattr(parallel, name)}" for name in asked)
-    names = (*asked, _PP)
-    why = f"the parts together hold the model's {num_layers} layers"
-    return Problem(names, f"{named}: {error}", why, _nearest_numbers(parallel, num_layers, asked))
 
 
 def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[str]) -> str:
@@ -159,4 +151,4 @@ def virtual_stages(context: Context) -> Iterator[Problem]:
         yield Problem(("gradient_accumulation_steps", key, _PP), what, why, fix)
 
 
-RULES: tuple[Rule, ...] = (shapes, written_layout, layers, virtual_stages)
+RULES = (shapes, written_layout, layers, virtual_stages)

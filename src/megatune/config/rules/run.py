@@ -1,11 +1,13 @@
-"""Rules of what a run needs: its stage and folder, evaluation and checkpoints."""
+"""Rules of what a run needs: its stage and folder, evaluation and checkpoints, learning rate, precision and length."""
 
 from __future__ import annotations
 
+import difflib
 import os.path
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from megatune.config.rules.problem import Context, Problem, Rule, either, multiples_around
+from megatune.config.rules.problem import Context, Problem, either, multiples_around
 
 _BEST = "load_best_model_at_end"
 _HELD_OUT = ("val_size", "eval_dataset")
@@ -31,8 +33,7 @@ def own_folder(context: Context) -> Iterator[Problem]:
     if model and output and os.path.abspath(model) == os.path.abspath(output):
         what = f"output_dir is model_name_or_path, {output!r}"
         why = "the final model is written into output_dir, over the weights that the run starts from"
-        fix = "write another output_dir"
-        yield Problem(("output_dir", "model_name_or_path"), what, why, fix)
+        yield Problem(("output_dir", "model_name_or_path"), what, why, "write another output_dir")
 
 
 def fresh_start(context: Context) -> Iterator[Problem]:
@@ -41,8 +42,7 @@ def fresh_start(context: Context) -> Iterator[Problem]:
     if run.overwrite_output_dir and run.resume_from_checkpoint is True:
         what = "overwrite_output_dir: true and resume_from_checkpoint: true"
         why = "one starts over, the other resumes from the newest checkpoint of the same folder"
-        fix = "remove one of the two"
-        yield Problem(("overwrite_output_dir", "resume_from_checkpoint"), what, why, fix)
+        yield Problem(("overwrite_output_dir", "resume_from_checkpoint"), what, why, "remove one of the two")
 
 
 def evaluation(context: Context) -> Iterator[Problem]:
@@ -82,13 +82,11 @@ def best_model(context: Context) -> Iterator[Problem]:
     evaluates, saves = settings.evaluation.eval_strategy, settings.checkpoint.save_strategy
     why = "the best checkpoint is one that was saved and evaluated at the same step"
     if evaluates == "no":
-        what = "load_best_model_at_end: true with eval_strategy no"
         fix = f"write eval_strategy: {saves if saves != 'no' else 'epoch'}, or load_best_model_at_end: false"
-        yield Problem(("eval_strategy", _BEST), what, why, fix)
+        yield Problem(("eval_strategy", _BEST), "load_best_model_at_end: true with eval_strategy no", why, fix)
     elif evaluates != saves:
         what = f"load_best_model_at_end: true with save_strategy {saves} and eval_strategy {evaluates}"
-        fix = f"write save_strategy: {evaluates}"
-        yield Problem(("save_strategy", "eval_strategy", _BEST), what, why, fix)
+        yield Problem(("save_strategy", "eval_strategy", _BEST), what, why, f"write save_strategy: {evaluates}")
     elif saves == "steps" and settings.checkpoint.save_steps % settings.eval_interval:
         every, between = settings.checkpoint.save_steps, settings.eval_interval
         what = f"load_best_model_at_end: true with save_steps {every}, which is not a multiple of eval_steps {between}"
@@ -125,14 +123,128 @@ def profiler(context: Context) -> Iterator[Problem]:
         yield Problem(("profile_ranks",), what, why, "write profile_ranks: [0]")
 
 
-RULES: tuple[Rule, ...] = (
-    output,
-    stage,
-    own_folder,
-    fresh_start,
-    evaluation,
-    streamed_epochs,
-    best_model,
-    reports,
-    profiler,
+_KWARGS = "lr_scheduler_kwargs"
+_TYPE = "lr_scheduler_type"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_Check = tuple[Callable[[Any], bool], str]
+_RATE: _Check = (lambda value: _is_number(value) and value >= 0, "a number, at least 0")
+_SHARE: _Check = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+_CYCLES: _Check = (lambda value: _is_number(value) and value > 0, "a number above 0")
+_STEPS: _Check = (_is_count, "a whole number of steps, at least 0")
+_TIMESCALE: _Check = (lambda value: _is_count(value) and value > 0, "a whole number of steps, at least 1")
+_SHAPE: _Check = (lambda value: value in ("linear", "cosine", "1-sqrt"), "one of: linear, cosine, 1-sqrt")
+
+# What each scheduler takes: the arguments of Transformers' schedulers of these names.
+SCHEDULER_KWARGS: dict[str, dict[str, _Check]] = {
+    "linear": {},
+    "constant": {},
+    "constant_with_warmup": {},
+    "cosine": {"num_cycles": _CYCLES},
+    "inverse_sqrt": {"timescale": _TIMESCALE},
+    "cosine_with_min_lr": {"min_lr": _RATE, "min_lr_rate": _SHARE, "num_cycles": _CYCLES},
+    "warmup_stable_decay": {
+        "num_decay_steps": _STEPS,
+        "num_stable_steps": _STEPS,
+        "warmup_type": _SHAPE,
+        "decay_type": _SHAPE,
+        "min_lr_ratio": _SHARE,
+        "num_cycles": _CYCLES,
+    },
+}
+
+
+def scheduler_kwargs(context: Context) -> Iterator[Problem]:
+    """Each scheduler takes its own arguments, and no others."""
+    optimizer = context.settings.optimizer
+    kind, kwargs = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
+    takes = SCHEDULER_KWARGS[kind]
+    for name, value in kwargs.items():
+        if name not in takes:
+            near = difflib.get_close_matches(name, takes, n=1, cutoff=0.5)
+            why = f"it takes {', '.join(takes)}" if takes else "it takes nothing beyond its type"
+            fix = f"did you mean {near[0]}?" if near else f"remove {name}, or choose another lr_scheduler_type"
+            yield Problem((_KWARGS, _TYPE), f"lr_scheduler_kwargs: {kind} does not take {name!r}", why, fix)
+        elif not takes[name][0](value):
+            what = f"lr_scheduler_kwargs: {name} is {value!r}"
+            yield Problem((_KWARGS,), what, f"expected {takes[name][1]}", f"give {name} {takes[name][1]}")
+
+
+def scheduler_needs(context: Context) -> Iterator[Problem]:
+    """Two schedulers cannot do without an argument."""
+    optimizer = context.settings.optimizer
+    kind, kwargs = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
+    if kind == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
+        what = "lr_scheduler_type warmup_stable_decay without num_decay_steps"
+        fix = "write lr_scheduler_kwargs: {num_decay_steps: 100}, with the steps in which the rate falls at the end"
+        yield Problem((_TYPE, _KWARGS), what, "the steps of the decay are not derived from anything else", fix)
+    if kind != "cosine_with_min_lr":
+        return
+    given = [name for name in ("min_lr", "min_lr_rate") if name in kwargs]
+    if not given:
+        rate = optimizer.learning_rate / 10
+        what = "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate"
+        fix = f"write lr_scheduler_kwargs: {{min_lr: {rate:g}}}, a tenth of the highest"
+        yield Problem((_TYPE, _KWARGS), what, "the lowest rate is not derived from anything else", fix)
+    elif len(given) == 2:
+        what = "lr_scheduler_kwargs has min_lr and min_lr_rate"
+        yield Problem((_KWARGS,), what, "both set the lowest rate", "keep one")
+    elif _is_number(kwargs.get("min_lr")) and kwargs["min_lr"] > optimizer.learning_rate:
+        what = f"min_lr {kwargs['min_lr']:g} is above learning_rate {optimizer.learning_rate:g}"
+        yield Problem((_KWARGS, "learning_rate"), what, "", f"write a min_lr of {optimizer.learning_rate:g} or less")
+
+
+def warmup(context: Context) -> Iterator[Problem]:
+    """One of the two ways to say how long the warm-up is, and a scheduler that has one."""
+    optimizer = context.settings.optimizer
+    ratio, steps = optimizer.warmup_ratio, optimizer.warmup_steps
+    names = ("warmup_steps", "warmup_ratio")
+    if ratio and steps:
+        what = f"warmup_ratio {ratio:g} and warmup_steps {steps:g}"
+        yield Problem(names, what, "both set the length of the warm-up", "keep one of the two")
+    if steps >= 1 and not steps.is_integer():
+        what = f"warmup_steps {steps:g} is neither a share below 1 nor a number of steps"
+        yield Problem(names[:1], what, "", f"write warmup_steps: {round(steps)}")
+    if (ratio or steps) and optimizer.lr_scheduler_type == "constant":
+        given = f"warmup_steps {steps:g}" if steps else f"warmup_ratio {ratio:g}"
+        what = f"lr_scheduler_type constant with {given}"
+        why = "a constant rate has no warm-up"
+        yield Problem((_TYPE, *names), what, why, "write lr_scheduler_type: constant_with_warmup")
+
+
+def steps(context: Context) -> Iterator[Problem]:
+    """A run has steps."""
+    if context.settings.optimizer.max_steps == 0:
+        fix = "write max_steps: 1, or -1 to let num_train_epochs decide"
+        yield Problem(("max_steps",), "max_steps is 0", "nothing would be trained", fix)
+
+
+def precision(context: Context) -> Iterator[Problem]:
+    """The model computes in one dtype."""
+    if context.settings.precision.bf16 and context.settings.precision.fp16:
+        why = "the model computes in one of them"
+        yield Problem(("fp16", "bf16"), "bf16: true and fp16: true", why, "remove fp16: bf16 needs no loss scaling")
+
+
+def cutoff(context: Context) -> Iterator[Problem]:
+    """Positions beyond those the model was made for mean nothing to it."""
+    architecture, length = context.architecture, context.settings.data.cutoff_len
+    if architecture is not None and length > architecture.max_position_embeddings:
+        longest = architecture.max_position_embeddings
+        what = f"cutoff_len {length} is more than the {longest} positions of the model"
+        why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
+        yield Problem(("cutoff_len",), what, why, f"write cutoff_len: {longest}, the longest it allows")
+
+
+RULES = (
+    *(output, stage, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
+    *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
 )

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
-from megatune.config.rules import attention, experts, finetuning, layout, memory, pipeline, run, schedule
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
@@ -28,11 +28,10 @@ _RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *experts.RULES,
     *memory.RULES,
-    *attention.RULES,
     *finetuning.PLAN_RULES,
     run.stage,
-    schedule.precision,
-    schedule.cutoff,
+    run.precision,
+    run.cutoff,
 )
 # How such a model is usually trained, so that a setting is weighed against a sensible run.
 _USUAL: Mapping[str, Any] = {

@@ -45,7 +45,7 @@ def texts_of(info: SettingInfo, language: Language) -> Texts:
     """Return a setting's texts in a language."""
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
-        return Texts(info.advice, info.how, info.when, info.expected + unit, info.values)
+        return Texts(*info.texts[:3], info.expected + unit, info.texts.values)
     from megatune.config.chinese import phrases, translations
 
     text = translations()[info.path]
