@@ -96,10 +96,11 @@ def serve_megatune(pipe: Connection, model: str, arguments: argparse.Namespace) 
     from megatune.config.groups.optimizer import OptimizerSettings
     from megatune.config.settings import Settings
     from megatune.data.batches import Batch
+    from megatune.data.rows import IGNORE_INDEX
     from megatune.engine import groups, optimizer
     from megatune.engine.step import forward_backward
     from megatune.launch.world import LOOPBACK, find_free_port
-    from megatune.objectives.language_model import IGNORED, CrossEntropy
+    from megatune.objectives.language_model import CrossEntropy
 
     groups.join(0, 1, 0, LOOPBACK, find_free_port(), timeout=60.0)
     settings = Settings(optimizer=OptimizerSettings(learning_rate=LEARNING_RATE, weight_decay=0.0, max_grad_norm=1.0))
@@ -109,7 +110,7 @@ def serve_megatune(pipe: Connection, model: str, arguments: argparse.Namespace) 
     pipe.send("ready")
     for step in range(arguments.pairs + WARMUP):
         input_ids = torch.tensor(rows_of_step(step, arguments))
-        labels = torch.cat((input_ids[:, 1:], torch.full((arguments.rows, 1), IGNORED)), 1)
+        labels = torch.cat((input_ids[:, 1:], torch.full((arguments.rows, 1), IGNORE_INDEX)), 1)
         pipe.recv()
         clock = Clock()
         totals = forward_backward(assembly.model, [Batch(input_ids, labels, positions, lengths)], CrossEntropy())

@@ -15,7 +15,7 @@ from megatune.bridge.save import save_optimizer, save_weights
 from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import main_shards, step
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
 
@@ -48,7 +48,7 @@ def save_all(assembly: Assembly, folder: Path, max_file_bytes: int = 5 * 10**9) 
 def train_and_save(model: Path, settings: Settings, folder: Path) -> None:
     """On every rank: two steps, so that averages differ from gradients."""
     assembly = assemble(model, settings)
-    batches = deal(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
     for _ in range(2):
         measure_loss(assembly, batches)
         assert step(assembly.optimizer, 1e-2)[0]

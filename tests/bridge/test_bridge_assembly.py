@@ -18,7 +18,7 @@ from megatune.config.settings import Settings
 from megatune.engine.groups import build
 from megatune.engine.optimizer import load_scalars, scalars, step
 from megatune.engine.step import logits
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
 ALL = {**LAYOUTS, **MORE_LAYOUTS}
@@ -33,7 +33,7 @@ def train_beside(model: Path, reference: Path, settings: Settings) -> tuple[list
     """On every rank: what goes wrong when a frozen model computes between the steps of a trained one, and the frozen
     model's weights at the end."""
     policy = assemble(model, settings)
-    batches = deal(SAMPLES, policy.place, settings.parallel)
+    batches = shard_samples(SAMPLES, policy.place, settings.parallel)
     losses, steps = [], []
     for _ in range(2):
         losses.append(measure_loss(policy, batches))
@@ -88,7 +88,7 @@ def test_a_frozen_model_beside_a_trained_one(pool, model_dir, tmp_path, layout, 
 def train_two(models: list[Path], settings: Settings) -> bool:
     """On every rank: whether two models trained in turn have the gradients that each has alone."""
     place = build(settings.parallel, seed=0, timeout=30)
-    batches = deal(SAMPLES, place, settings.parallel)
+    batches = shard_samples(SAMPLES, place, settings.parallel)
 
     def compute(assemblies: list) -> list[list[Tensor]]:
         found = []
@@ -121,7 +121,7 @@ def test_two_trained_models(pool, model_dir, layout):
 def without_optimizer(model: Path, settings: Settings, folder: Path) -> bool:
     """On every rank: whether a model without an optimizer computes the gradients that it has with one."""
     assembly = assemble(model, settings)
-    batches = deal(SAMPLES, assembly.place, settings.parallel)
+    batches = shard_samples(SAMPLES, assembly.place, settings.parallel)
     alone = load_model(model, settings, assembly.place)
     loss = measure_loss(assembly, batches)
     same = measure_loss(alone, batches) == loss

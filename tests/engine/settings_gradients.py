@@ -13,7 +13,7 @@ from pool import RankPool
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.engine.layers import cross_entropy
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
 LENGTHS = (17, 5, 30, 12)
@@ -25,7 +25,7 @@ def measure_gradients(model: Path, settings: Settings, chunk_bytes: int) -> tupl
     cross_entropy.CHUNK_BYTES, usual = chunk_bytes, cross_entropy.CHUNK_BYTES
     try:
         assembly = assemble(model, settings)
-        loss = measure_loss(assembly, deal(random_samples(301, LENGTHS), assembly.place, settings.parallel))
+        loss = measure_loss(assembly, shard_samples(random_samples(301, LENGTHS), assembly.place, settings.parallel))
     finally:
         cross_entropy.CHUNK_BYTES = usual
     named = {

@@ -15,7 +15,7 @@ from megatune.engine.agreement import _CHUNK, check_scalars, digest
 from megatune.engine.optimizer import main_shards
 from megatune.errors import ExitCode, MegatuneError
 from megatune.training.train_step import check_gradients, check_weights
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import Sample, random_samples
 
 LENGTHS = (17, 5, 30, 12)
@@ -40,7 +40,7 @@ def check_after_flip(
 ) -> tuple[str, int]:
     """Flip a bit of a weight or of its gradient on one rank; what every rank reports, and the exit code."""
     assembly = assemble(model, settings)
-    measure_loss(assembly, deal(samples, assembly.place, settings.parallel))
+    measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel))
     check_gradients(assembly, 3)
     check_weights(assembly, 3, loss=1.0)
     parameter = find(assembly, name) if assembly.place.rank == rank else None

@@ -19,7 +19,7 @@ from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import groups
 from megatune.engine.layers import cross_entropy
 from megatune.engine.layers.cross_entropy import VocabularyPart, token_losses
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
 LAYOUTS_OF_SWITCH = {**LAYOUTS, "dp2, grad overlap": MORE_LAYOUTS["dp2, grad overlap"]}
@@ -196,7 +196,7 @@ def test_model_learns_the_same_with_and_without_fusion(pool, model_dir, layout, 
 def count_calls(model: Path, settings: Settings) -> tuple[int, int]:
     """Micro-batches, and how often hooks saw the output layer called."""
     assembly = assemble(model, settings)
-    batches = deal(random_samples(301, LENGTHS), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, LENGTHS), assembly.place, settings.parallel)
     calls: list[torch.nn.Module] = []
     assembly.model[-1].module.output_layer.register_forward_pre_hook(lambda module, inputs: calls.append(module))
     measure_loss(assembly, batches)

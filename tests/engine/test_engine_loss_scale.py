@@ -12,7 +12,7 @@ from layouts import EXPERT_LAYOUTS, MORE_EXPERT_LAYOUTS
 from megatune.bridge.assemble import Assembly, assemble, attach_optimizer, load_model
 from megatune.config.settings import Settings
 from megatune.engine.optimizer import load_scalars, scalars, step
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
 SCALE = 2.0**12
@@ -29,7 +29,7 @@ def overflow(model: Path, settings: Settings, part: str) -> tuple[dict[str, floa
         return made
 
     def measure(one: Assembly) -> None:
-        measure_loss(one, deal(random_samples(301, (9, 16, 12, 7)), one.place, settings.parallel))
+        measure_loss(one, shard_samples(random_samples(301, (9, 16, 12, 7)), one.place, settings.parallel))
 
     assembly = assemble(model, settings)
     start = scalars(assembly.optimizer) | {"loss_scale": SCALE, "hysteresis_tracker": 1, "growth_tracker": 5}

@@ -10,7 +10,7 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import Sample, random_samples
 
 # 65 tokens of three choices over eight experts: none gets just its share, so that every bias moves.
@@ -50,7 +50,7 @@ def moved_bias(model: Path, settings: Settings, samples: list[Sample]) -> dict[s
         for local in assembly.parameters
         if local.weight.engine.endswith("expert_bias")
     }
-    measure_loss(assembly, deal(samples, assembly.place, settings.parallel))
+    measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel))
     return {layer: bias - before for layer, (bias, before) in biases.items()}
 
 

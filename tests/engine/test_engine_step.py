@@ -13,7 +13,7 @@ from megatune.config.settings import Settings
 from megatune.engine import optimizer as engine_optimizer
 from megatune.engine import step
 from megatune.objectives.language_model import CrossEntropy
-from megatune.verify.measure import deal
+from megatune.verify.measure import shard_samples
 from megatune.verify.samples import random_samples
 
 
@@ -21,7 +21,7 @@ def repeat_steps(model: Path, settings: Settings) -> tuple[bool, bool, bool]:
     """On every rank: whether gradients repeat bit for bit after another backward pass, after a step of learning rate 0,
     and whether an evaluation leaves them alone."""
     assembly = assemble(model, settings)
-    batches = deal(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
 
     def gradients() -> list[torch.Tensor]:
         return [local.parameter.main_grad.clone() for local in assembly.parameters]
@@ -67,7 +67,7 @@ def test_norms_and_biases_do_not_decay(pool, model_dir):
 def refused_step(model: Path, settings: Settings) -> tuple[bool, bool, bool]:
     """On every rank: whether a step with a NaN gradient updated, whether weights moved, and if the next one does."""
     assembly = assemble(model, settings)
-    batches = deal(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
     before = [local.parameter.detach().clone() for local in assembly.parameters]
     step.forward_backward(assembly.model, batches, CrossEntropy())
     if assembly.place.rank == 0:

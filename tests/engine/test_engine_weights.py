@@ -16,7 +16,7 @@ from megatune.engine.weights import named_weights
 from megatune.families import FAMILIES
 from megatune.families.family import Family
 from megatune.families.weights import HFTensor, Role, Stack, TensorLayout, Weight, hf_shapes, layers_of
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
 
@@ -34,7 +34,7 @@ def gradient_norm(model: Path, settings: Settings, with_subclass: bool) -> float
         assembly = assemble(model, settings)
     finally:
         specs.ColumnParallelLinear = stock
-    measure_loss(assembly, deal(random_samples(301, (9, 16, 12, 7)), assembly.place, settings.parallel))
+    measure_loss(assembly, shard_samples(random_samples(301, (9, 16, 12, 7)), assembly.place, settings.parallel))
     return step(assembly.optimizer, 0.0)[1]
 
 

@@ -37,10 +37,10 @@ def norm_and_losses(
     from megatune.bridge.assemble import assemble
     from megatune.engine.step import forward_backward
     from megatune.objectives.language_model import CrossEntropy
-    from megatune.verify.measure import deal
+    from megatune.verify.measure import shard_samples
 
     assembly: Any = assemble(model, settings)
-    batches = deal(samples, assembly.place, settings.parallel)
+    batches = shard_samples(samples, assembly.place, settings.parallel)
     losses = forward_backward(assembly.model, batches, CrossEntropy()).metrics
     assembly.optimizer.prepare_grads()
     norm = float(assembly.optimizer.get_grad_norm())

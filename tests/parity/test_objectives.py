@@ -25,7 +25,7 @@ from megatune.engine.optimizer import main_shards
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.families.weights import Segment
-from megatune.verify.measure import deal
+from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors
 from megatune.verify.samples import Sample, random_samples
 
@@ -99,7 +99,9 @@ def with_extras(batch: Batch, samples: Sequence[Sample]) -> Batch:
 def measure(model: Path, settings: Settings, samples: list[Sample], folder: Path) -> tuple[float, dict[str, float]]:
     """On every rank: loss and metrics; gradients are written."""
     assembly = assemble(model, settings)
-    batches = deal(samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing)
+    batches = shard_samples(
+        samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
+    )
     batches = [with_extras(batch, samples) for batch in batches]
     totals = step.forward_backward(assembly.model, batches, DocumentLoss())
     shards = main_shards(assembly.optimizer)
@@ -155,7 +157,7 @@ def test_sums_of_documents_have_the_gradients_of_transformers(pool, model_dir, t
 def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[torch.Tensor]:
     """On every rank: log-probabilities of each document's labels; none before the last stage."""
     assembly = assemble(model, settings)
-    whole = deal(
+    whole = shard_samples(
         samples, replace(assembly.place, dp_rank=0, dp_size=1), settings.parallel, packed=settings.data.packing
     )
     found = []

@@ -23,7 +23,7 @@ from megatune.bridge.save import save_weights
 from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import step
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.reference import checkpoint_tensors, compute_reference, load_reference_model
 from megatune.verify.samples import Sample, random_samples
 
@@ -116,7 +116,7 @@ def engine_steps(model_dir: Path, settings: Settings, num_steps: int, folder: Pa
     accumulation = min(ACCUMULATION, NUM_SAMPLES // assembly.place.dp_size)
     rows = NUM_SAMPLES // (accumulation * assembly.place.dp_size)
     for index in range(num_steps):
-        batches = deal(step_samples(index), assembly.place, settings.parallel, micro_batch_size=rows)
+        batches = shard_samples(step_samples(index), assembly.place, settings.parallel, micro_batch_size=rows)
         assert len(batches) == accumulation
         measure_loss(assembly, batches)
         updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)

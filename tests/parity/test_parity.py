@@ -16,11 +16,11 @@ from layouts import FAMILY_LAYOUTS, LAYOUTS, MORE_LAYOUTS
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
+from megatune.data.rows import IGNORE_INDEX
 from megatune.engine.optimizer import load_scalars, scalars
 from megatune.engine.optimizer import step as optimizer_step
-from megatune.objectives.language_model import IGNORED
 from megatune.verify.compare import compare, judge
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.numbers import Numbers
 from megatune.verify.reference import compute_reference, load_reference_model
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, random_samples
@@ -89,7 +89,7 @@ def test_data_parallel_rank_without_trained_tokens_agrees(pool, model_dir, refer
     samples = random_samples(301, LENGTHS)
     for index in range(1, len(samples), 2):  # with dp 2 and rows one by one, all of the second rank's
         tokens = samples[index].input_ids
-        samples[index] = Sample(tokens, (IGNORED,) * len(tokens))
+        samples[index] = Sample(tokens, (IGNORE_INDEX,) * len(tokens))
     assert not failures(differences(pool, model, LAYOUTS[layout], samples, reference(model, samples), tmp_path))
 
 
@@ -126,7 +126,7 @@ def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_
 def step_with_loss_scales(model: Path, settings: Settings, samples: list[Sample], loss_scales: list[float]) -> list:
     """A step at each scale: whether it updated, its gradient norm, the scale after it, and whether weights moved."""
     assembly = assemble(model, settings)
-    batches = deal(samples, assembly.place, settings.parallel)
+    batches = shard_samples(samples, assembly.place, settings.parallel)
     answers = []
     for loss_scale in loss_scales:
         load_scalars(assembly.optimizer, {**scalars(assembly.optimizer), "loss_scale": loss_scale})

@@ -15,7 +15,7 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, Layout
 from megatune.bridge.assemble import assemble
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.settings import Settings
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import Sample, random_samples
 
 Kept = Callable[[str, Layout], list[tuple[float, list[torch.Tensor]]]]
@@ -37,7 +37,9 @@ RECOMPUTE = {
 def gradients(model: Path, settings: Settings, samples: list[Sample]) -> tuple[float, list[torch.Tensor]]:
     """On every rank: the loss, and the gradient of each parameter it holds."""
     assembly = assemble(model, settings)
-    loss = measure_loss(assembly, deal(samples, assembly.place, settings.parallel, packed=settings.data.packing))
+    loss = measure_loss(
+        assembly, shard_samples(samples, assembly.place, settings.parallel, packed=settings.data.packing)
+    )
     parameters = [local.parameter for local in assembly.parameters if local.parameter.requires_grad]
     return loss, [parameter.main_grad.clone() for parameter in parameters]
 
@@ -110,7 +112,7 @@ def routings(model: Path, settings: Settings) -> list[int]:
     for module in assembly.model[0].modules():
         if isinstance(module, Router):
             module.register_forward_pre_hook(count)
-    measure_loss(assembly, deal(SAMPLES[:1], assembly.place, settings.parallel))
+    measure_loss(assembly, shard_samples(SAMPLES[:1], assembly.place, settings.parallel))
     return [counts[layer] for layer in sorted(counts)]
 
 

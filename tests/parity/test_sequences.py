@@ -11,7 +11,7 @@ from layouts import EXPERT_LAYOUTS, FAMILY_SEQUENCE_LAYOUTS, MORE_SEQUENCE_LAYOU
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
-from megatune.verify.measure import deal, measure_loss
+from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import Sample, random_samples
 
 # Grouped-query and latent attention, without and with experts, go through all.
@@ -62,7 +62,7 @@ def test_several_rows_cut_by_context_parallelism_agree(pool, model_dir, referenc
 def gradients(model: Path, settings: Settings, samples: list[Sample]) -> list[torch.Tensor]:
     """On every rank: the gradient of each parameter it holds."""
     assembly = assemble(model, settings)
-    measure_loss(assembly, deal(samples, assembly.place, settings.parallel, packed=settings.data.packing))
+    measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel, packed=settings.data.packing))
     return [local.parameter.main_grad.clone() for local in assembly.parameters if local.parameter.requires_grad]
 
 

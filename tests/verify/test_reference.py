@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -50,3 +53,11 @@ def test_sixteen_bits_are_computed_as_transformers_does(model_dir, tmp_path):
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([samples[0].input_ids])).logits[0]
     assert torch.equal(Numbers(tmp_path).logits(0), expected)
+
+
+def test_the_reference_is_computed_without_the_engine():
+    listing = "import sys, megatune.verify.reference; print(*sys.modules, sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True).stdout
+    modules = loaded.splitlines()
+    assert "megatune.verify.reference" in modules
+    assert not [name for name in modules if name.startswith(("megatron", "megatune.engine"))]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatune.data.rows import IGNORE_INDEX
 from megatune.engine.sequences import LocalBatch, MicroBatch
 from megatune.engine.step import ObjectiveOutput
-
-IGNORED = -100
 
 
 class CrossEntropy:
@@ -20,7 +19,7 @@ class CrossEntropy:
     metric_names = ()
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        return (batch.labels != IGNORED).sum()
+        return (batch.labels != IGNORE_INDEX).sum()
 
     def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        return ObjectiveOutput((token_losses * (batch.labels != IGNORED)).sum())
+        return ObjectiveOutput((token_losses * (batch.labels != IGNORE_INDEX)).sum())

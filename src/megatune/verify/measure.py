@@ -27,7 +27,7 @@ from megatune.verify.numbers import write_logits, write_loss, write_trace
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, sample_rows
 
 
-def deal(
+def shard_samples(
     samples: Sequence[Sample],
     place: RankCoordinates,
     parallel: ParallelSettings,
@@ -93,7 +93,7 @@ def measure(
     if "loss_scale" in state:
         load_scalars(assembly.optimizer, {**state, "loss_scale": FP16_LOSS_SCALE})
     measure_logits(assembly, samples, parallel, folder, packed=packed)
-    batches = deal(samples, assembly.place, parallel, micro_batch_size=micro_batch_size, packed=packed)
+    batches = shard_samples(samples, assembly.place, parallel, micro_batch_size=micro_batch_size, packed=packed)
     loss = measure_loss(assembly, batches)
     if assembly.place.rank == 0:
         write_loss(folder, loss)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatune.data.rows import IGNORE_INDEX
 from megatune.launch.context import RankContext
-from megatune.objectives.language_model import IGNORED
 from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample
@@ -67,13 +67,15 @@ def compute_reference(
         loss_scale: multiplies the loss before the backward pass, and so the gradients.
     """
     device = next(model.parameters()).device
-    total = sum(label != IGNORED for sample in samples for label in sample.labels[1:])
+    total = sum(label != IGNORE_INDEX for sample in samples for label in sample.labels[1:])
     logits, loss_sum = [], 0.0
     for sample in samples:
         with torch.set_grad_enabled(gradients):
             output = model(input_ids=torch.tensor([sample.input_ids], device=device)).logits[0]
             labels = torch.tensor(sample.labels[1:], device=device)
-            loss = torch.nn.functional.cross_entropy(output[:-1].float(), labels, reduction="sum", ignore_index=IGNORED)
+            loss = torch.nn.functional.cross_entropy(
+                output[:-1].float(), labels, reduction="sum", ignore_index=IGNORE_INDEX
+            )
         if gradients:
             (loss * (loss_scale / total)).backward()
         logits.append(output.detach().cpu())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatune.data.packing import pack
-from megatune.objectives.language_model import IGNORED
+from megatune.data.rows import IGNORE_INDEX
 
 # fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above. All sides multiply
 # their loss by this where they compute in fp16; relative errors are the same.
@@ -39,7 +39,7 @@ def random_samples(
     for length in lengths:
         tokens = tuple(generator.choice(tokens_of_text) for _ in range(length))
         untrained = generator.randrange(length // 2 + 1)
-        samples.append(Sample(tokens, (IGNORED,) * untrained + tokens[untrained:]))
+        samples.append(Sample(tokens, (IGNORE_INDEX,) * untrained + tokens[untrained:]))
     return samples
 
 

@@ -80,14 +80,13 @@ _DEEPSEEK = NamedTemplate(
 )
 
 # DeepSeek-V3's. Its chat template offers no tools; they are offered, called and answered as LLaMA-Factory does.
-_DEEPSEEK3 = NamedTemplate(
+_DEEPSEEK3 = replace(
+    _DEEPSEEK,
     name="deepseek3",
-    prefix="{bos}",
     user="<｜User｜>{content}<｜Assistant｜>",
     assistant="{content}{eos}",
     system="{content}",
     observation="<｜User｜>{content}<｜Assistant｜>",
-    tool_format=PLAIN_TOOLS,
     special_tokens=("{bos}", "{eos}", "<｜User｜>", "<｜Assistant｜>"),
 )
 

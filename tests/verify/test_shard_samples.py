@@ -10,7 +10,7 @@ from layouts import LAYOUTS, MORE_LAYOUTS
 
 from megatune.data.batches import Batch
 from megatune.engine.groups import RankCoordinates
-from megatune.verify.measure import deal
+from megatune.verify.measure import shard_samples
 from megatune.verify.samples import Sample, random_samples, sample_rows
 
 LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
@@ -47,7 +47,7 @@ def test_all_ranks_together_train_every_sample_once(
     parallel = {**LAYOUTS, **MORE_LAYOUTS}[layout].settings().parallel
     samples = random_samples(301, LENGTHS)
     dealt = [
-        deal(
+        shard_samples(
             samples,
             replace(ALONE, dp_rank=rank, dp_size=dp_size),
             parallel,
@@ -73,5 +73,5 @@ def test_packed_rows_hold_several_samples_and_different_numbers_of_them() -> Non
     assert sorted(number for row in rows for number in row) == list(range(len(samples)))
     assert len({len(row) for row in rows}) > 1
     assert len(rows) > 2
-    (batch,) = deal(samples, ALONE, LAYOUTS["1"].settings().parallel, micro_batch_size=len(rows), packed=True)
+    (batch,) = shard_samples(samples, ALONE, LAYOUTS["1"].settings().parallel, micro_batch_size=len(rows), packed=True)
     assert [length for length in batch.lengths if length] == [LENGTHS[number] for row in rows for number in row]
