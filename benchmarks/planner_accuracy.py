@@ -81,7 +81,7 @@ def _common_devices() -> str:
 
 
 _READING = (
-    "Errors are of tokens/s, above 0 where the planner is too fast. A generation's rows are dealt in their order, "
+    "Errors are of tokens/s, above 0 where the planner is too fast. A generation's rows alternate in their order, "
     "the first to fit, the second to test, and so on; fitted is one number, the share of the peak that large dense "
     "products reach. It is fitted by the least median of errors, chosen over the least mean after predictions had been "
     "seen: that gives hopper 0.51 and a median of 20 % on its test half. Everything else is written down in "

@@ -59,8 +59,8 @@ def open_data(by_machine: list[Settings], model: Path, run_dir: Path, steps: int
     come_to = 0
     try:
         with opened_data(context, by_machine[node_rank], model, None) as data:
-            course: Any = SimpleNamespace(global_batch_size=BATCH, total_steps=steps)
-            feed = data.feed(course, 10**6)
+            schedule: Any = SimpleNamespace(global_batch_size=BATCH, total_steps=steps)
+            feed = data.feed(schedule, 10**6)
             for step in range(steps):
                 assert feed.follower is not None
                 feed.follower.before(step)

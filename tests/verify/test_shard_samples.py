@@ -46,7 +46,7 @@ def test_all_ranks_together_train_every_sample_once(
 ) -> None:
     parallel = {**LAYOUTS, **MORE_LAYOUTS}[layout].settings().parallel
     samples = random_samples(301, LENGTHS)
-    dealt = [
+    shares = [
         shard_samples(
             samples,
             replace(ALONE, dp_rank=rank, dp_size=dp_size),
@@ -56,15 +56,15 @@ def test_all_ranks_together_train_every_sample_once(
         )
         for rank in range(dp_size)
     ]
-    batches = [batch for mine in dealt for batch in mine]
+    batches = [batch for share in shares for batch in share]
     assert trained(batches) == expected(samples)
-    assert len({len(mine) for mine in dealt}) == 1
+    assert len({len(share) for share in shares}) == 1
     assert len({batch.input_ids.shape for batch in batches}) == 1
     rows, length = batches[0].input_ids.shape
     assert rows == (1 if packed else micro_batch_size)
     assert length % parallel.sequence_multiple == 0
     if parallel.virtual_stages:
-        assert len(dealt[0]) % parallel.pipeline_model_parallel_size == 0
+        assert len(shares[0]) % parallel.pipeline_model_parallel_size == 0
 
 
 def test_packed_rows_hold_several_samples_and_different_numbers_of_them() -> None:
