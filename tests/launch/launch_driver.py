@@ -5,6 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
+from megatune.launch import devices
 from megatune.launch.supervisor import run_ranks
 from megatune.launch.world import decide_world
 
@@ -15,4 +16,7 @@ if __name__ == "__main__":
     arguments = json.loads(options)
     if name := arguments.pop("stop_file_name", None):
         arguments["stop_file"] = Path(name)
-    sys.exit(run_ranks(target, json.loads(payload), world, Path(run_dir), **arguments))
+    payload = json.loads(payload)
+    if "counters" in payload:
+        devices._CGROUPS = Path(payload["counters"])
+    sys.exit(run_ranks(target, payload, world, Path(run_dir), **arguments))
