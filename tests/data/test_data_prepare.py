@@ -253,9 +253,9 @@ def test_placeholders_without_a_value_are_refused(folder: Path) -> None:
     assert answers(prepared(folder, "who", model_name="Mia", model_author="us").train) == ["Mia of us<|im_end|>"]
 
 
-def test_images_refuse_the_data_set(folder: Path) -> None:
+def test_pictures_refuse_the_data_set_of_a_model_without_vision(folder: Path) -> None:
     (folder / "pictures.json").write_text('[{"instruction": "a", "output": "b", "images": ["1.jpg"]}]')
-    with pytest.raises(MegatuneError, match=r"pictures\.json:row 1: .* training on images is not built") as caught:
+    with pytest.raises(MegatuneError, match=r"pictures\.json:row 1: .* text alone") as caught:
         prepared(folder, "pictures.json")
     assert caught.value.exit_code == ExitCode.SETTINGS
 
