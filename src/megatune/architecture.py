@@ -90,6 +90,19 @@ class MultiLatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MultimodalRope:
+    """Rotary embedding by three positions, of time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
+
+    Attributes:
+        section: how many of a head's frequencies turn by each of the three.
+        interleaved: they take turns (t, h, w, t, h, w, ..., and t alone at the end), otherwise each has a run of them.
+    """
+
+    section: tuple[int, int, int]
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
     """The vision encoder of a vision-language model and its patch mergers, in the words of Transformers' vision_config.
 
@@ -103,6 +116,11 @@ class Vision:
         deepstack_visual_indexes: layers whose outputs, through a merger each, are added to the decoder's first layers.
         window_size: pixels of the side of the windows that patches attend within; None where to the whole image.
         fullatt_block_indexes: with windows, the layers whose patches attend to the whole image.
+        tokens_per_second: of positions in time, where they follow a video's seconds; None where they count frames.
+        timestamps: each pair of a video's frames is a block of its own, behind its time in seconds as text.
+        image_token_id, video_token_id: what stands for the tokens of an image, and of a video.
+        vision_start_token_id, vision_end_token_id: what is before and behind them.
+        config: vision_config as JSON, which Transformers builds the encoder from.
         num_parameters: of the encoder, without mergers.
         num_projector_parameters: of all mergers.
     """
@@ -121,13 +139,25 @@ class Vision:
     deepstack_visual_indexes: tuple[int, ...] = ()
     window_size: int | None = None
     fullatt_block_indexes: tuple[int, ...] = ()
+    tokens_per_second: float | None = None
+    timestamps: bool = False
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+    vision_start_token_id: int = 151652
+    vision_end_token_id: int = 151653
+    config: str = "{}"
     num_parameters: int = 0
     num_projector_parameters: int = 0
 
     @property
+    def num_deepstack_mergers(self) -> int:
+        """One for each layer of deepstack_visual_indexes."""
+        return len(self.deepstack_visual_indexes)
+
+    @property
     def num_mergers(self) -> int:
-        """The merger of the last layer, and one for each layer of deepstack_visual_indexes."""
-        return 1 + len(self.deepstack_visual_indexes)
+        """The merger of the last layer, and those of deepstack."""
+        return 1 + self.num_deepstack_mergers
 
     @property
     def qkv_size(self) -> int:
@@ -145,7 +175,7 @@ class Architecture:
     """A decoder-only transformer with rotary embeddings, RMSNorm and SwiGLU.
 
     Attributes:
-        model_type: the Hugging Face model_type, which names the family; of a vision-language model that of its decoder.
+        model_type: the Hugging Face model_type, which names the family.
         kv_channels: dimension of one attention head; not always hidden_size / num_attention_heads.
         num_query_groups: number of key/value heads.
         add_qkv_bias: biases on the q, k and v projections.
@@ -155,6 +185,7 @@ class Architecture:
         moe: None for a dense model.
         mla: None for grouped-query attention. With it, kv_channels is the channels that rotary embedding turns.
         vision: None for a language model.
+        mrope: None where rotary embedding turns by one position.
     """
 
     model_type: str
@@ -177,6 +208,7 @@ class Architecture:
     moe: MixtureOfExperts | None = None
     mla: MultiLatentAttention | None = None
     vision: Vision | None = None
+    mrope: MultimodalRope | None = None
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, is sparse."""

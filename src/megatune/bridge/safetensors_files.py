@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.forms import FileTensor
 from megatune.families.weights import Segment
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -27,6 +28,9 @@ class SafetensorsFolder:
 
     Only what is asked for is read, from memory-mapped files. NAME is "model" for a Hugging Face checkpoint.
 
+    Attributes:
+        places: where a tensor is in the files, by its name; those that it does not list are there under their names.
+
     Raises:
         MegatuneError: INPUT, when files are missing, damaged or of another kind.
     """
@@ -35,6 +39,7 @@ class SafetensorsFolder:
         self.folder = Path(folder)
         self._file_of = self._list(name)
         self._open: dict[str, Any] = {}
+        self.places: Mapping[str, FileTensor] = {}
 
     def _list(self, name: str) -> dict[str, str]:
         index, single = self.folder / f"{name}.safetensors.index.json", self.folder / f"{name}.safetensors"
@@ -66,7 +71,7 @@ class SafetensorsFolder:
         return dict(file_of)
 
     def names(self) -> set[str]:
-        """List the names of all tensors."""
+        """List the names of all tensors in the files."""
         return set(self._file_of)
 
     def _slice(self, name: str) -> Any:
@@ -78,9 +83,15 @@ class SafetensorsFolder:
         except (SafetensorError, OSError) as error:
             raise _damaged(self.folder / file, error) from None
 
+    def file_shape(self, name: str) -> tuple[int, ...]:
+        """Read the shape of a tensor in the files."""
+        return tuple(self._slice(name).get_shape())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Read the shape of a tensor."""
-        return tuple(self._slice(name).get_shape())
+        place = self._place(name)
+        shape = self.file_shape(place.name)
+        return shape if place.expert is None else (place.rows, shape[1 if place.transposed else 2])
 
     def read(self, segment: Segment, prefix: str = "") -> Tensor:
         """Read the rows or columns that the segment names, in the file's dtype, on the CPU.
@@ -88,8 +99,21 @@ class SafetensorsFolder:
         Args:
             prefix: of the tensor's name in the file.
         """
-        source, part = self._slice(prefix + segment.name), slice(segment.start, segment.stop)
-        return source[part] if segment.dim == 0 else source[:, part]
+        place = self._place(prefix + segment.name)
+        source, part = self._slice(place.name), slice(segment.start, segment.stop)
+        if place.expert is None:
+            return source[part] if segment.dim == 0 else source[:, part]
+        rows, columns = slice(place.first_row, place.first_row + place.rows), slice(None)
+        if segment.dim == 0:
+            rows = slice(place.first_row + segment.start, place.first_row + segment.stop)
+        else:
+            columns = part
+        if place.transposed:
+            return source[place.expert, columns, rows].T
+        return source[place.expert, rows, columns]
+
+    def _place(self, name: str) -> FileTensor:
+        return self.places.get(name) or FileTensor(name)
 
     def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "", *, start: int = 0) -> None:
         """Fill elements of an engine tensor, flattened, with what its segments hold; those beyond them with zeros.
@@ -139,7 +163,7 @@ def safetensors_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[C
     tensors' bytes at the offsets that the header states.
 
     Yields:
-        What writes the next tensor; it must be the one that `entries` has next.
+        What writes the next tensor, or the next part of its dimension 0; it must be the one that `entries` has next.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -150,14 +174,21 @@ def safetensors_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[C
         offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
-    pending = list(reversed(entries))
+    pending, written = list(reversed(entries)), 0
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
 
         def write(name: str, tensor: Tensor) -> None:
-            entry = pending.pop()
-            assert (entry.name, entry.shape, entry.dtype) == (name, tuple(tensor.shape), tensor.dtype), entry
+            nonlocal written
+            entry = pending[-1]
+            expected = entry.name, entry.shape[1:], entry.dtype
+            assert expected == (name, tuple(tensor.shape[1:]), tensor.dtype), entry
             file.write(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+            written += tensor.numel()
+            assert written <= math.prod(entry.shape), entry
+            if written == math.prod(entry.shape):
+                pending.pop()
+                written = 0
 
         yield write
         assert not pending, f"{len(pending)} tensors were not written"

@@ -22,17 +22,14 @@ from megatune.families import (
     qwen3_vl_moe,
 )
 from megatune.families.family import Config, Family
-from megatune.families.vision import VisionFamily
 from megatune.hub.models import no_folder
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3)
-}
-# They can be planned, and not trained yet.
-VISION_FAMILIES: dict[str, VisionFamily] = {
-    module.FAMILY.model_type: module.FAMILY for module in (qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
-}
+    for module in (
+        llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe
+    )
+}  # fmt: skip
 
 
 def read_config(model_dir: str | Path) -> dict[str, object]:
@@ -66,23 +63,18 @@ def load_architecture(model_dir: str | Path) -> Architecture:
     return read_architecture(read_config(model_dir), str(Path(model_dir) / "config.json"))
 
 
-def read_architecture(config: Config, where: str, *, vision: bool = False) -> Architecture:
+def read_architecture(config: Config, where: str) -> Architecture:
     """Read what config.json holds as an Architecture.
-
-    Args:
-        vision: whether a vision-language model is read, too, which can be planned only.
 
     Raises:
         MegatuneError: INPUT, with every reason why this engine cannot compute the model.
     """
     model_type = str(config.get("model_type", ""))
-    family = FAMILIES.get(model_type) or (VISION_FAMILIES.get(model_type) if vision else None)
+    family = FAMILIES.get(model_type)
     if family is None:
         near = difflib.get_close_matches(model_type, FAMILIES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         why = f"families built so far: {', '.join(sorted(FAMILIES))}{hint}"
-        if model_type in VISION_FAMILIES:
-            why = f"vision-language models are not built yet; {why}"
         what, fix = f"model_type {model_type!r} is not supported", "train a checkpoint of one of these families"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.INPUT)
     findings = family.check(config, where)
@@ -91,4 +83,4 @@ def read_architecture(config: Config, where: str, *, vision: bool = False) -> Ar
     return family.architecture(config)
 
 
-__all__ = ["FAMILIES", "VISION_FAMILIES", "Family", "load_architecture", "read_architecture", "read_config"]
+__all__ = ["FAMILIES", "Family", "load_architecture", "read_architecture", "read_config"]

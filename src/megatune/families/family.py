@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
-from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Vision
 from megatune.errors import Finding
+from megatune.families.forms import CheckpointForm
 from megatune.families.rope import rope_parameters, rope_problems, rope_scaling
 from megatune.families.sparse import expert_problems
-from megatune.families.weights import Weight
+from megatune.families.vision import VisionDeclaration
+from megatune.families.weights import Stack, Weight, hf_shapes, layers_of
 
 Config = Mapping[str, Any]
 
@@ -42,6 +45,8 @@ class Family:
         experts: reads the mixture of experts; None from it where no layer is sparse.
         latent_attention: reads multi-head latent attention.
         problems: what else is wrong with a config.json, and why.
+        vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
+        forms: how checkpoints name and arrange tensors; the first where several fit.
     """
 
     model_type: str
@@ -59,6 +64,8 @@ class Family:
     experts: Callable[[Config], MixtureOfExperts | None] | None = None
     latent_attention: Callable[[Config], MultiLatentAttention] | None = None
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
+    vision: VisionDeclaration | None = None
+    forms: tuple[CheckpointForm, ...] = (CheckpointForm(),)
 
     def weight_map(self, architecture: Architecture) -> tuple[Weight, ...]:
         """List the weights of this member of the family."""
@@ -72,7 +79,11 @@ class Family:
 
     def check(self, config: Config, where: str) -> list[Finding]:
         """Find everything in config.json that keeps this engine from computing the model."""
-        config = self._filled(config)
+        if self.vision is not None:
+            fix = "use the config.json that was published with the weights"
+            if findings := _findings(self.vision.problems(config), where, fix):
+                return findings
+        written, config = config, self._filled(config)
         findings = [
             Finding(f"{key!r} is missing", where, fix="use the config.json that was published with the weights")
             if config.get(key) is None
@@ -93,15 +104,18 @@ class Family:
         if not findings and self.problems is not None:
             findings += _findings(self.problems(config), where, fix)
         if not findings:
-            findings += _findings(expert_problems(self.architecture(config)), where, fix)
+            architecture = self.architecture(written)
+            findings += _findings(expert_problems(architecture), where, fix)
+            findings += _findings(_mrope_problems(architecture), where, fix)
         return findings
 
     def architecture(self, config: Config) -> Architecture:
         """Read the numbers of a config.json that `check` found nothing against."""
-        config = self._filled(config)
+        written, config = config, self._filled(config)
         heads = config["num_attention_heads"]
         rope = rope_parameters(config)
-        return Architecture(
+        vision, mrope = (None, None) if self.vision is None else self.vision.architecture(written)
+        architecture = Architecture(
             model_type=self.model_type,
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
@@ -119,12 +133,32 @@ class Family:
             torch_dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             moe=self.experts(config) if self.experts else None,
             mla=self.latent_attention(config) if self.latent_attention else None,
+            vision=vision,
+            mrope=mrope,
             **{attribute: config[key] for attribute, key in self.read.items()},
             **self.constants,
         )
+        return architecture if vision is None else replace(architecture, vision=self._counted(architecture))
+
+    def _counted(self, architecture: Architecture) -> Vision:
+        """Return the encoder's numbers, with those of its parameters."""
+        assert architecture.vision is not None
+        encoder = self._num_parameters(architecture, (Stack.VISION,))
+        projectors = self._num_parameters(architecture, (Stack.PROJECTOR, Stack.DEEPSTACK))
+        return replace(architecture.vision, num_parameters=encoder, num_projector_parameters=projectors)
+
+    def _num_parameters(self, architecture: Architecture, stacks: tuple[Stack, ...]) -> int:
+        return sum(
+            prod(shape)
+            for weight in self.weight_map(architecture)
+            if weight.stack in stacks
+            for layer in layers_of(weight, architecture)
+            for shape in hf_shapes(weight, architecture, layer).values()
+        )
 
     def _filled(self, config: Config) -> dict[str, Any]:
-        """Put config.json under one set of names, with defaults for what it leaves out."""
+        """Put config.json, of its decoder's part, under one set of names, with defaults for what it leaves out."""
+        config = config if self.vision is None else self.vision.text_config(config)
         named = {self.aliases.get(key, key): value for key, value in config.items()}
         absent = {key: value for key, value in {**_DEFAULTS, **self.defaults}.items() if named.get(key) is None}
         return {**named, **absent}
@@ -137,6 +171,13 @@ def _computation_problems(config: Config) -> Iterator[tuple[str, str]]:
     others = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
     if others:
         yield f"layer_types has {', '.join(others)}, which is not supported", "every layer attends to all tokens before"
+
+
+def _mrope_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
+    mrope, half = architecture.mrope, architecture.kv_channels // 2
+    if mrope is not None and sum(mrope.section) != half:
+        why = f"a head of {architecture.kv_channels} channels has {half} frequencies"
+        yield f"mrope_section = {list(mrope.section)} is impossible", why
 
 
 def _findings(problems: Iterator[tuple[str, str]], where: str, fix: str) -> list[Finding]:

@@ -1,26 +1,33 @@
 """Qwen2.5-VL: Qwen2's decoder, and an encoder with RMSNorm, SwiGLU and attention within windows."""
 
-from megatune.families import qwen2
-from megatune.families.vision import ATTENTION, LAYER, PATCHES, VISUAL, VisionFamily, with_bias
-from megatune.families.weights import HFTensor
+from dataclasses import replace
 
-FAMILY = VisionFamily(
+from megatune.families import qwen2, qwen2_vl
+from megatune.families.vision import ATTENTION, LAYER, MERGER, PATCHES, as_decoder, part, with_bias
+from megatune.families.weights import Stack
+
+FAMILY = replace(
+    qwen2_vl.FAMILY,
     model_type="qwen2_5_vl",
-    decoder=qwen2.FAMILY,
-    encoder=(
+    weights=(
+        *as_decoder(qwen2.FAMILY.weights),
         PATCHES,
         *ATTENTION,
-        HFTensor(f"{LAYER}.norm1.weight", ("hidden_size",)),
-        HFTensor(f"{LAYER}.norm2.weight", ("hidden_size",)),
-        *with_bias(f"{LAYER}.mlp.gate_proj", "intermediate_size", "hidden_size"),
-        *with_bias(f"{LAYER}.mlp.up_proj", "intermediate_size", "hidden_size"),
-        *with_bias(f"{LAYER}.mlp.down_proj", "hidden_size", "intermediate_size"),
+        part(Stack.VISION, f"{LAYER}.norm1.weight", "hidden_size"),
+        part(Stack.VISION, f"{LAYER}.norm2.weight", "hidden_size"),
+        *with_bias(Stack.VISION, f"{LAYER}.mlp.gate_proj", "intermediate_size", "hidden_size"),
+        *with_bias(Stack.VISION, f"{LAYER}.mlp.up_proj", "intermediate_size", "hidden_size"),
+        *with_bias(Stack.VISION, f"{LAYER}.mlp.down_proj", "hidden_size", "intermediate_size"),
+        part(Stack.PROJECTOR, "merger.ln_q.weight", "hidden_size"),
+        *MERGER,
     ),
-    mergers=(
-        HFTensor(f"{VISUAL}.merger.ln_q.weight", ("hidden_size",)),
-        *with_bias(f"{VISUAL}.merger.mlp.0", "merged_size", "merged_size"),
-        *with_bias(f"{VISUAL}.merger.mlp.2", "out_hidden_size", "merged_size"),
+    vision=replace(
+        qwen2_vl.VISION,
+        encoder="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+        keys={},
+        dimensions=("hidden_size", "intermediate_size", "out_hidden_size"),
+        read=None,
+        defaults={"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31), "tokens_per_second": 4},
+        constants={"gated": True},
     ),
-    defaults={"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
-    constants={"gated": True},
 )

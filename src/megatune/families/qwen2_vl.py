@@ -1,25 +1,44 @@
 """Qwen2-VL: Qwen2's decoder, and an encoder with LayerNorm and without gates."""
 
-from megatune.families import qwen2
-from megatune.families.vision import ATTENTION, LAYER, LAYER_NORMS, PATCHES, VISUAL, VisionFamily, with_bias
+from dataclasses import replace
 
-FAMILY = VisionFamily(
-    model_type="qwen2_vl",
-    decoder=qwen2.FAMILY,
-    encoder=(
-        PATCHES,
-        *ATTENTION,
-        *LAYER_NORMS,
-        *with_bias(f"{LAYER}.mlp.fc1", "intermediate_size", "hidden_size"),
-        *with_bias(f"{LAYER}.mlp.fc2", "hidden_size", "intermediate_size"),
-    ),
-    mergers=(
-        *with_bias(f"{VISUAL}.merger.ln_q", "hidden_size"),
-        *with_bias(f"{VISUAL}.merger.mlp.0", "merged_size", "merged_size"),
-        *with_bias(f"{VISUAL}.merger.mlp.2", "out_hidden_size", "merged_size"),
-    ),
+from megatune.architecture import MultimodalRope
+from megatune.families import qwen2
+from megatune.families.forms import CheckpointForm
+from megatune.families.vision import (
+    ATTENTION,
+    BEFORE_MODULES,
+    LAYER,
+    LAYER_NORMS,
+    MERGER,
+    PATCHES,
+    VisionDeclaration,
+    as_decoder,
+    with_bias,
+)
+from megatune.families.weights import Stack
+
+VISION = VisionDeclaration(
+    encoder="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",
     # What later families call out_hidden_size is hidden_size here.
     keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
     dimensions=("embed_dim", "hidden_size", "mlp_ratio"),
     read=lambda vision: {"intermediate_size": vision["embed_dim"] * vision["mlp_ratio"]},
+    mrope=MultimodalRope(section=(16, 24, 24), interleaved=False),
+)
+FAMILY = replace(
+    qwen2.FAMILY,
+    model_type="qwen2_vl",
+    weights=(
+        *as_decoder(qwen2.FAMILY.weights),
+        PATCHES,
+        *ATTENTION,
+        *LAYER_NORMS,
+        *with_bias(Stack.VISION, f"{LAYER}.mlp.fc1", "intermediate_size", "hidden_size"),
+        *with_bias(Stack.VISION, f"{LAYER}.mlp.fc2", "hidden_size", "intermediate_size"),
+        *with_bias(Stack.PROJECTOR, "merger.ln_q", "hidden_size"),
+        *MERGER,
+    ),
+    vision=VISION,
+    forms=(BEFORE_MODULES, CheckpointForm()),
 )

@@ -1,32 +1,56 @@
 """Qwen3-VL: Qwen3's decoder, and an encoder with a table of positions whose layers feed the decoder's first ones."""
 
+from dataclasses import replace
+
+from megatune.architecture import MultimodalRope
 from megatune.families import qwen3
-from megatune.families.vision import ATTENTION, LAYER, LAYER_NORMS, PATCHES, VISUAL, VisionFamily, with_bias
-from megatune.families.weights import HFTensor
+from megatune.families.vision import (
+    ATTENTION,
+    LAYER,
+    LAYER_NORMS,
+    PATCHES,
+    VisionDeclaration,
+    as_decoder,
+    part,
+    with_bias,
+)
+from megatune.families.weights import Stack, Weight
 
-_DEEPSTACK = f"{VISUAL}.deepstack_merger_list.{{merger}}"
+_DEEPSTACK = "deepstack_merger_list.{layer}"
 
-FAMILY = VisionFamily(
-    model_type="qwen3_vl",
-    decoder=qwen3.FAMILY,
-    encoder=(
-        PATCHES,
-        HFTensor(f"{VISUAL}.patch_embed.proj.bias", ("hidden_size",)),
-        HFTensor(f"{VISUAL}.pos_embed.weight", ("num_position_embeddings", "hidden_size")),
-        *ATTENTION,
-        *LAYER_NORMS,
-        *with_bias(f"{LAYER}.mlp.linear_fc1", "intermediate_size", "hidden_size"),
-        *with_bias(f"{LAYER}.mlp.linear_fc2", "hidden_size", "intermediate_size"),
-    ),
+
+def _merger(stack: Stack, name: str, normalized: str) -> tuple[Weight, ...]:
+    """Declare a merger, and the size of what its norm is applied to."""
+    return (
+        *with_bias(stack, f"{name}.norm", normalized),
+        *with_bias(stack, f"{name}.linear_fc1", "merged_size", "merged_size"),
+        *with_bias(stack, f"{name}.linear_fc2", "out_hidden_size", "merged_size"),
+    )
+
+
+ENCODER = (
+    PATCHES,
+    part(Stack.VISION, "patch_embed.proj.bias", "hidden_size"),
+    part(Stack.VISION, "pos_embed.weight", "num_position_embeddings", "hidden_size"),
+    *ATTENTION,
+    *LAYER_NORMS,
+    *with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc1", "intermediate_size", "hidden_size"),
+    *with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc2", "hidden_size", "intermediate_size"),
     # The last layer's merger normalizes patches, those of earlier layers what patches are merged to.
-    mergers=(
-        *with_bias(f"{VISUAL}.merger.norm", "hidden_size"),
-        *with_bias(f"{VISUAL}.merger.linear_fc1", "merged_size", "merged_size"),
-        *with_bias(f"{VISUAL}.merger.linear_fc2", "out_hidden_size", "merged_size"),
-        *with_bias(f"{_DEEPSTACK}.norm", "merged_size"),
-        *with_bias(f"{_DEEPSTACK}.linear_fc1", "merged_size", "merged_size"),
-        *with_bias(f"{_DEEPSTACK}.linear_fc2", "out_hidden_size", "merged_size"),
-    ),
+    *_merger(Stack.PROJECTOR, "merger", "hidden_size"),
+    *_merger(Stack.DEEPSTACK, _DEEPSTACK, "merged_size"),
+)
+
+VISION = VisionDeclaration(
+    encoder="transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
     dimensions=("hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"),
     defaults={"deepstack_visual_indexes": (8, 16, 24)},
+    constants={"timestamps": True},
+    mrope=MultimodalRope(section=(24, 20, 20), interleaved=True),
+)
+FAMILY = replace(
+    qwen3.FAMILY,
+    model_type="qwen3_vl",
+    weights=(*as_decoder(qwen3.FAMILY.weights), *ENCODER),
+    vision=VISION,
 )

@@ -1,83 +1,64 @@
-"""What a vision-language family declares: its decoder's family, and the vision encoder's config and tensors."""
+"""What a vision-language family declares beside its decoder: how vision_config is read, and the encoder's tensors."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
 from typing import Any
 
-from megatune.architecture import Architecture, Vision
-from megatune.errors import Finding
-from megatune.families.family import Config, Family
-from megatune.families.weights import HFTensor
+from megatune.architecture import MultimodalRope, Vision
+from megatune.families.forms import CheckpointForm
+from megatune.families.weights import HFTensor, Stack, TensorLayout, Weight
 
-VISUAL = "model.visual"
-LAYER = f"{VISUAL}.blocks.{{layer}}"
+LAYER = "blocks.{layer}"
 _SIZES = ("depth", "num_heads", "patch_size", "spatial_merge_size")
+_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_MODULES = "model.language_model."
+
+# Checkpoints of Qwen2-VL and Qwen2.5-VL on the hub, and those that Transformers saves of them.
+BEFORE_MODULES = CheckpointForm(prefixes=((_MODULES, "model."), ("model.visual.", "visual.")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionFamily:
-    """A vision-language model family, declared.
+class VisionDeclaration:
+    """How a family reads config.json beside its decoder's part, and what computes its encoder.
 
     Attributes:
-        decoder: the family whose decoder it has; its weight map counts the decoder's weights.
-        encoder, mergers: Hugging Face tensors, as Transformers names its modules, with {layer} and {merger} (of
-            deepstack_visual_indexes); shapes are names of Vision attributes or numbers.
+        encoder: Transformers' class, as "module:class"; its configuration class is that of its annotation `config`.
         keys: keys of vision_config by the Vision attribute that they say, where the names differ.
         dimensions: keys of vision_config that are whole numbers above 0, beside those of every encoder.
         defaults: Transformers' defaults of Vision attributes that a vision_config may leave out.
         constants: Vision attributes that every member shares and vision_config does not say.
         read: Vision attributes that take more than a key.
-        text: keys of the decoder's config.json that have this value in this family, whatever is written.
+        text: keys of the decoder's part that have this value in this family, whatever is written.
+        mrope: where the decoder's rotary settings do not say it.
     """
 
-    model_type: str
-    decoder: Family
-    encoder: tuple[HFTensor, ...]
-    mergers: tuple[HFTensor, ...]
+    encoder: str
     keys: Mapping[str, str] = field(default_factory=dict)
     dimensions: tuple[str, ...] = ("hidden_size", "intermediate_size", "out_hidden_size")
     defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
-    read: Callable[[Config], Mapping[str, Any]] | None = None
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
+    mrope: MultimodalRope
 
-    def check(self, config: Config, where: str) -> list[Finding]:
-        """Return everything in config.json that keeps the planner from counting the model, each named."""
+    def problems(self, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield what of vision_config, or of the decoder's multimodal rotary embedding, cannot be computed, and why."""
         vision = config.get("vision_config")
-        if isinstance(vision, Mapping):
-            findings = [
-                Finding(f"vision_config: {key} = {vision.get(key)!r} is no whole number above 0", where)
-                for key in (*_SIZES, *self.dimensions)
-                if not isinstance(vision.get(key), int) or vision[key] < 1
-            ]
-        else:
-            fix = "use the config.json that was published with the weights"
-            findings = [Finding("'vision_config' is missing", where, fix=fix)]
-        return findings + self.decoder.check(self._text_config(config), where)
+        if not isinstance(vision, Mapping):
+            yield "'vision_config' is missing", "the model has a vision encoder"
+            return
+        for key in (*_SIZES, *self.dimensions):
+            if not isinstance(vision.get(key), int) or vision[key] < 1:
+                yield f"vision_config: {key} = {vision.get(key)!r} is no whole number above 0", "it is a size"
+        section = self._rope(config).get("mrope_section", self.mrope.section)
+        if len(section) != 3 or not all(isinstance(size, int) and size >= 0 for size in section):
+            yield f"mrope_section = {section!r} is impossible", "it is three numbers of frequencies"
 
-    def architecture(self, config: Config) -> Architecture:
-        """Return the numbers of a config.json that `check` found nothing against."""
-        written = {"in_channels": config["vision_config"].get("in_chans"), **config["vision_config"]}
-        said = {each.name: written.get(self.keys.get(each.name, each.name)) for each in fields(Vision)}
-        said |= self.read(written) if self.read else {}
-        known: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-        # JSON has lists; keys of caches have tuples.
-        known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
-        vision = Vision(**{**self.defaults, **known, **self.constants})
-        shapes = [vision_shapes(tensors, vision).values() for tensors in (self.encoder, self.mergers)]
-        encoder, mergers = (sum(map(math.prod, each)) for each in shapes)
-        vision = replace(vision, num_parameters=encoder, num_projector_parameters=mergers)
-        return replace(self.decoder.architecture(self._text_config(config)), vision=vision)
-
-    def _text_config(self, config: Config) -> dict[str, Any]:
-        """Return the decoder's config.json, nested under text_config or beside vision_config.
-
-        Its rotary embedding gives time, height and width channels of their own, which changes no sizes.
-        """
+    def text_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the decoder's part of config.json, nested under text_config or beside vision_config."""
         text = {**(config.get("text_config") or config), **self.text}
         text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
         text.setdefault("torch_dtype", config.get("dtype") or config.get("torch_dtype"))
@@ -87,30 +68,65 @@ class VisionFamily:
                 text[key] = {**{name: value for name, value in rope.items() if name != "type"}, "rope_type": "default"}
         return text
 
+    def architecture(self, config: Mapping[str, Any]) -> tuple[Vision, MultimodalRope]:
+        """Read what `problems` found nothing against."""
+        written = {"in_channels": config["vision_config"].get("in_chans"), **config["vision_config"]}
+        said = {each.name: written.get(self.keys.get(each.name, each.name)) for each in fields(Vision)}
+        said |= self.read(written) if self.read else {}
+        said |= {name: config.get(name) for name in _TOKENS}
+        known: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        # JSON has lists; keys of caches have tuples.
+        known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        known["config"] = json.dumps(config["vision_config"], sort_keys=True)
+        rope = self._rope(config)
+        section = tuple(rope.get("mrope_section", self.mrope.section))
+        interleaved = bool(rope.get("mrope_interleaved", self.mrope.interleaved))
+        vision = Vision(**{**self.defaults, **known, **self.constants})
+        return vision, replace(self.mrope, section=section, interleaved=interleaved)
 
-def vision_shapes(tensors: Iterable[HFTensor], vision: Vision) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an encoder's or its mergers' tensors in the checkpoint, by name."""
-    shapes = {}
-    for tensor in tensors:
-        shape = tuple(size if isinstance(size, int) else attrgetter(size)(vision) for size in tensor.shape)
-        merger, layer = "{merger}" in tensor.name, "{layer}" in tensor.name
-        for index in range(vision.num_mergers - 1 if merger else vision.depth if layer else 1):
-            shapes[tensor.name.format(layer=index, merger=index)] = shape
-    return shapes
+    def _rope(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = config.get("text_config") or config
+        return text.get("rope_scaling") or text.get("rope_parameters") or {}
 
 
-def with_bias(name: str, *shape: str) -> tuple[HFTensor, HFTensor]:
+def as_decoder(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Name a language model's tensors as Transformers' modules of a vision-language model with that decoder."""
+    return tuple(replace(weight, hf=tuple(map(_as_decoder, weight.hf))) for weight in weights)
+
+
+def _as_decoder(tensor: HFTensor) -> HFTensor:
+    if not tensor.name.startswith("model."):  # the output layer
+        return tensor
+    return replace(tensor, name=_MODULES + tensor.name.removeprefix("model."))
+
+
+def part(stack: Stack, name: str, *shape: str) -> Weight:
+    """Declare a tensor of the encoder or of a merger, by its name in Transformers' module and Vision attributes."""
+    num_layers = "vision.num_deepstack_mergers" if stack is Stack.DEEPSTACK else "vision.depth"
+    tensor = HFTensor(f"model.visual.{name}", tuple(f"vision.{size}" for size in shape))
+    return Weight(f"vision_model.{name}", TensorLayout.REPLICATED, (tensor,), stack=stack, num_layers=num_layers)
+
+
+def with_bias(stack: Stack, name: str, *shape: str) -> tuple[Weight, Weight]:
     """Declare a linear layer, or a LayerNorm, by the shape of its weight."""
-    return HFTensor(f"{name}.weight", shape), HFTensor(f"{name}.bias", shape[:1])
+    return part(stack, f"{name}.weight", *shape), part(stack, f"{name}.bias", *shape[:1])
 
 
-PATCHES = HFTensor(
-    f"{VISUAL}.patch_embed.proj.weight",
-    ("hidden_size", "in_channels", "temporal_patch_size", "patch_size", "patch_size"),
-)
+PATCHES = part(
+    Stack.VISION,
+    "patch_embed.proj.weight",
+    "hidden_size", "in_channels", "temporal_patch_size", "patch_size", "patch_size",
+)  # fmt: skip
 # The first one has rows of all queries, then of all keys, then of all values.
 ATTENTION = (
-    *with_bias(f"{LAYER}.attn.qkv", "qkv_size", "hidden_size"),
-    *with_bias(f"{LAYER}.attn.proj", "hidden_size", "hidden_size"),
+    *with_bias(Stack.VISION, f"{LAYER}.attn.qkv", "qkv_size", "hidden_size"),
+    *with_bias(Stack.VISION, f"{LAYER}.attn.proj", "hidden_size", "hidden_size"),
 )
-LAYER_NORMS = (*with_bias(f"{LAYER}.norm1", "hidden_size"), *with_bias(f"{LAYER}.norm2", "hidden_size"))
+LAYER_NORMS = tuple(
+    weight for norm in ("norm1", "norm2") for weight in with_bias(Stack.VISION, f"{LAYER}.{norm}", "hidden_size")
+)
+# Qwen2-VL's and Qwen2.5-VL's, without its norm.
+MERGER = (
+    *with_bias(Stack.PROJECTOR, "merger.mlp.0", "merged_size", "merged_size"),
+    *with_bias(Stack.PROJECTOR, "merger.mlp.2", "out_hidden_size", "merged_size"),
+)

@@ -46,8 +46,9 @@ class Stack(Enum):
     """The part of the model that a weight belongs to."""
 
     DECODER = "decoder"
-    VISION = "vision"
-    PROJECTOR = "projector"
+    VISION = "vision"  # the encoder without its mergers
+    PROJECTOR = "projector"  # the merger behind the encoder's last layer
+    DEEPSTACK = "deepstack"  # the mergers behind earlier layers of the encoder
 
 
 class Role(Enum):

@@ -8,7 +8,7 @@ from math import prod
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
-from megatune.families.weights import hf_shape, hf_shapes, layers_of
+from megatune.families.weights import Stack, hf_shape, hf_shapes, layers_of
 from megatune.plan.case import Case
 from megatune.plan.operators.vision import Images, images_of
 
@@ -27,11 +27,11 @@ def num_parameters(architecture: Architecture) -> int:
 
 
 def num_matmul_parameters(architecture: Architecture) -> int:
-    """Count parameters that a token is multiplied with: all matrices but the word embedding, which is looked up, and of
-    the routed experts as many as it goes to. The output layer counts, tied or not."""
+    """Count parameters of the decoder that a token is multiplied with: all matrices but the word embedding, which is
+    looked up, and of the routed experts as many as it goes to. The output layer counts, tied or not."""
     total = architecture.vocab_size * architecture.hidden_size
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.per_layer:
+        if weight.per_layer and weight.stack is Stack.DECODER:
             size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
             times = architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else 1
             total += size * times * len(layers_of(weight, architecture))

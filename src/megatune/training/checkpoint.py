@@ -113,8 +113,10 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Pa
     for name in names:
         shutil.copyfile(source / name, folder / name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype".
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = settings.precision.params_dtype
+    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
+    config.setdefault("dtype" if "torch_dtype" not in config else "torch_dtype", None)
+    for part in (config, config.get("text_config") or {}, config.get("vision_config") or {}):
+        part |= {key: settings.precision.params_dtype for key in ("dtype", "torch_dtype") if key in part}
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return [folder / name for name in names]
 

@@ -64,7 +64,7 @@ def find_model(name_or_path: str | Path, revision: str = MAIN, cache_dir: str | 
         except MegatuneError as error:
             raise _unknown(name, error) from error
         config, where = read_config(folder), f"{name}: config.json"
-    return PlannedModel(name=name, architecture=read_architecture(config, where, vision=True))
+    return PlannedModel(name=name, architecture=read_architecture(config, where))
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megatune.families.weights import (
     WHOLE,
     Layers,
     Slice,
+    Stack,
     TensorLayout,
     Weight,
     engine_shape,
@@ -189,7 +190,7 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
     places = {f"{ENGINE_LAYER}.{name}": place for place, name in enumerate(order)}
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     return sorted(
-        (weight for weight in weights if weight.per_layer and not weight.is_buffer),
+        (weight for weight in weights if weight.per_layer and weight.stack is Stack.DECODER and not weight.is_buffer),
         key=lambda weight: places[weight.engine],
     )
 
@@ -233,7 +234,7 @@ def num_trained_parameters(model: PlannedModel, trainable: FinetuningSettings) -
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
         if trainable.finetuning_type == "lora":
             of_layer = sum(adapter_sizes(weight, architecture, WHOLE, trainable))
-        elif trainable.freeze_language_model or weight.is_buffer:
+        elif trainable.freeze_language_model or weight.is_buffer or weight.stack is not Stack.DECODER:
             continue
         else:
             shapes = (hf_shape(tensor, architecture) for tensor in weight.hf)

@@ -55,8 +55,6 @@ def standing_notes(question: Question) -> Iterator[str]:
         yield "efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them"
     if question.settings.finetuning.finetuning_type == "lora":
         yield "LoRA can be planned, and not trained yet"
-    if question.model.architecture.vision is not None:
-        yield "vision-language models can be planned, and not trained yet"
 
 
 def _planned(estimate: Estimate) -> dict[str, Any]:

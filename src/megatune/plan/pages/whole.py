@@ -100,8 +100,6 @@ def _head(found: Answer, width: int) -> Iterator[str]:
     """Say what is planned."""
     question, model = found.question, found.question.model
     parameters = num_parameters(model.architecture)
-    if (vision := model.architecture.vision) is not None:
-        parameters += vision.num_parameters + vision.num_projector_parameters
 
     def entry(name: str, text: str) -> list[str]:
         return textwrap.wrap(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
