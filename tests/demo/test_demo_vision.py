@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedM
 from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
 from megatune.demo.family import FAMILIES, demo_family
 from megatune.errors import MegatuneError
-from megatune.families import read_architecture
+from megatune.families import load_architecture
 
 VISION = [name for name, family in FAMILIES.items() if family.vision is not None]
 SMALL: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 300}
@@ -65,8 +65,7 @@ def test_the_numbers_asked_for_are_the_models(name: str, tmp_path: Path) -> None
 def test_our_declarations_count_what_is_written(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path / "m", **SMALL, **TOWER)
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    vision = read_architecture(config, str(folder), vision=True).vision
+    vision = load_architecture(folder).vision
     assert vision is not None
     tower = sum(parameter.numel() for parameter in tower_of(model).parameters())
     assert vision.num_parameters + vision.num_projector_parameters == tower
