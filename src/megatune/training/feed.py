@@ -27,6 +27,7 @@ from megatune.data.streaming.blocks import PART, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
 from megatune.data.streaming.stream import Stream
+from megatune.data.vision import load_vision_input
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
@@ -78,7 +79,10 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
 
 def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) -> Prepared:
     context.beat("data", 0, limit=float("inf"))
-    prepared = prepare(settings, load_tokenizer(source)) if context.local_rank == 0 else None
+    prepared = None
+    if context.local_rank == 0:
+        tokenizer = load_tokenizer(source)
+        prepared = prepare(settings, tokenizer, vision=load_vision_input(source, tokenizer, settings.data))
     folder = wait_for_machines(context, "rows", str(prepared.directory.absolute()) if prepared else None)
     contents: dict[str, str | int] = {}
     if prepared is not None:
@@ -136,8 +140,9 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
         check_same(context, "data to stream", None)
         return Stream(StreamFolder(Path(folder)), name, settings.run.ddp_timeout)
     tokenizer = load_tokenizer(tokenizer_dir)
-    pipeline = Pipeline.of(settings, tokenizer)
-    key = streamed_key(settings, tokenizer)
+    vision = load_vision_input(tokenizer_dir, tokenizer, settings.data)
+    pipeline = Pipeline.of(settings, tokenizer, vision)
+    key = streamed_key(settings, tokenizer, vision)
     made = StreamFolder.make(cache_dir() / "stream", key.name)
     left_off = read_state(resumed) if resumed is not None else None
     state = None
