@@ -31,14 +31,15 @@ class Unreadable(NamedTuple):
 
     Attributes:
         document: its number in `Batch.lengths`.
-        place: the file, in words.
-        code, reason: as a `RowError` has them.
+        where: the file, in words.
+        code, reason, detail: as a `RowError` has them.
     """
 
     document: int
-    place: str
+    where: str
     code: str
     reason: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def collate_pictures(
         try:
             pixels[start:stop] = model.processor.pixels(source, measured)
         except RowError as error:
-            unreadable.append(Unreadable(number, source.name, error.code, str(error)))
+            unreadable.append(Unreadable(number, source.name, error.code, error.reason, error.detail))
     ids = np.stack([position_ids.reshape(-1)] * 3)
     for document, start, end in zip(documents, starts, starts[1:], strict=False):
         if document.pictures:

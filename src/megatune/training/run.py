@@ -12,6 +12,7 @@ from typing import Any
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer
+from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext
@@ -110,6 +111,9 @@ def _build_trainer(
     tokenizer = load_tokenizer(source)
     # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
     paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    callbacks = CallbackList()
+    if context.rank == 0:
+        callbacks = build_callbacks(settings, output_dir, state.step, feed.quarantine)
     return Trainer(
         settings=settings,
         assembly=assembly,
@@ -117,12 +121,13 @@ def _build_trainer(
         schedule=schedule,
         state=state,
         learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
-        callbacks=build_callbacks(settings, output_dir, state.step) if context.rank == 0 else CallbackList(),
+        callbacks=callbacks,
         store=CheckpointStore(output_dir),
         context=context,
         source=source,
         pad_token_id=next(int(token) for token in paddings if token is not None),
         memory=memory,
+        vision=load_vision_input(source, tokenizer, settings.data),
     )
 
 
