@@ -295,7 +295,7 @@ def test_elements_of_all_stages_are_those_of_the_checkpoint(family):
     case = planned(model, Layout(1).settings(), 1)
     whole = stage_parameters(case, 0)
     assert whole.dense + whole.expert == whole.trained_dense + whole.trained_expert == whole.updated
-    assert whole.dense + whole.expert == expected == num_trained_parameters(case.model, FinetuningSettings())
+    assert whole.dense + whole.expert == expected == num_trained_parameters(case.model.architecture, FinetuningSettings())
     assert whole.embedding == whole.output == 128_000 * model.hidden_size
     settings = Layout(1, _PP4).settings()
     stages = [stage_parameters(planned(model, settings, 8), stage) for stage in range(4)]

@@ -228,19 +228,15 @@ def adapter_sizes(
         yield of_rank * -(-rows // cut_rows)
 
 
-def num_trained_parameters(model: PlannedModel, trainable: FinetuningSettings) -> int:
+def num_trained_parameters(architecture: Architecture, trainable: FinetuningSettings) -> int:
     """Return elements of the whole model that are trained, without padding; of adapters as PEFT counts them."""
-    architecture, vision, trained = model.architecture, model.architecture.vision, 0
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if trainable.finetuning_type == "lora":
-            of_layer = sum(adapter_sizes(weight, architecture, WHOLE, trainable))
-        elif trainable.freeze_language_model or weight.is_buffer or weight.stack is not Stack.DECODER:
-            continue
-        else:
-            shapes = (hf_shape(tensor, architecture) for tensor in weight.hf)
-            of_layer = len(experts_of(weight, architecture)) * sum(map(prod, shapes))
-        trained += of_layer * len(layers_of(weight, architecture))
-    if vision is not None and trainable.finetuning_type == "full":
-        trained += 0 if trainable.freeze_vision_tower else vision.num_parameters
-        trained += 0 if trainable.freeze_multi_modal_projector else vision.num_projector_parameters
-    return trained
+    if trainable.finetuning_type == "lora":
+        return sum(
+            sum(adapter_sizes(weight, architecture, WHOLE, trainable)) * len(layers_of(weight, architecture))
+            for weight in FAMILIES[architecture.model_type].weight_map(architecture)
+        )
+    return sum(
+        prod(shape)
+        for weight, layer in trained_weights(architecture, trainable)
+        for shape in hf_shapes(weight, architecture, layer).values()
+    )
