@@ -66,7 +66,8 @@ def layers(context: Context) -> Iterator[Problem]:
             yield Problem((_LAYERS, "use_llama_pro"), what, why, fix)
     elif architecture is not None and abs(count) > architecture.num_layers:
         what = f"{_LAYERS} {count}: the model has {architecture.num_layers} layers"
-        fix = f"write {_LAYERS}: {architecture.num_layers if count > 0 else -architecture.num_layers}, which is all of them"
+        most = architecture.num_layers if count > 0 else -architecture.num_layers
+        fix = f"write {_LAYERS}: {most}, which is all of them"
         yield Problem((_LAYERS,), what, "", fix)
 
 
@@ -114,7 +115,10 @@ def own_learning_rates(context: Context) -> Iterator[Problem]:
             what, why = f"{name} {rate:g} with {switch}: true", "what is frozen learns at no rate"
             yield Problem((name, switch), what, why, f"write {switch}: false, or remove {name}")
         elif not optimizer.learning_rate:
-            what, why = f"{name} {rate:g} with learning_rate 0", "it rises and falls with learning_rate, at a fixed ratio"
+            what, why = (
+                f"{name} {rate:g} with learning_rate 0",
+                "it rises and falls with learning_rate, at a fixed ratio",
+            )
             fix = "write freeze_language_model: true and another learning_rate, to train nothing else"
             yield Problem((name, "learning_rate"), what, why, fix)
 
