@@ -253,7 +253,6 @@ def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple
     yield held.first, int(chunk.embedding)
     yield from ((held.of_layer(layer), count) for layer, count in Counter(chunk.layers).items())
     yield held.last, int(chunk.loss)
-    yield held.vision, int(chunk.embedding)
 
 
 @lru_cache(maxsize=4096)

@@ -119,10 +119,9 @@ class HeldParameters:
     """Parameters of a rank by where they are.
 
     Attributes:
-        first: what comes before the layers: the word embedding.
+        first: what comes before the layers: the vision tower with its mergers, and the word embedding.
         layers: of a layer by whether it is sparse and whether it is trained.
         last: what comes after the layers: the final norm and the output layer.
-        vision: the vision tower and its mergers, on the first stage.
         embedding, output: elements of the word embedding and of the output layer; of the latter 0 where it is the
             same parameter.
         sparse_buffer_bytes: buffers of a sparse layer.
@@ -131,7 +130,6 @@ class HeldParameters:
     first: tuple[HeldParameter, ...]
     layers: Mapping[tuple[bool, bool], tuple[HeldParameter, ...]]
     last: tuple[HeldParameter, ...]
-    vision: tuple[HeldParameter, ...]
     embedding: int
     output: int
     sparse_buffer_bytes: int
@@ -144,8 +142,6 @@ class HeldParameters:
             yield from self.of_layer(layer)
         if chunk.loss:
             yield from self.last
-        if chunk.embedding:
-            yield from self.vision
 
     def of_layer(self, layer: LayerContent) -> tuple[HeldParameter, ...]:
         return self.layers[layer.sparse, layer.gradient == "weights"]
@@ -220,14 +216,13 @@ def held_parameters(
     embedding = replace(held(EMBEDDING), is_shared_embedding=tied and pipelined)
     output = embedding if tied else held(OUTPUT_LAYER)
     return HeldParameters(
-        first=(embedding,),
+        first=(*(held(weight, index) for weight, index in _of_vision(architecture)), embedding),
         layers={
             (sparse, trains): tuple(layer(kind, index))
             for sparse, kind in kinds.items()
             for trains, index in ((True, trained), (False, frozen))
         },
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),
-        vision=tuple(held(weight, index) for weight, index in _of_vision(architecture)),
         embedding=embedding.numel,
         output=0 if tied and not pipelined else output.numel,
         # Beside the sums a router has the bias and the tokens of each expert, both fp32.
