@@ -35,6 +35,11 @@ BY_VALUE = frozenset((
 ))  # fmt: skip
 # Those that determine them by the content that they name.
 BY_CONTENT = frozenset({"dataset", "dataset_dir", "eval_dataset", "template", "packing", "on_bad_row"})
+# Those that determine the rows of a vision-language model: by its processor, and by the names of files.
+BY_PICTURES = frozenset((
+    "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
+    "media_dir",
+))  # fmt: skip
 
 _CHUNK_BYTES = 2**20
 _SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
