@@ -46,6 +46,7 @@ class Feed:
     lines: Sequence[str]  # the report, for the banner
     follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
     quarantine: Quarantine | None = None  # on rank 0, where on_bad_row asks for it
+    has_pictures: bool = True  # whether rows may have some
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,14 @@ def _prepared_feed(
     prepared: Prepared, settings: Settings, resumed: bool, schedule: RunSchedule, vocab_size: int
 ) -> Feed:
     quarantine = _quarantine(settings, resumed)
-    parts = (prepared.report.train, prepared.report.evaluation)
-    _check_token_ids(max(part.largest_id for part in parts if part is not None), vocab_size)
+    parts = [part for part in (prepared.report.train, prepared.report.evaluation) if part is not None]
+    _check_token_ids(max(part.largest_id for part in parts), vocab_size)
     lines = list(prepared.report.lines())
     if on_rank_0(lambda: quarantine is not None and quarantine.copy(prepared.directory)):
         lines.append(f"the rows left out are in {Path(settings.run.output_dir or '') / BAD_ROWS_FILE}")
     rows = PreparedSteps.from_settings(prepared.train, settings, schedule.global_batch_size)
-    return Feed(rows, prepared.evaluation, lines, quarantine=quarantine)
+    has_pictures = any(part.pictures.tokens for part in parts)
+    return Feed(rows, prepared.evaluation, lines, quarantine=quarantine, has_pictures=has_pictures)
 
 
 def _streamed_feed(

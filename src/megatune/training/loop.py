@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
@@ -47,6 +47,7 @@ class Trainer:
         state: how far the run has come.
         source: the folder of the model that the run started from.
         vision: what the model makes of pictures; None of a language model.
+        num_workers: processes that build batches ahead.
         memory: what this rank holds.
     """
 
@@ -63,6 +64,7 @@ class Trainer:
     pad_token_id: int
     memory: MemoryLog
     vision: VisionInput | None = None
+    num_workers: int = 0
     _saved_step: int = field(default=-1, init=False)
 
     def run(self) -> Outcome:
@@ -105,11 +107,10 @@ class Trainer:
 
     def _train(self) -> Outcome:
         performance, interval = self.settings.performance, self.settings.run.check_agreement_interval
-        batch, data = self.settings.batch, self.settings.data
+        batch = self.settings.batch
         steps = range(self.state.step, self.schedule.total_steps)
         sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
-        workers = {"num_workers": data.dataloader_num_workers, "pin_memory": data.dataloader_pin_memory}
-        batches = iter(self._loader(self.feed.rows, *sizes, steps, **workers))
+        batches = iter(self._loader(self.feed.rows, *sizes, steps, self.num_workers))
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             profiler.begin(self.state.step)
             began = time.monotonic()  # of the step: when the work of the one before had ended
@@ -150,7 +151,7 @@ class Trainer:
         return "finished"
 
     def _loader(
-        self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, **workers: Any
+        self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, num_workers: int
     ) -> StepLoader:
         parallel, place = self.settings.parallel, self.assembly.place
         shared = place.tp_size * place.cp_size  # ranks of the first stage, which deal its pictures
@@ -171,7 +172,8 @@ class Trainer:
             start_step=steps.start,
             stop_step=steps.stop,
             share=None if place.pp_rank else Share(place.cp_rank * place.tp_size + place.tp_rank, shared),
-            **workers,
+            num_workers=num_workers,
+            pin_memory=self.settings.data.dataloader_pin_memory,
         )
 
     def _readable(self, batches: list[Batch]) -> tuple[list[Batch], int]:
@@ -246,7 +248,8 @@ class Trainer:
         size = self.settings.batch.per_device_eval_batch_size
         place = self.assembly.place
         rows = PreparedSteps(self.feed.evaluation, size * place.pp_size * place.dp_size, shuffle=False)
-        loader = self._loader(rows, size, place.pp_size, range(rows.steps_per_epoch))
+        num_workers = self.num_workers if self.vision is not None else 0
+        loader = self._loader(rows, size, place.pp_size, range(rows.steps_per_epoch), num_workers)
         unreadable = 0
 
         def readable() -> Iterator[list[Batch]]:

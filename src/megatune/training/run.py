@@ -6,6 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatune.training.banner import banner
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import TrainState, load_checkpoint
+from megatune.training.decoding import loader_workers
 from megatune.training.feed import RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loop import Trainer
@@ -111,13 +113,15 @@ def _build_trainer(
     tokenizer = load_tokenizer(source)
     # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
     paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    vision = load_vision_input(source, tokenizer, settings.data)
+    num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
     callbacks = CallbackList()
     if context.rank == 0:
         callbacks = build_callbacks(settings, output_dir, state.step, feed.quarantine)
     return Trainer(
         settings=settings,
         assembly=assembly,
-        feed=feed,
+        feed=feed if note is None else replace(feed, lines=[*feed.lines, note]),
         schedule=schedule,
         state=state,
         learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
@@ -127,7 +131,8 @@ def _build_trainer(
         source=source,
         pad_token_id=next(int(token) for token in paddings if token is not None),
         memory=memory,
-        vision=load_vision_input(source, tokenizer, settings.data),
+        vision=vision,
+        num_workers=num_workers,
     )
 
 
