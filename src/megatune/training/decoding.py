@@ -26,5 +26,6 @@ def loader_workers(settings: Settings, context: RankContext, has_pictures: bool)
         and shutil.disk_usage(_SHARED_MEMORY).free < _LEAST_SHARED * context.local_world_size
     ):
         workers, why = 0, f"{_SHARED_MEMORY} is small"
-    where = f"{workers} process{'es' * (workers > 1)} of each rank, ahead of the steps" if workers else "each rank itself, between its steps"
+    processes = f"{workers} process{'es' * (workers > 1)} of each rank, ahead of the steps"
+    where = processes if workers else "each rank itself, between its steps"
     return workers, f"pictures are decoded by {where} ({why}; dataloader_num_workers)"
