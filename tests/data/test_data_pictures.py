@@ -170,7 +170,7 @@ def test_processes_change_nothing(model: Model, data: Path, tmp_path: Path) -> N
     assert (counts.images, counts.videos) == (225, 75)
     assert counts.largest == max(p.num_tokens for row in alone.train for d in row for p in d.pictures)
     assert counts.tokens == sum(p.num_tokens for row in alone.train for d in row for p in d.pictures)
-    assert f"; 225 images and 75 videos with {counts.tokens} tokens, " in "\n".join(alone.report.lines())
+    assert f"; 225 images and 75 videos with {counts.tokens:,} tokens, " in "\n".join(alone.report.lines())
 
 
 def test_packed_rows_hold_their_pictures(model: Model, data: Path) -> None:
