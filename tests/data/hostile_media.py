@@ -146,6 +146,9 @@ def _bombs(write: Write) -> None:
     content = encoded(picture(), "TIFF")
     content = content.replace(struct.pack("<HHII", 256, 4, 1, 97), struct.pack("<HHII", 256, 4, 1, 2**31))
     write("wide.tiff", content.replace(struct.pack("<HHII", 257, 4, 1, 61), struct.pack("<HHII", 257, 4, 1, 2**31)))
+    samples = struct.pack("<HHII", 277, 3, 1, 3)
+    assert samples in content
+    write("samples.tiff", content.replace(samples, struct.pack("<HHII", 277, 3, 1, 2048)))
     text = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**28), 9))
     write("text-bomb.png", png(8, 8, bytes(25 * 8), extra=text))
     profile = chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**28), 9))
