@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from io import SEEK_END, BytesIO
 from typing import BinaryIO
 
+import numpy as np
 from PIL import Image, ImageFile
 
 from megatune.data.bad_rows import RowError
@@ -154,8 +155,9 @@ def _check_depth(image: ImageFile.ImageFile, source: PictureSource) -> None:
     if not image.mode.startswith(("I", "F")):
         return
     _decode(image, source)
-    low, high = image.getextrema()
-    if image.mode == "F" or not 0 <= low <= high <= 255:  # type: ignore[operator]
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if image.mode == "F" or low < 0 or high > 255:
         detail = f"{source.name}: {low} to {high}; convert it to 8 bits"
         raise RowError("deep-picture", "image: grey values that are not whole numbers from 0 to 255", detail)
 
