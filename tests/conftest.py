@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from model_sizes import FAMILY_SIZES, SIZES
+from model_sizes import model_class, tiny_config
 from pool import RankPool
 
 MakeModel = Callable[..., Path]
@@ -59,14 +59,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes: dict[str, Any]) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(model_type, **{**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes})
+    config = tiny_config(model_type, **sizes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_class(model_type).from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms are 1 and biases 0 at first: nothing would show that they are used
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -73,3 +73,70 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN_ROPE,
     },
 }
+
+# Of vision-language models: their sizes of the decoder beside SIZES, and of the encoder. Heads of Qwen2's decoders are
+# hidden / heads wide, whatever head_dim says. No two sizes of a fused expert's matrix are equal.
+_QWEN2_VL = {
+    "head_dim": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+_QWEN3_VL = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 3, 3], "mrope_interleaved": True
+    }
+}  # fmt: skip
+_VISION = {"depth": 3, "num_heads": 2, "patch_size": 4, "initializer_range": 0.125}
+_QWEN3_VISION = {
+    **_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+}  # fmt: skip
+VISION_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (_QWEN2_VL, {**_VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+    "qwen2_5_vl": (
+        _QWEN2_VL,
+        {
+            **_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "qwen3_vl": (_QWEN3_VL, _QWEN3_VISION),
+    "qwen3_vl_moe": (
+        {
+            **_QWEN3_VL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+        },
+        _QWEN3_VISION,
+    ),
+}  # fmt: skip
+PICTURE_TOKENS = {
+    "image_token_id": 293,
+    "video_token_id": 294,
+    "vision_start_token_id": 291,
+    "vision_end_token_id": 292,
+}
+
+
+def tiny_config(model_type: str, **sizes: Any) -> Any:
+    """Return Transformers' configuration of a tiny model.
+
+    Args:
+        sizes: of the decoder, in place of the usual ones; `vision_config` has those of the encoder.
+    """
+    from transformers import AutoConfig
+
+    if model_type not in VISION_SIZES:
+        return AutoConfig.for_model(model_type, **{**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes})
+    decoder, encoder = VISION_SIZES[model_type]
+    text = {**SIZES, **decoder, **sizes}
+    vision, tied = {**encoder, **text.pop("vision_config", {})}, text.pop("tie_word_embeddings", False)
+    text["tie_word_embeddings"] = tied
+    return AutoConfig.for_model(
+        model_type, text_config=text, vision_config=vision, tie_word_embeddings=tied, **PICTURE_TOKENS
+    )
+
+
+def model_class(model_type: str) -> Any:
+    """Return Transformers' class that makes models of the family."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if model_type in VISION_SIZES else AutoModelForCausalLM
