@@ -187,3 +187,52 @@ def test_deepseek_v3_keeps_every_answer_whole() -> None:
         "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜><think>\nGreet.\n</think>\n\nHello"
         "<｜end▁of▁sentence｜><｜User｜>Bye<｜Assistant｜>"
     )
+
+
+SHOWN = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "Is "},
+            {"type": "image", "image": "a.jpg"},
+            {"type": "text", "text": " in\n"},
+            {"type": "video", "video": "a.mp4"},
+        ],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "No."}]},
+    {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": "b.jpg"}}, {"type": "text", "text": "And?"}],
+    },
+]
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_vision_families_write_a_placeholder_for_each_picture(name: str, numbered: bool) -> None:
+    first, video, second = ("Picture 1: ", "Video 1: ", "Picture 2: ") if numbered else ("", "", "")
+    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" if name.startswith("qwen2") else ""
+    assert render(name, SHOWN, add_generation_prompt=True, add_vision_id=numbered) == (
+        f"{system}<|im_start|>user\nIs {first}{IMAGE} in\n{video}{VIDEO}<|im_end|>\n"
+        "<|im_start|>assistant\nNo.<|im_end|>\n"
+        f"<|im_start|>user\n{second}{IMAGE}And?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    brief = {"role": "system", "content": "Be brief."}
+    assert render(name, [brief, CHAT[0]]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    )
+
+
+def test_qwen3_vl_tools() -> None:
+    turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TOOL_TURNS]
+    turns[1]["content"] = []
+    for messages in (TOOL_TURNS, turns):
+        assert render("qwen3_vl", messages, tools=[WEATHER]) == (
+            "<|im_start|>system\n"
+            + QWEN_TOOLS
+            + "<|im_start|>user\nWeather?<|im_end|>\n"
+            + QWEN_CALL_AND_RESPONSES
+            + "<|im_start|>assistant\nWet.<|im_end|>\n"
+        )

@@ -14,13 +14,17 @@ _SIZES = (
     ("ffn", "ffn_hidden_size", None, "hidden size of the MLP (3 × hidden)"),
     ("heads", "num_attention_heads", 4, "attention heads (4)"),
     ("kv_heads", "num_query_groups", None, "key/value heads (2; deepseek_v3 has as many as heads)"),
-    ("head_dim", "head_dim", None, "channels of one head (hidden / heads; twice that for qwen3 and qwen3_moe)"),
+    ("head_dim", "head_dim", None, "channels of one head (hidden / heads; twice that for qwen3 and its kin)"),
     ("experts", "num_experts", None, "experts of a layer, in families that have them (8)"),
     ("topk", "router_topk", None, "experts that a token goes to (2)"),
-    ("moe_ffn", "moe_ffn_hidden_size", None, "hidden size of one expert (hidden; in mixtral that of --ffn)"),
+    ("moe_ffn", "moe_ffn_hidden_size", None,
+     "hidden size of one expert (hidden; in mixtral that of --ffn, in qwen3_vl_moe 3/4 of hidden)"),
+    ("vision_layers", "vision_num_layers", None, "layers of the vision encoder, in families that have one (4)"),
+    ("vision_hidden", "vision_hidden_size", None, "hidden size of the vision encoder (40)"),
+    ("vision_heads", "vision_num_heads", None, "attention heads of the vision encoder (2)"),
     ("vocab", "vocab_size", 2000, "tokens in the vocabulary (2000)"),
     ("max_position_embeddings", "max_position_embeddings", 4096, "tokens the model can read (4096)"),
-)
+)  # fmt: skip
 
 
 def _spellings(flag: str) -> tuple[str, ...]:
@@ -38,7 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     # Refused by the demo room, with the nearest name: argparse's own choices would end without one.
     parser.add_argument("--family", required=True, metavar="F",
                         help="llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mixtral, deepseek_v3, "
-                        "deepseek_r1_distill_qwen or deepseek_r1_distill_llama")  # fmt: skip
+                        "deepseek_r1_distill_qwen, deepseek_r1_distill_llama, qwen2_vl, qwen2_5_vl, qwen3_vl or "
+                        "qwen3_vl_moe")  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to make")
     sizes = parser.add_argument_group("sizes")
     for flag, name, default, text in _SIZES:

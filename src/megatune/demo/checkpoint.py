@@ -11,16 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatune.demo.config import config_arguments
 from megatune.demo.family import DemoFamily, demo_family
-from megatune.demo.sizes import ATTENTION_BIAS, ModelSizes, check_sizes
+from megatune.demo.sizes import ModelSizes, check_sizes
 from megatune.demo.tokenizer import make_tokenizer
+from megatune.demo.vision import write_processors
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-
-ROPE_STRETCH = 8.0  # how much longer the model reads than it was "pretrained" to, as in Llama 3.1
 
 
 class CheckpointSummary(NamedTuple):
@@ -62,7 +61,7 @@ def make_checkpoint(
     model = _random_model(declared, chosen, tokenizer, seed)
     try:
         with _no_progress_bar():
-            _write(output, model, tokenizer, declared.tokenizer_class, max_shard_size)
+            _write(output, model, tokenizer, declared, max_shard_size)
     except OSError as error:
         raise _cannot_write(output, str(error), "name a folder you can write to, on a disk with room") from None
     return output
@@ -79,7 +78,7 @@ def summarize_checkpoint(folder: Path) -> CheckpointSummary:
         with safe_open(weight_file, framework="pt") as tensors:
             names = tensors.keys()  # safe_open is no mapping
             num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
-    vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+    vocab_size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     return CheckpointSummary(num_parameters, vocab_size, sum(file.stat().st_size for file in weight_files))
 
 
@@ -87,16 +86,20 @@ def _random_model(
     family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> PreTrainedModel:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    config = AutoConfig.for_model(family.model_type, **_config_arguments(family, sizes, tokenizer))
+    config = AutoConfig.for_model(family.model_type, **config_arguments(family, sizes, tokenizer))
+    model_class = AutoModelForCausalLM if family.vision is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_class.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             # Norms start at one and biases at zero; left there, a test could not tell that they are used.
             for parameter in (parameter for parameter in model.parameters() if parameter.dim() == 1):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            # A patch has a thousand channels or more: what layers add to it must not drown.
+            for patches in (parameter for parameter in model.parameters() if parameter.dim() == 5):
+                patches.normal_(std=patches[0].numel() ** -0.5)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(std=0.1)
@@ -108,80 +111,8 @@ def _random_model(
     return model.to(getattr(torch, sizes.dtype))
 
 
-def _config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return arguments of Transformers' configuration class."""
-    arguments = {
-        "num_hidden_layers": sizes.num_layers,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.ffn_hidden_size,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.num_query_groups,
-        "head_dim": sizes.head_dim,
-        "vocab_size": sizes.vocab_size,
-        "max_position_embeddings": sizes.max_position_embeddings,
-        "tie_word_embeddings": sizes.tie_word_embeddings,
-        "rope_parameters": _rope_parameters(family, sizes),
-        "rms_norm_eps": family.norm_epsilon,
-        # Wide enough that attention is far from uniform: a wrong rotary embedding must show in the logits.
-        "initializer_range": sizes.hidden_size**-0.5,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": sizes.dtype,
-    }
-    if family.model_type in ATTENTION_BIAS:
-        arguments["attention_bias"] = sizes.attention_bias
-    if family.model_type == "llama":
-        arguments["mlp_bias"] = sizes.mlp_bias
-    if family.has_latent_attention:
-        # Latents that are no wider than they must be to differ from everything else.
-        arguments |= {"q_lora_rank": sizes.hidden_size // 2 + 4, "kv_lora_rank": sizes.hidden_size // 2}
-        arguments |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), sizes.head_dim)
-    if family.has_experts:
-        arguments |= _experts(family.model_type, sizes)
-    return arguments
-
-
-def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
-    stretch = {
-        "factor": ROPE_STRETCH,
-        "original_max_position_embeddings": int(sizes.max_position_embeddings / ROPE_STRETCH),
-    }
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": family.rope_theta}
-    if family.llama3_rope_scaling:
-        parameters |= {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **stretch}
-    if family.has_latent_attention:
-        parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
-        parameters |= stretch
-    return parameters
-
-
-def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
-    # Families with experts have defaults.
-    num_experts, topk, ffn = sizes.num_experts or 0, sizes.router_topk or 0, sizes.moe_ffn_hidden_size or 0
-    match model_type:
-        case "qwen2_moe":
-            own = {"num_experts": num_experts, "shared_expert_intermediate_size": 2 * ffn}
-        case "qwen3_moe":
-            own = {"num_experts": num_experts, "norm_topk_prob": True}
-        case "mixtral":
-            return {"num_local_experts": num_experts, "num_experts_per_tok": topk, "intermediate_size": ffn}
-        case _:
-            # Four groups of two experts or more, of which two are chosen, where that leaves enough to choose from.
-            grouped = num_experts % 4 == 0 and num_experts >= max(8, 2 * topk)
-            own = {
-                "n_routed_experts": num_experts,
-                "n_shared_experts": 1,
-                "n_group": 4 if grouped else 1,
-                "topk_group": 2 if grouped else 1,
-                "first_k_dense_replace": 1,
-                "num_nextn_predict_layers": 0,
-            }
-    return {"num_experts_per_tok": topk, "moe_intermediate_size": ffn, **own}
-
-
 def _write(
-    output: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokenizer_class: str, max_shard_size: str
+    output: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, family: DemoFamily, max_shard_size: str
 ) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = output.with_name(f".{output.name}.{os.getpid()}.part")
@@ -189,7 +120,11 @@ def _write(
     try:
         model.save_pretrained(beside, max_shard_size=max_shard_size)
         tokenizer.save_pretrained(beside)
-        _publish_tokenizer_config(beside, tokenizer_class)
+        _publish_tokenizer_config(beside, family.tokenizer_class)
+        if family.vision is not None:
+            write_processors(family.vision, beside)
+            if family.has_experts:
+                _publish_experts(beside)
         if output.exists():
             output.rename(replaced)
         beside.rename(output)
@@ -207,6 +142,24 @@ def _publish_tokenizer_config(folder: Path, tokenizer_class: str) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings |= {"tokenizer_class": tokenizer_class, "unk_token": None}
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _publish_experts(folder: Path) -> None:
+    """Bring the experts of qwen3_vl_moe to their published arrangement, [experts, in, out].
+
+    Transformers 5 writes [experts, out, in], and reads either.
+    """
+    from safetensors.torch import load_file, save_file
+
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in (name for name in tensors if ".mlp.experts." in name):
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, path, metadata={"format": "pt"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["transformers_version"] = "4.57.0"  # the last arrangement's, by which readers tell square experts apart
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager

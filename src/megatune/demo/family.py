@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatune.demo.vision import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, DemoVision
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
@@ -34,6 +35,7 @@ class DemoFamily:
         wide_heads: head_dim is twice hidden_size / num_attention_heads, so that nobody takes the two for equal.
         has_experts: feed-forwards are mixtures of experts.
         has_latent_attention: keys and values come from a narrow latent, and rotary embeddings are stretched by YaRN.
+        vision: None for a language model.
     """
 
     model_type: str
@@ -53,6 +55,7 @@ class DemoFamily:
     wide_heads: bool = False
     has_experts: bool = False
     has_latent_attention: bool = False
+    vision: DemoVision | None = None
 
 
 def _special(*texts: str) -> tuple[SpecialToken, ...]:
@@ -71,12 +74,12 @@ _CODE_AND_TOOL_MARKS = _visible(
     "<tool_call>", "</tool_call>",
     "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
 )  # fmt: skip
-_QWEN2_TOKENS = (
+_QWEN2_VL_TOKENS = (
     *_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *_special("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
     *_VISION_MARKS,
-    *_CODE_AND_TOOL_MARKS,
 )
+_QWEN2_TOKENS = (*_QWEN2_VL_TOKENS, *_CODE_AND_TOOL_MARKS)
 # The published list goes on with reserved tokens up to 256; they carry no meaning and would eat a tiny vocabulary.
 _LLAMA3_RESERVED_AND_HEADERS = _special(
     "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>",
@@ -108,6 +111,12 @@ _QWEN3 = replace(
     chat_template="qwen3.jinja",
     added_tokens=(*_QWEN2_TOKENS, *_visible("<tool_response>", "</tool_response>", "<think>", "</think>")),
     wide_heads=True,
+)
+_QWEN2_VL = replace(
+    _QWEN2, model_type="qwen2_vl", chat_template="qwen2_vl.jinja", added_tokens=_QWEN2_VL_TOKENS, vision=QWEN2_VL
+)
+_QWEN3_VL = replace(
+    _QWEN3, model_type="qwen3_vl", chat_template="qwen3_vl.jinja", rope_theta=5_000_000.0, vision=QWEN3_VL
 )
 _LLAMA = DemoFamily(
     model_type="llama",
@@ -206,6 +215,10 @@ FAMILIES: dict[str, DemoFamily] = {
         has_experts=True,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": replace(_QWEN2_VL, model_type="qwen2_5_vl", added_tokens=_QWEN2_TOKENS, vision=QWEN2_5_VL),
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": replace(_QWEN3_VL, model_type="qwen3_vl_moe", tie_word_embeddings=False, has_experts=True),
 }
 
 

@@ -31,7 +31,11 @@ class ModelSizes:
         mlp_bias: biases on gate, up and down (llama).
         num_experts: of each sparse layer; None for 8 in families with experts, and for none in the others.
         router_topk: experts that a token goes to; None for 2.
-        moe_ffn_hidden_size: of one expert; None for hidden_size, in mixtral for ffn_hidden_size.
+        moe_ffn_hidden_size: of one expert; None for hidden_size, in mixtral for ffn_hidden_size, in qwen3_vl_moe for
+            three quarters of hidden_size.
+        vision_num_layers: of the vision encoder; None for 4 in families with one, and for none in the others.
+        vision_hidden_size: None for 40.
+        vision_num_heads: None for 2.
         dtype: "float32", "bfloat16" or "float16".
     """
 
@@ -49,6 +53,9 @@ class ModelSizes:
     num_experts: int | None = None
     router_topk: int | None = None
     moe_ffn_hidden_size: int | None = None
+    vision_num_layers: int | None = None
+    vision_hidden_size: int | None = None
+    vision_num_heads: int | None = None
     dtype: str = "float32"
 
     def resolved(self, family: DemoFamily) -> ModelSizes:
@@ -62,14 +69,22 @@ class ModelSizes:
             head_dim=_first(self.head_dim, hidden // max(1, heads) * (2 if family.wide_heads else 1)),
             tie_word_embeddings=_first(self.tie_word_embeddings, family.tie_word_embeddings),
         )
+        if family.vision is not None:
+            filled = replace(
+                filled,
+                vision_num_layers=_first(self.vision_num_layers, 4),
+                vision_hidden_size=_first(self.vision_hidden_size, 40),
+                vision_num_heads=_first(self.vision_num_heads, 2),
+            )
         if not family.has_experts:
             return filled
+        # Mixtral has no other feed-forward.
+        of_one = ffn if family.model_type == "mixtral" else hidden if family.vision is None else hidden * 3 // 4
         return replace(
             filled,
             num_experts=_first(self.num_experts, 8),
             router_topk=_first(self.router_topk, 2),
-            # Mixtral has no other feed-forward.
-            moe_ffn_hidden_size=_first(self.moe_ffn_hidden_size, ffn if family.model_type == "mixtral" else hidden),
+            moe_ffn_hidden_size=_first(self.moe_ffn_hidden_size, of_one),
         )
 
 
@@ -83,7 +98,7 @@ def check_sizes(family: DemoFamily, sizes: ModelSizes, max_shard_size: str) -> N
     Raises:
         MegatuneError: (SETTINGS) with one finding for every problem.
     """
-    checks = (_below_minimum, _not_divisible, _expert_problems, _not_in_family)
+    checks = (_below_minimum, _not_divisible, _expert_problems, _vision_problems, _not_in_family)
     findings = [finding for check in checks for finding in check(family, sizes)]
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
         why = "a size is a whole number with KB, MB, GB or TB"
@@ -104,14 +119,43 @@ def _expert_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]
         yield Finding(f"a token cannot go to {topk} of {experts} experts", "--topk", fix=f"--topk {experts}")
 
 
+def _vision_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
+    layers, hidden, heads = sizes.vision_num_layers, sizes.vision_hidden_size, sizes.vision_num_heads
+    too_small = False
+    for flag, value in {"--vision_layers": layers, "--vision_hidden": hidden, "--vision_heads": heads}.items():
+        if value is not None and family.vision is None:
+            fix = "leave it out, or use --family qwen3_vl"
+            yield Finding(f"{family.model_type} has no vision encoder", flag, fix=fix)
+        elif value is not None and value < 1:
+            too_small = True
+            yield Finding(f"{value} is too small", flag, fix=f"{flag} 1")
+    if family.vision is None or too_small or hidden is None or heads is None:
+        return
+    if hidden % (4 * heads):
+        nearest = max(1, round(hidden / (4 * heads))) * 4 * heads
+        what = f"vision hidden size {hidden} is not a multiple of 4 × {heads} heads"
+        why = "rotary embeddings turn pairs of channels, for height and for width"
+        yield Finding(what, "--vision_hidden", why, f"--vision_hidden {nearest}")
+    if not family.wide_heads and sizes.head_dim != sizes.hidden_size // max(1, sizes.num_attention_heads):
+        why = f"in {family.model_type} it is the hidden size divided by the heads"
+        yield Finding(f"head dimension {sizes.head_dim} is not an option", "--head_dim", why, "leave it out")
+    if family.has_experts and sizes.hidden_size in ((ffn := sizes.moe_ffn_hidden_size or 0), 2 * ffn):
+        what = f"hidden sizes of experts {ffn} and of the model {sizes.hidden_size} are alike"
+        why = "Transformers tells by their shapes whether experts' matrices are transposed"
+        yield Finding(what, "--moe_ffn", why, f"--moe_ffn {sizes.hidden_size * 3 // 4}")
+
+
 def _below_minimum(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
+    head_dim = (2, "rotary embeddings turn pairs of channels")
+    if family.vision is not None:
+        head_dim = (8, "time, height and width have channels of their own")
     minima: dict[str, tuple[Any, int, str]] = {
         "--layers": (sizes.num_layers, 1, ""),
         "--hidden": (sizes.hidden_size, 1, ""),
         "--ffn": (sizes.ffn_hidden_size, 1, ""),
         "--heads": (sizes.num_attention_heads, 1, ""),
         "--kv_heads": (sizes.num_query_groups, 1, ""),
-        "--head_dim": (sizes.head_dim, 2, "rotary embeddings turn pairs of channels"),
+        "--head_dim": (sizes.head_dim, *head_dim),
         "--vocab": (
             sizes.vocab_size,
             smallest_vocab_size(family),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings
+from megatune.engine import frozen
 from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import OutputLayer
@@ -34,7 +35,15 @@ Chunk: TypeAlias = DistributedDataParallel
 
 
 class DecoderModel(GPTModel):
-    """One pipeline chunk of the decoder."""
+    """One pipeline chunk of the decoder.
+
+    Attributes:
+        passes_gradient: something before the chunk is trained: the stage before gets a gradient.
+        asks_for_gradient: what goes into the first layer has a gradient, whatever is before it.
+    """
+
+    passes_gradient = True
+    asks_for_gradient = False
 
     def __init__(self, architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> None:
         tp_size = config.tensor_model_parallel_size
@@ -78,12 +87,24 @@ class DecoderModel(GPTModel):
             [b, s / cp], 0 where it is not trained, or logits [b, s / cp, padded vocabulary / tp].
         """
         hidden_states = self.decoder(
-            hidden_states=self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None,
+            hidden_states=self._begin(input_ids),
             attention_mask=None,
             rotary_pos_emb=self._rotary_embedding(sequences.position_ids),
             packed_seq_params=sequences,
         )
         return self.head(hidden_states, labels, sequences.trained) if self.post_process else hidden_states
+
+    def _begin(self, input_ids: Tensor) -> Tensor:
+        """Return what goes into the first layer: embeddings, or what the stage before sent."""
+        hidden_states: Tensor
+        if self.pre_process:
+            hidden_states = self.embedding(input_ids=input_ids, position_ids=None)
+        else:
+            hidden_states = self.decoder.input_tensor
+            if torch.is_grad_enabled() and not self.passes_gradient:
+                hidden_states = frozen.received_without_gradient(hidden_states)
+                self.decoder.set_input_tensor(hidden_states)
+        return hidden_states.requires_grad_() if self.asks_for_gradient and torch.is_grad_enabled() else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
         """Compute logits or, given labels, the loss from the last layer's [s (/ tp), b, h], as `forward` returns them.
@@ -143,6 +164,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     for vp_stage in range(stages) if stages else [None]:
         chunk = DecoderModel(architecture, config, vp_stage).to(config.params_dtype)
         mark_weights(chunk, architecture)
+        frozen.freeze(chunk, architecture, settings.finetuning)
         if not trained:
             chunk.requires_grad_(False).eval()
             # What a pipeline stage receives asks for a gradient.
@@ -161,6 +183,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
 
 def _patch_recomputation() -> None:
     """Define names of Transformer Engine's that the recomputation of single modules uses, in fp8 or not."""
+    frozen.install()
     module: Any = random
     if not hasattr(module, "FP8GlobalStateManager"):
         module.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)

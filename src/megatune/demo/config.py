@@ -1,0 +1,103 @@
+"""The config.json of a demo model: arguments of Transformers' configuration classes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatune.demo.family import DemoFamily
+from megatune.demo.sizes import ATTENTION_BIAS, ModelSizes
+from megatune.demo.vision import mrope_parameters, vision_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROPE_STRETCH = 8.0  # how much longer the model reads than it was "pretrained" to, as in Llama 3.1
+
+
+def config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Return arguments of Transformers' configuration class, for resolved sizes."""
+    text = _text_arguments(family, sizes, tokenizer)
+    if family.vision is None:
+        return text
+    tokens = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    tokens |= {f"vision_{end}": f"<|vision_{end}|>" for end in ("start", "end")}
+    return {
+        "text_config": text,
+        "vision_config": vision_config(family.vision, sizes),
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()},
+        **{name: text[name] for name in ("tie_word_embeddings", "dtype")},
+    }
+
+
+def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    arguments = {
+        "num_hidden_layers": sizes.num_layers,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.ffn_hidden_size,
+        "num_attention_heads": sizes.num_attention_heads,
+        "num_key_value_heads": sizes.num_query_groups,
+        "vocab_size": sizes.vocab_size,
+        "max_position_embeddings": sizes.max_position_embeddings,
+        "tie_word_embeddings": sizes.tie_word_embeddings,
+        "rope_parameters": _rope_parameters(family, sizes),
+        "rms_norm_eps": family.norm_epsilon,
+        # Wide enough that attention is far from uniform: a wrong rotary embedding must show in the logits.
+        "initializer_range": sizes.hidden_size**-0.5,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": sizes.dtype,
+    }
+    if family.vision is None or family.wide_heads:
+        arguments["head_dim"] = sizes.head_dim
+    if family.model_type in ATTENTION_BIAS:
+        arguments["attention_bias"] = sizes.attention_bias
+    if family.model_type == "llama":
+        arguments["mlp_bias"] = sizes.mlp_bias
+    if family.has_latent_attention:
+        # Latents that are no wider than they must be to differ from everything else.
+        arguments |= {"q_lora_rank": sizes.hidden_size // 2 + 4, "kv_lora_rank": sizes.hidden_size // 2}
+        arguments |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), sizes.head_dim)
+    if family.has_experts:
+        arguments |= _experts(family.model_type, sizes)
+    return arguments
+
+
+def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
+    stretch = {
+        "factor": ROPE_STRETCH,
+        "original_max_position_embeddings": int(sizes.max_position_embeddings / ROPE_STRETCH),
+    }
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": family.rope_theta}
+    if family.llama3_rope_scaling:
+        parameters |= {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **stretch}
+    if family.has_latent_attention:
+        parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+        parameters |= stretch
+    if family.vision:
+        parameters |= mrope_parameters(family.vision, sizes.head_dim or 0)
+    return parameters
+
+
+def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
+    # Families with experts have defaults.
+    num_experts, topk, ffn = sizes.num_experts or 0, sizes.router_topk or 0, sizes.moe_ffn_hidden_size or 0
+    match model_type:
+        case "qwen2_moe":
+            own = {"num_experts": num_experts, "shared_expert_intermediate_size": 2 * ffn}
+        case "qwen3_moe" | "qwen3_vl_moe":
+            own = {"num_experts": num_experts, "norm_topk_prob": True}
+        case "mixtral":
+            return {"num_local_experts": num_experts, "num_experts_per_tok": topk, "intermediate_size": ffn}
+        case _:
+            # Four groups of two experts or more, of which two are chosen, where that leaves enough to choose from.
+            grouped = num_experts % 4 == 0 and num_experts >= max(8, 2 * topk)
+            own = {
+                "n_routed_experts": num_experts,
+                "n_shared_experts": 1,
+                "n_group": 4 if grouped else 1,
+                "topk_group": 2 if grouped else 1,
+                "first_k_dense_replace": 1,
+                "num_nextn_predict_layers": 0,
+            }
+    return {"num_experts_per_tok": topk, "moe_intermediate_size": ffn, **own}

@@ -1,0 +1,115 @@
+"""The vision half of demo families: keys of vision_config, and the files of the image and the video processor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatune.demo.sizes import ModelSizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoVision:
+    """What a published vision-language family adds to its decoder, in miniature.
+
+    Attributes:
+        processor: keys of preprocessor_config.json, as published.
+        video_processor: those of video_preprocessor_config.json; empty where none is published, and Transformers takes
+            the file of images for videos too.
+        mrope_section: frequencies of height, and of width, among 64; the rest are of time.
+        mrope_interleaved: frequencies of time, height and width take turns.
+        windows: patches attend within windows, except in some layers.
+        deepstack: layers of the encoder feed the decoder's first ones, and positions are in a table.
+    """
+
+    processor: Mapping[str, Any]
+    video_processor: Mapping[str, Any] = field(default_factory=dict)
+    mrope_section: int
+    mrope_interleaved: bool = False
+    windows: bool = False
+    deepstack: bool = False
+
+
+_CLIP = {
+    "min_pixels": 3136,
+    "max_pixels": 12_845_056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor",
+}
+_HALF = {
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+}
+
+QWEN2_VL = DemoVision(processor={**_CLIP, "processor_class": "Qwen2VLProcessor"}, mrope_section=24)
+QWEN2_5_VL = DemoVision(processor={**_CLIP, "processor_class": "Qwen2_5_VLProcessor"}, mrope_section=24, windows=True)
+QWEN3_VL = DemoVision(
+    processor={
+        "size": {"longest_edge": 16_777_216, "shortest_edge": 65_536},
+        **_HALF,
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+    },
+    video_processor={
+        "size": {"longest_edge": 25_165_824, "shortest_edge": 4096},
+        **_HALF,
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    },
+    mrope_section=20,
+    mrope_interleaved=True,
+    deepstack=True,
+)
+
+
+def vision_config(vision: DemoVision, sizes: ModelSizes) -> dict[str, Any]:
+    """Return the vision_config of resolved sizes."""
+    depth, hidden = sizes.vision_num_layers or 0, sizes.vision_hidden_size or 0
+    arguments = {
+        "depth": depth,
+        "num_heads": sizes.vision_num_heads,
+        "patch_size": vision.processor["patch_size"],
+        # As the decoder's: attention is far from uniform.
+        "initializer_range": hidden**-0.5,
+    }
+    if not (vision.windows or vision.deepstack):
+        return {**arguments, "embed_dim": hidden, "hidden_size": sizes.hidden_size}
+    # No width that another matrix has too.
+    arguments |= {"hidden_size": hidden, "out_hidden_size": sizes.hidden_size, "intermediate_size": hidden * 5 // 2}
+    if vision.windows:
+        every = max(2, depth // 4)
+        return arguments | {"fullatt_block_indexes": list(range(every - 1, depth, every)), "tokens_per_second": 2}
+    every = max(1, depth // 4)
+    fed = min(3, depth, sizes.num_layers)
+    indexes = [every * number - 1 for number in range(1, fed + 1)]
+    return arguments | {"deepstack_visual_indexes": indexes, "num_position_embeddings": 16 * 16}
+
+
+def mrope_parameters(vision: DemoVision, head_dim: int) -> dict[str, Any]:
+    """Return the keys of rope_parameters that deal a head's frequencies to time, height and width."""
+    frequencies = head_dim // 2
+    section = frequencies * vision.mrope_section // 64
+    parameters: dict[str, Any] = {"mrope_section": [frequencies - 2 * section, section, section]}
+    return parameters | ({"mrope_interleaved": True} if vision.mrope_interleaved else {})
+
+
+def write_processors(vision: DemoVision, folder: Path) -> None:
+    """Write the files that say how images and videos become patches.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    files = {"preprocessor_config.json": vision.processor, "video_preprocessor_config.json": vision.video_processor}
+    for name, settings in files.items():
+        if settings:
+            (folder / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
