@@ -74,45 +74,42 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Of vision-language models: their sizes of the decoder beside SIZES, and of the encoder. Heads of Qwen2's decoders are
-# hidden / heads wide, whatever head_dim says. No two sizes of a fused expert's matrix are equal.
-_QWEN2_VL = {
-    "head_dim": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+# Encoders of vision-language families, whose decoders are above. Small patches, and windows of 2 x 2 tokens.
+_ENCODER: dict[str, Any] = {"depth": 4, "num_heads": 2, "patch_size": 4, "initializer_range": 0.2}
+VISION_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {**_ENCODER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3},
+    "qwen2_5_vl": {
+        **_ENCODER,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 64,
+        "window_size": 16,
+        "fullatt_block_indexes": [1, 3],
+        "tokens_per_second": 2,
+    },
+    "qwen3_vl": {
+        **_ENCODER,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2],
+    },
 }
-_QWEN3_VL = {
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 3, 3], "mrope_interleaved": True
-    }
-}  # fmt: skip
-_VISION = {"depth": 3, "num_heads": 2, "patch_size": 4, "initializer_range": 0.125}
-_QWEN3_VISION = {
-    **_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 36,
-    "deepstack_visual_indexes": [0, 2],
-}  # fmt: skip
-VISION_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": (_QWEN2_VL, {**_VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
-    "qwen2_5_vl": (
-        _QWEN2_VL,
-        {
-            **_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-    ),
-    "qwen3_vl": (_QWEN3_VL, _QWEN3_VISION),
-    "qwen3_vl_moe": (
-        {
-            **_QWEN3_VL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-            "decoder_sparse_step": 2,
-        },
-        _QWEN3_VISION,
-    ),
-}  # fmt: skip
+VISION_SIZES["qwen3_vl_moe"] = VISION_SIZES["qwen3_vl"]
 PICTURE_TOKENS = {
-    "image_token_id": 293,
-    "video_token_id": 294,
-    "vision_start_token_id": 291,
-    "vision_end_token_id": 292,
+    "image_token_id": 297, "video_token_id": 298, "vision_start_token_id": 299, "vision_end_token_id": 300
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+FAMILY_SIZES |= {
+    # As wide as hidden_size / num_attention_heads: these have no other head dimension.
+    "qwen2_vl": {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+    "qwen2_5_vl": {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+    "qwen3_vl": {"rope_parameters": {**_MROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True}},
+    "qwen3_vl_moe": {
+        **FAMILY_SIZES["qwen3_moe"],
+        "rope_parameters": {**_MROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True},
+    },
 }
 
 
@@ -124,12 +121,11 @@ def tiny_config(model_type: str, **sizes: Any) -> Any:
     """
     from transformers import AutoConfig
 
+    text = {**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes}
     if model_type not in VISION_SIZES:
-        return AutoConfig.for_model(model_type, **{**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes})
-    decoder, encoder = VISION_SIZES[model_type]
-    text = {**SIZES, **decoder, **sizes}
-    vision, tied = {**encoder, **text.pop("vision_config", {})}, text.pop("tie_word_embeddings", False)
-    text["tie_word_embeddings"] = tied
+        return AutoConfig.for_model(model_type, **text)
+    vision, tied = {**VISION_SIZES[model_type], **text.pop("vision_config", {})}, text.get("tie_word_embeddings", False)
+    text |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"tie_word_embeddings": tied}
     return AutoConfig.for_model(
         model_type, text_config=text, vision_config=vision, tie_word_embeddings=tied, **PICTURE_TOKENS
     )

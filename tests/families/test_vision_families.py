@@ -161,11 +161,11 @@ def test_what_is_read_is_what_transformers_builds(family, tmp_path):
     assert vision is not None
     again = AutoConfig.for_model(family, vision_config=json.loads(vision.config)).vision_config
     assert again.to_dict() == config.vision_config.to_dict()
-    assert (vision.depth, vision.hidden_size, vision.out_hidden_size, vision.patch_size) == (3, 32, 64, 4)
-    assert (vision.image_token_id, vision.video_token_id) == (293, 294)
-    assert (vision.vision_start_token_id, vision.vision_end_token_id) == (291, 292)
+    assert (vision.depth, vision.hidden_size, vision.out_hidden_size, vision.patch_size) == (4, 32, 64, 4)
+    assert (vision.image_token_id, vision.video_token_id) == (297, 298)
+    assert (vision.vision_start_token_id, vision.vision_end_token_id) == (299, 300)
     assert vision.timestamps == family.startswith("qwen3")
-    assert vision.tokens_per_second == (4 if family == "qwen2_5_vl" else None)
+    assert vision.tokens_per_second == (2 if family == "qwen2_5_vl" else None)
     interleaved = family.startswith("qwen3")
     section = (6, 3, 3) if interleaved else (2, 3, 3)
     assert architecture.mrope == MultimodalRope(section=section, interleaved=interleaved)
@@ -219,7 +219,7 @@ def test_where_it_is_said_that_embeddings_are_tied(family, root, text, tied):
         ("text_config", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("vision_config", {"out_hidden_size": 48}, "tokens of pictures are 48 wide"),
         ("vision_config", {"num_heads": 3}, "num_heads = 3 is impossible"),
-        ("vision_config", {"deepstack_visual_indexes": [0, 3]}, "deepstack_visual_indexes names layer 3"),
+        ("vision_config", {"deepstack_visual_indexes": [0, 4]}, "deepstack_visual_indexes names layer 4"),
         ("vision_config", {"num_position_embeddings": 0}, "num_position_embeddings = 0 is no whole number"),
     ],
 )
