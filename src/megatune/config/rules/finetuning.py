@@ -114,7 +114,10 @@ def own_learning_rates(context: Context) -> Iterator[Problem]:
             what, why = f"{name} {rate:g} with {switch}: true", "what is frozen learns at no rate"
             yield Problem((name, switch), what, why, f"write {switch}: false, or remove {name}")
         elif not optimizer.learning_rate:
-            what, why = f"{name} {rate:g} with learning_rate 0", "it rises and falls with learning_rate, at a fixed ratio"
+            what, why = (
+                f"{name} {rate:g} with learning_rate 0",
+                "it rises and falls with learning_rate, at a fixed ratio",
+            )
             fix = "write freeze_language_model: true and another learning_rate, to train nothing else"
             yield Problem((name, "learning_rate"), what, why, fix)
 
