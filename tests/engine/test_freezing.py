@@ -4,6 +4,7 @@ learning rate."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -20,8 +21,9 @@ from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.save import save_weights
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.settings import Settings
+from megatune.config.settings import PrecisionSettings, Settings
 from megatune.engine.model import gather_parameters
+from megatune.engine.optimizer import load_scalars, scalars, step
 from megatune.engine.step import forward_backward
 from megatune.families import load_architecture
 from megatune.objectives.language_model import CrossEntropy
@@ -305,6 +307,53 @@ def test_experts_are_frozen_and_trained(pool, model_dir, plain_steps, tmp_path, 
     found = saved(tmp_path)
     before, after, trained = plain_steps(family, False, selection)
     assert_frozen_and_trained({name: found[name] for name in before}, before, after, trained)
+
+
+def scaled_steps(model_dir: Path, settings: Settings) -> tuple[bool, float, bool, float]:
+    """On every rank: whether a step in fp16 in which one rank's gradient overflows updated, the loss scale after it,
+    whether the next one did, and its norm."""
+    assembly = assemble(model_dir, settings)
+    start = {"loss_scale": 2.0**12, "hysteresis_tracker": 1, "growth_tracker": 5}
+    load_scalars(assembly.optimizer, scalars(assembly.optimizer) | start)
+    batches = shard_samples(random_samples(301, [12] * 4), assembly.place, settings.parallel)
+    forward_backward(assembly.model, batches, CrossEntropy())
+    if assembly.place.rank == assembly.place.world_size - 1:
+        trained = next(local.parameter for local in assembly.parameters if local.parameter.requires_grad)
+        trained.main_grad.view(-1)[-1] = math.inf
+    updated, _ = step(assembly.optimizer, 1e-4)
+    scale = scalars(assembly.optimizer)["loss_scale"]
+    forward_backward(assembly.model, batches, CrossEntropy())
+    return updated, scale, *step(assembly.optimizer, 1e-4)
+
+
+@pytest.mark.parametrize("layout", [MORE_LAYOUTS["pp4"], Layout(4, _PP2), EXPERT_LAYOUTS["ep2 pp2"]])
+def test_stages_without_trained_weights_follow_the_loss_scale(pool, model_dir, layout):
+    settings = settings_of(layout, "last layer").model_copy(update={"precision": PrecisionSettings(fp16=True)})
+    found = pool.run(
+        4,
+        scaled_steps,
+        model_dir("qwen3_moe" if "expert_model_parallel_size" in layout.parallel else "qwen3"),
+        settings,
+    )
+    assert found == [found[0]] * 4
+    assert found[0][:3] == (False, 2.0**11, True)
+    assert 0 < found[0][3] < math.inf
+
+
+def biases(model_dir: Path, settings: Settings) -> dict[int, bool]:
+    """On every rank: whether the bias that a layer's experts are chosen by has moved in two steps."""
+    assembly = assemble(model_dir, settings)
+    held = {local.layer: local.parameter for local in assembly.parameters if local.weight.is_buffer}
+    before = {layer: bias.clone() for layer, bias in held.items()}
+    for index in range(2):
+        train(assembly, settings, index)
+    return {layer: not torch.equal(bias, before[layer]) for layer, bias in held.items()}
+
+
+def test_routers_of_frozen_layers_keep_their_bias(pool, model_dir):
+    layout = Layout(2, EXPERT_LAYOUTS["ep2"].parallel, experts={"moe_router_bias_update_rate": 0.01})
+    settings = settings_of(layout, "second and fourth")
+    assert pool.run(2, biases, model_dir("deepseek_v3"), settings) == [{1: True, 2: False, 3: True}] * 2
 
 
 PICTURES = {
