@@ -6,6 +6,7 @@ import pytest
 from test_rules import BASE, QWEN
 from test_rules import WRONG as WRONG_IN_RUNS
 from test_rules_data import WRONG as WRONG_IN_DATA
+from test_rules_finetuning import WRONG as WRONG_IN_FINETUNING
 
 from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.config.load import load
@@ -373,7 +374,7 @@ def test_what_is_wrong_is_told_with_the_nearest_valid_value(architecture, overri
 
 def test_every_rule_is_tested():
     elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA)]
-    wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in WRONG)]
+    wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in (*WRONG, *WRONG_IN_FINETUNING))]
     wrong.append((QWEN, ["lora_rank=8"]))  # what is not built: test_llamafactory.py
     loaded = [(model, load(overrides=[*BASE, *overrides])) for model, overrides in wrong]
     contexts = [Context(each.settings, model, None, each.written) for model, each in loaded]
