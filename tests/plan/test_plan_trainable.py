@@ -27,8 +27,7 @@ def refused(folder: Path, family: str, overrides: list[str]) -> str:
     try:
         preflight(loaded, 1)
     except MegatuneError as error:
-        assert error.exit_code == ExitCode.SETTINGS
-        return str(error)
+        return str(error) if error.exit_code == ExitCode.SETTINGS else repr(error)
     return ""
 
 
