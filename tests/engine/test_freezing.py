@@ -197,7 +197,11 @@ EXPERTS = {
 @pytest.mark.parametrize("layout", EXPERTS)
 @pytest.mark.parametrize(
     ("family", "selection"),
-    [("qwen3_moe", "last layer"), ("qwen3_moe", "feed-forward of the last three"), ("deepseek_v3", "second and fourth")],
+    [
+        ("qwen3_moe", "last layer"),
+        ("qwen3_moe", "feed-forward of the last three"),
+        ("deepseek_v3", "second and fourth"),
+    ],
 )
 def test_experts_are_frozen_and_trained(pool, model_dir, plain_steps, tmp_path, family, selection, layout):
     settings = settings_of(EXPERTS[layout], selection)

@@ -27,7 +27,10 @@ GRID = (1, 16, 16)  # patches of an image
 def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings, images: int = 0) -> int:
     """On every rank: a step's most live bytes, with random weights, every token trained, and so many images a row."""
     build(settings.parallel, seed=0, timeout=settings.run.ddp_timeout)
-    model = build_model(architecture, settings)
+    # What the engine does not have yet, or refuses, is frozen below.
+    is_lora, text = trainable.finetuning_type == "lora", architecture.vision is None
+    built = FinetuningSettings() if is_lora or (text and trainable.freeze_language_model) else trainable
+    model = build_model(architecture, settings.model_copy(update={"finetuning": built}))
     with torch.no_grad():
         for chunk in model:
             for parameter in chunk.parameters():
@@ -46,7 +49,7 @@ def _freeze(model: Sequence[torch.nn.Module], trainable: FinetuningSettings) -> 
     each target, which the engine has none of yet. Hidden states have a gradient from the embedding on, as PEFT's
     enable_input_require_grads makes it: recomputation asks for that. Answers the adapters' matrices."""
     matrices: list[torch.nn.Parameter] = []
-    if trainable.finetuning_type == "full" and not trainable.freeze_language_model:
+    if trainable.finetuning_type != "lora" and not trainable.freeze_language_model:
         return matrices
     for chunk in model:
         for parameter in chunk.parameters():

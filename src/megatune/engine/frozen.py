@@ -38,7 +38,7 @@ def _ask_for_gradient(layer: torch.nn.Module, inputs: Any, output: tuple[Tensor,
         output[0].requires_grad_()
 
 
-def received_without_gradient(hidden_states: Tensor) -> Tensor:
+def without_gradient(hidden_states: Tensor) -> Tensor:
     """Cut the graph at what a stage received. The schedule sends a gradient back all the same: zeros."""
     hidden_states.grad = torch.zeros_like(hidden_states)
     return hidden_states.detach()

@@ -119,32 +119,15 @@ class DecoderModel(GPTModel):
             Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
             [b, s / cp], 0 where it is not trained, or logits [b, s / cp, padded vocabulary / tp].
         """
-        begin, deepstack = self._begin(input_ids, sequences, pictures)
+        embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         hidden_states = self.decoder(
-            hidden_states=begin,
+            hidden_states=self._begin(embeddings),
             attention_mask=None,
             context=deepstack,
             rotary_pos_emb=self._rotary_embedding(sequences),
             packed_seq_params=sequences,
         )
         return self.head(hidden_states, labels, sequences.trained) if self.post_process else hidden_states
-
-    def _begin(
-        self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what goes into the first layer, embeddings or what the stage before sent; and the layers' `context`."""
-        hidden_states: Tensor
-        deepstack: Tensor | None = None
-        if self.pre_process:
-            hidden_states, deepstack = self._embed(input_ids, sequences, pictures)
-        else:
-            hidden_states = self.decoder.input_tensor
-            if torch.is_grad_enabled() and not self.passes_gradient:
-                hidden_states = frozen.received_without_gradient(hidden_states)
-                self.decoder.set_input_tensor(hidden_states)
-        if self.asks_for_gradient and torch.is_grad_enabled() and not hidden_states.requires_grad:
-            hidden_states.requires_grad_()
-        return hidden_states, deepstack
 
     def _embed(
         self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
@@ -161,6 +144,17 @@ class DecoderModel(GPTModel):
         # Clones: parts of whole rows would keep them in memory.
         embeddings = scatter_to_sequence_parallel_region(embeddings).clone()
         return embeddings, None if deepstack is None else scatter_to_sequence_parallel_region(deepstack).clone()
+
+    def _begin(self, embeddings: Tensor | None) -> Tensor:
+        """Return what goes into the first layer: embeddings, or what the stage before sent; with a gradient where one
+        is needed, and only there."""
+        hidden_states: Tensor = self.decoder.input_tensor if embeddings is None else embeddings
+        if not torch.is_grad_enabled():
+            return hidden_states
+        if not self.passes_gradient:
+            hidden_states = frozen.without_gradient(hidden_states)
+            self.decoder.set_input_tensor(hidden_states)
+        return hidden_states.requires_grad_() if self.asks_for_gradient else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
         """Compute logits or, given labels, the loss from the last layer's [s (/ tp), b, h], as `forward` returns them.

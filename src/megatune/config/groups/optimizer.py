@@ -44,8 +44,8 @@ class OptimizerSettings(Group):
     raise it with the global batch."""
     vision_lr: Positive | None = None
     """Of a vision-language model: the highest learning rate of the vision encoder. null takes learning_rate.
-    How: It rises and falls with learning_rate, at a fixed ratio to it. The encoder must be trained: freeze_vision_tower:
-    false.
+    How: It rises and falls with learning_rate, at a fixed ratio to it. The encoder must be trained:
+    freeze_vision_tower: false.
     When: A fifth to a tenth of learning_rate keeps what the encoder knows; see also merger_lr."""
     merger_lr: Positive | None = None
     """Of a vision-language model: the highest learning rate of the mergers between vision encoder and language model.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Refused
-from megatune.config.groups.finetuning import ALL_TARGETS, LORA_TARGETS
+from megatune.config.groups.finetuning import ALL_TARGETS, LORA_TARGETS, FinetuningSettings
 from megatune.config.rules.problem import Context, Problem, divisors, nearest
 from megatune.config.settings import setting_value
 
@@ -30,6 +30,7 @@ NOT_BUILT: dict[str, Refused] = {
 }
 _OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro")
 _LAYERS = "freeze_trainable_layers"
+_DEFAULTS = FinetuningSettings()
 
 
 def not_built(context: Context) -> Iterator[Problem]:
@@ -66,7 +67,8 @@ def layers(context: Context) -> Iterator[Problem]:
             yield Problem((_LAYERS, "use_llama_pro"), what, why, fix)
     elif architecture is not None and abs(count) > architecture.num_layers:
         what = f"{_LAYERS} {count}: the model has {architecture.num_layers} layers"
-        fix = f"write {_LAYERS}: {architecture.num_layers if count > 0 else -architecture.num_layers}, which is all of them"
+        most = architecture.num_layers if count > 0 else -architecture.num_layers
+        fix = f"write {_LAYERS}: {most}, which is all of them"
         yield Problem((_LAYERS,), what, "", fix)
 
 
@@ -74,7 +76,7 @@ def without_effect(context: Context) -> Iterator[Problem]:
     """What is written takes part in what is trained."""
     finetuning, architecture = context.settings.finetuning, context.architecture
     for name in _OF_FREEZE if finetuning.finetuning_type != "freeze" else ():
-        if f"finetuning.{name}" in context.written and getattr(finetuning, name) is not False:
+        if getattr(finetuning, name) != getattr(_DEFAULTS, name):
             what = f"{name} with finetuning_type: {finetuning.finetuning_type}"
             fix = f"write finetuning_type: freeze, or remove {name}"
             yield Problem((name, "finetuning_type"), what, "it says what freeze trains", fix)
