@@ -1,0 +1,133 @@
+"""A processor from a model's files and a run's settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from megatune.architecture import Vision
+from megatune.config.groups.data import DataSettings
+from megatune.data.media.processor import Bounds, PictureProcessor
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+IMAGE_FILE, VIDEO_FILE, JOINT_FILE = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+_CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+# Transformers' defaults for what a file leaves out.
+_COMMON = {
+    "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "resample": 3, "rescale_factor": 1 / 255,
+    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
+}  # fmt: skip
+_IMAGE = {**_COMMON, **_CLIP, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
+_VIDEO = {**_COMMON, **_CLIP, "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}
+_QWEN3_VIDEO = {
+    **_COMMON, **_HALF, "patch_size": 16, "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+}  # fmt: skip
+
+
+def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) -> PictureProcessor:
+    """Read how a model's images and videos are made into patches.
+
+    Transformers' order of files: processor_config.json where it holds an image_processor and a video_processor, else
+    preprocessor_config.json and video_preprocessor_config.json; videos without a file of their own take the images'.
+
+    Raises:
+        MegatuneError: INPUT; a file is missing, cannot be read, or says what this processor does not do.
+    """
+    folder = Path(model_dir)
+    joint, images = _read(folder / JOINT_FILE) or {}, _read(folder / IMAGE_FILE)
+    image = joint.get("image_processor") or images
+    video = joint.get("video_processor") or _read(folder / VIDEO_FILE) or images or {}
+    if image is None:
+        why, fix = "it says how images are made into patches", f"copy {IMAGE_FILE} from the published model"
+        raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
+    image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
+    findings = [*_check(image, "images", vision, str(folder)), *_check(video, "videos", vision, str(folder))]
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    return PictureProcessor(
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
+        image=_bounds(image, (data.image_min_pixels, data.image_max_pixels)),
+        video=_bounds(video, (data.video_min_pixels, data.video_max_pixels)),
+        video_fps=data.video_fps,
+        video_maxlen=data.video_maxlen,
+        timestamps=vision.timestamps,
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
+    if not isinstance(content, dict):
+        raise MegatuneError(Finding("is not a JSON object", str(path)), ExitCode.INPUT)
+    return content
+
+
+def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _bounds(config: Mapping[str, Any], first: tuple[int, int]) -> Bounds:
+    least, most = _areas(config)
+    mean, std = (tuple(map(float, config[key])) for key in ("image_mean", "image_std"))
+    return Bounds(first=first, min_pixels=least, max_pixels=most, mean=mean, std=std, resample=config["resample"])
+
+
+def _areas(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the least and the most pixels; older files have keys of their own, which count before size."""
+    size = config["size"] if isinstance(config["size"], Mapping) else {}
+    return (
+        config.get("min_pixels", size.get("shortest_edge")),
+        config.get("max_pixels", size.get("longest_edge")),
+    )
+
+
+def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> list[Finding]:
+    """Return everything that a processor says and this one does not do."""
+    wanted = {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
+    findings = [
+        Finding(f"the processor of {what} has {key} = {config[key]!r}, and the model {value}", where)
+        for key, value in wanted.items()
+        if config[key] != value
+    ]
+    built = {**{key: True for key in _COMMON if key.startswith("do_")}, "rescale_factor": 1 / 255}
+    findings += [
+        Finding(f"the processor of {what} has {key} = {config[key]!r}; only {value} is built", where)
+        for key, value in {**built, "cap_pixels_per_frame": False}.items()
+        if config.get(key, value) != value
+    ]
+    least, most = _areas(config)
+    sane = {
+        "its least and most pixels": isinstance(least, int) and isinstance(most, int) and 0 < least <= most,
+        "image_mean": _is_by_channel(config["image_mean"]),
+        "image_std": _is_by_channel(config["image_std"]) and all(config["image_std"]),
+        "resample": config["resample"] in list(Image.Resampling),
+    }
+    return findings + [
+        Finding(f"the processor of {what}: {key} make no sense", where) for key, is_ok in sane.items() if not is_ok
+    ]
+
+
+def _is_by_channel(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(isinstance(each, int | float) for each in value)

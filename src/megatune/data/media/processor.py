@@ -1,0 +1,198 @@
+"""From an image or a video to patches: how many there are, by its header alone, and their pixels.
+
+The same patches as Transformers' Qwen2VLImageProcessor with its PIL back end makes, bit for bit, of images that
+LLaMA-Factory has resized first. Frames of a video are resized and normalized as images are, where Transformers needs
+torchvision.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from megatune.data.bad_rows import RowError
+from megatune.data.media.images import image_size, load_image
+from megatune.data.media.patches import cut_patches, normalize
+from megatune.data.media.sizes import Size, area_steps, side_steps, smart_resize
+from megatune.data.media.sources import PictureSource
+from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An image or a video in numbers, which its header gives.
+
+    Attributes:
+        grid: temporal patches, patches down, patches across.
+        seconds_per_grid: of a video, from one temporal patch to the next.
+        timestamps: of a video whose model is told them: seconds from its start, in the middle of each temporal patch.
+        frames: of a video, the numbers of those that are taken.
+        size: width and height of the upright image, or frames, in the file.
+    """
+
+    grid: tuple[int, int, int]
+    seconds_per_grid: float | None
+    timestamps: tuple[float, ...]
+    frames: tuple[int, ...]
+    size: Size
+
+    @property
+    def num_patches(self) -> int:
+        """Rows of pixel_values."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def to_json(self) -> str:
+        """Return it for the row cache."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Measured:
+        """Return what `to_json` wrote."""
+        written = json.loads(text).items()
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in written}
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What images, or frames of videos, are resized to and normalized by.
+
+    Attributes:
+        first: of LLaMA-Factory's resizing, the fewest and the most pixels.
+        min_pixels, max_pixels: of the model's processor.
+        resample: the filter of its resizing, as PIL numbers them.
+    """
+
+    first: tuple[int, int]
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureProcessor:
+    """Measures images and videos, and makes their patches; `load_processor` reads one from a model's files.
+
+    Attributes:
+        video_fps, video_maxlen: how many frames of a video are taken.
+        timestamps: each temporal patch of a video is a block of its own, behind its time, and the processor's bounds
+            hold for all frames together (Qwen3-VL).
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    image: Bounds
+    video: Bounds
+    video_fps: float
+    video_maxlen: int
+    timestamps: bool
+
+    def measure(self, source: PictureSource) -> Measured:
+        """Return grid and times of an image or a video; nothing is decoded but a video's first frame.
+
+        Raises:
+            RowError: it cannot be read, or not be used; damage within a file shows only in `pixels`.
+            MegatuneError: PyAV, which a video needs, is not installed (exit code 66).
+        """
+        if source.kind == "image":
+            size = image_size(source)
+            return Measured(self._grid(size, (), self.image, source), None, (), (), size)
+        if source.frames is None:
+            header = read_header(source)
+            numbers = sample_frames(header, self.video_fps, self.video_maxlen)
+            fps = len(numbers) / header.seconds
+        else:
+            header, fps = self._header(source), self.video_fps
+            numbers = tuple(range(header.num_frames))
+        T = self.temporal_patch_size
+        # The times of frames as LLaMA-Factory hands them to Transformers: in frames of video_fps a second.
+        times = [number / header.rate * self.video_fps / self.video_fps for number in numbers]
+        times += times[-1:] * (-len(times) % T)
+        middles = [(times[i] + times[i + T - 1]) / 2 for i in range(0, len(times), T)]
+        return Measured(
+            self._grid(header.size, numbers, self.video, source),
+            T / fps,
+            tuple(middles) if self.timestamps else (),
+            numbers,
+            header.size,
+        )
+
+    def pixels(self, source: PictureSource, measured: Measured) -> np.ndarray:
+        """Decode an image or a video that was measured: its patches, normalized.
+
+        Returns:
+            pixel_values, fp32 [t·h·w, channels · temporal_patch_size · patch_size²], the patches of a merged token side
+            by side.
+
+        Raises:
+            RowError: it is damaged, or another than was measured.
+        """
+        if source.kind == "image":
+            bounds, depth = self.image, 1
+            decoded: Iterable[Image.Image] = [load_image(source)]
+        else:
+            bounds, depth = self.video, self.temporal_patch_size
+            decoded = (
+                map(load_image, source.frames) if source.frames is not None else decode_frames(source, measured.frames)
+            )
+        frames = [self._resized(image, bounds, source, measured) for image in decoded]
+        cut = cut_patches(frames, self.patch_size, self.merge_size, depth)
+        return normalize(cut, bounds.mean, bounds.std, self.temporal_patch_size)
+
+    def placeholder(self, measured: Measured) -> str:
+        """Return the text that stands for an image or a video: as many pad tokens as it has merged patches."""
+        t, h, w = measured.grid
+        tokens = h * w // self.merge_size**2
+        if not measured.frames:
+            return f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>"
+        if not self.timestamps:
+            return f"<|vision_start|>{'<|video_pad|>' * (t * tokens)}<|vision_end|>"
+        block = f"<|vision_start|>{'<|video_pad|>' * tokens}<|vision_end|>"
+        return "".join(f"<{seconds:.1f} seconds>{block}" for seconds in measured.timestamps)
+
+    def _header(self, source: PictureSource) -> VideoHeader:
+        """Return the header of a list of frames, which are video_fps a second."""
+        assert source.frames is not None
+        if not source.frames:
+            raise RowError("no-frames", "video: no frames", "the list is empty")
+        sizes = sorted({image_size(frame) for frame in source.frames})
+        if len(sizes) > 1:
+            (a, b), (c, d) = sizes[:2]
+            raise RowError(
+                "different-frames", "video: frames of different sizes", f"{source.name}: {a} x {b}, {c} x {d}"
+            )
+        count = len(source.frames)
+        return VideoHeader(count, count / self.video_fps, self.video_fps, sizes[0])
+
+    def _grid(self, size: Size, frames: Sequence[int], bounds: Bounds, source: PictureSource) -> tuple[int, int, int]:
+        for step in area_steps(size, *bounds.first, source.name):
+            size = step
+        for step in side_steps(size):
+            size = step
+        t = -(-max(len(frames), 1) // self.temporal_patch_size)
+        together = t * self.temporal_patch_size if frames and self.timestamps else 1
+        factor = self.patch_size * self.merge_size
+        width, height = smart_resize(size, factor, bounds.min_pixels, bounds.max_pixels, together)
+        return t, height // self.patch_size, width // self.patch_size
+
+    def _resized(self, image: Image.Image, bounds: Bounds, source: PictureSource, measured: Measured) -> Image.Image:
+        if image.size != measured.size:
+            (a, b), (c, d) = image.size, measured.size
+            detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
+            raise RowError("changed-picture", f"{source.kind}: not of the size that it was measured with", detail)
+        # In the mode of the file, in which a palette has no colours between: as LLaMA-Factory does it.
+        for step in area_steps(image.size, *bounds.first, source.name):
+            image = image.resize(step)
+        image = image.convert("RGB")
+        for step in side_steps(image.size):
+            image = image.resize(step)
+        _, h, w = measured.grid
+        return image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))

@@ -1,0 +1,68 @@
+"""Sizes that images and frames are resized to: LLaMA-Factory's bounds first, then those of the model's processor.
+
+All sizes are (width, height).
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatune.data.bad_rows import RowError
+
+Size = tuple[int, int]
+
+LEAST_SIDE = 28
+MOST_ASPECT, CUT_ASPECT = 200, 180
+
+
+def area_steps(size: Size, min_pixels: int, max_pixels: int, name: str) -> list[Size]:
+    """Return the sizes that LLaMA-Factory resizes an image to, one after the other, for its area to be within bounds.
+
+    Raises:
+        RowError: the image, of this name, is so thin that a side would become nothing.
+    """
+    steps = []
+    for bound, wrong in ((max_pixels, int.__gt__), (min_pixels, int.__lt__)):
+        width, height = size
+        if wrong(width * height, bound):
+            factor = math.sqrt(bound / (width * height))
+            size = int(width * factor), int(height * factor)
+            if not min(size):
+                raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+            steps.append(size)
+    return steps
+
+
+def side_steps(size: Size) -> list[Size]:
+    """Return the sizes that LLaMA-Factory then resizes an image in RGB to, so that the processor takes it."""
+    steps = []
+    if min(size) < LEAST_SIDE:
+        size = max(size[0], LEAST_SIDE), max(size[1], LEAST_SIDE)
+        steps.append(size)
+    width, height = size
+    if width / height > MOST_ASPECT:
+        steps.append((height * CUT_ASPECT, height))
+    elif height / width > MOST_ASPECT:
+        steps.append((width, width * CUT_ASPECT))
+    return steps
+
+
+def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1) -> Size:
+    """Return the nearest size of multiples of `factor` whose area, times `frames`, is within bounds.
+
+    As Transformers' smart_resize: Qwen2-VL's for images and frames, and Qwen3-VL's for all frames of a video, which
+    must be as many as temporal patches hold.
+    """
+    if frames > 1 and min(size) < factor:
+        scale = factor / min(size)
+        size = int(size[0] * scale), int(size[1] * scale)
+    width, height = size
+    rounded = round(width / factor) * factor, round(height / factor) * factor
+    area = frames * rounded[0] * rounded[1]
+    if area > max_pixels:
+        beta = math.sqrt(frames * height * width / max_pixels)
+        return tuple(max(factor, math.floor(side / beta / factor) * factor) for side in size)  # type: ignore[return-value]
+    if area < min_pixels:
+        beta = math.sqrt(min_pixels / (frames * height * width))
+        return tuple(math.ceil(side * beta / factor) * factor for side in size)  # type: ignore[return-value]
+    return rounded
