@@ -54,7 +54,7 @@ class Peak(threading.Thread):
 
 def measure_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank: builds its part of the model, loads it, and writes what that took."""
-    from megatune.bridge.assemble import load_weights
+    from megatune.bridge.assemble import load_weights, open_checkpoint
     from megatune.bridge.parameters import local_parameters
     from megatune.config.groups.parallel import ParallelSettings
     from megatune.config.settings import Settings
@@ -75,7 +75,7 @@ def measure_rank(context: RankContext, payload: dict[str, Any]) -> None:
         local.parameter.data.zero_()  # so that their own pages are there before the watch begins
     watch = Peak()
     begun = time.perf_counter()
-    load_weights(payload["model"], parameters, architecture)
+    load_weights(open_checkpoint(payload["model"], architecture)[0], parameters, architecture)
     seconds = time.perf_counter() - begun
     anonymous, file = watch.stop()
     answer = {"weights": weights, "anonymous": anonymous, "file": file, "seconds": seconds}

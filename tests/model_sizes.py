@@ -73,3 +73,41 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN_ROPE,
     },
 }
+
+# Encoders of vision-language families, whose decoders are above. Small patches, and windows of 2 x 2 tokens.
+_ENCODER: dict[str, Any] = {"depth": 4, "num_heads": 2, "patch_size": 4, "initializer_range": 0.2}
+VISION_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {**_ENCODER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3},
+    "qwen2_5_vl": {
+        **_ENCODER,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 64,
+        "window_size": 16,
+        "fullatt_block_indexes": [1, 3],
+        "tokens_per_second": 2,
+    },
+    "qwen3_vl": {
+        **_ENCODER,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2],
+    },
+}
+VISION_SIZES["qwen3_vl_moe"] = VISION_SIZES["qwen3_vl"]
+PICTURE_TOKENS = {
+    "image_token_id": 297, "video_token_id": 298, "vision_start_token_id": 299, "vision_end_token_id": 300
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+FAMILY_SIZES |= {
+    # As wide as hidden_size / num_attention_heads: these have no other head dimension.
+    "qwen2_vl": {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+    "qwen2_5_vl": {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+    "qwen3_vl": {"rope_parameters": {**_MROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True}},
+    "qwen3_vl_moe": {
+        **FAMILY_SIZES["qwen3_moe"],
+        "rope_parameters": {**_MROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True},
+    },
+}

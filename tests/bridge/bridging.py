@@ -22,9 +22,8 @@ from megatune.verify.samples import random_samples
 def resave_weights(model: Path, settings: Settings, folder: Path, max_file_bytes: int) -> list[str]:
     """On every rank: names of the files that it wrote."""
     assembly = assemble(model, settings)
-    written = save_weights(
-        folder, assembly.parameters, assembly.architecture, assembly.place, max_file_bytes=max_file_bytes
-    )
+    what = (assembly.parameters, assembly.architecture, assembly.place)
+    written = save_weights(folder, *what, form=assembly.form, max_file_bytes=max_file_bytes)
     return [path.name for path in written]
 
 
@@ -40,7 +39,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 def save_all(assembly: Assembly, folder: Path, max_file_bytes: int = 5 * 10**9) -> None:
     """As a checkpoint has it: the model, and training/ below it."""
     what = (assembly.architecture, assembly.place)
-    save_weights(folder, assembly.parameters, *what)
+    save_weights(folder, assembly.parameters, *what, form=assembly.form)
     shards = main_shards(assembly.optimizer)
     save_optimizer(folder / "training", assembly.parameters, shards, *what, max_file_bytes=max_file_bytes)
 

@@ -12,8 +12,7 @@ from bridging import assert_same_bits, move, resave_weights, tensors
 from layouts import EXPERT_LAYOUTS, MORE_EXPERT_LAYOUTS
 from safetensors.torch import load_file, save_file
 
-from megatune.bridge.assemble import check_keys
-from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.bridge.assemble import open_checkpoint
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 
@@ -136,7 +135,7 @@ def copy(model_dir, tmp_path) -> Path:
 
 
 def check(folder: Path) -> None:
-    check_keys(SafetensorsFolder(folder), load_architecture(folder))
+    open_checkpoint(folder, load_architecture(folder))
 
 
 def test_missing_and_unknown_experts_are_named(copy):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatune.bridge.assemble import assemble, check_keys
+from megatune.bridge.assemble import assemble, open_checkpoint
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
@@ -116,7 +116,7 @@ def copy(model_dir, tmp_path) -> Path:
 
 def refusal(folder: Path) -> MegatuneError:
     with pytest.raises(MegatuneError) as raised:
-        check_keys(SafetensorsFolder(folder), load_architecture(folder))
+        open_checkpoint(folder, load_architecture(folder))
     assert raised.value.exit_code == ExitCode.INPUT == 66
     return raised.value
 
@@ -147,7 +147,7 @@ def test_output_layer_beside_tied_embeddings_is_ignored(model_dir, tmp_path):
     weights = load_file(tmp_path / "copy" / "model.safetensors")
     weights["lm_head.weight"] = torch.zeros(301, 64)
     save_file(weights, tmp_path / "copy" / "model.safetensors")
-    check_keys(SafetensorsFolder(tmp_path / "copy"), load_architecture(tmp_path / "copy"))
+    open_checkpoint(tmp_path / "copy", load_architecture(tmp_path / "copy"))
 
 
 def test_pickles_are_refused(copy):
@@ -189,6 +189,6 @@ def test_every_tensor_of_a_checkpoint_is_accounted_for(model_dir):
     for family in FAMILIES:
         for tied in (False, True):
             folder = model_dir(family, tied=tied)
-            check_keys(SafetensorsFolder(folder), load_architecture(folder))
+            open_checkpoint(folder, load_architecture(folder))
             with safe_open(folder / "model.safetensors", "pt") as file:
                 assert SafetensorsFolder(folder).names() == set(file.keys())

@@ -21,8 +21,8 @@ from megatune.engine.groups import RankCoordinates, build
 from megatune.engine.model import Chunk, build_model
 from megatune.engine.optimizer import MainShard, Optimizer, build_optimizer
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import FAMILIES, load_architecture
-from megatune.families.weights import hf_shapes, layers_of
+from megatune.families import FAMILIES, load_architecture, read_config
+from megatune.families.forms import CheckpointForm, find_form
 
 
 @dataclass(slots=True)
@@ -33,12 +33,14 @@ class LoadedModel:
         model: its pipeline chunks, in order.
         parameters: each parameter of theirs, and each buffer that checkpoints hold, as entries of the family's weight
             map.
+        form: names and arrangement of the tensors in the checkpoint's files.
     """
 
     architecture: Architecture
     place: RankCoordinates
     model: list[Chunk]
     parameters: list[LocalParameter]
+    form: CheckpointForm
 
 
 @dataclass(slots=True)
@@ -74,30 +76,36 @@ def load_model(
     architecture = load_architecture(model_dir)
     model = build_model(architecture, settings, trained=trained)
     parameters = local_parameters(model, architecture, place)
-    load_weights(model_dir, parameters, architecture)
-    return LoadedModel(architecture, place, model, parameters)
+    folder, form = open_checkpoint(model_dir, architecture)
+    load_weights(folder, parameters, architecture)
+    return LoadedModel(architecture, place, model, parameters, form)
 
 
 def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
     """Build the optimizer of a trained model. After its weights are loaded: master weights are made from them."""
     optimizer = build_optimizer(loaded.model, settings.optimizer, settings.parallel, settings.precision)
-    return Assembly(loaded.architecture, loaded.place, loaded.model, loaded.parameters, optimizer)
+    return Assembly(loaded.architecture, loaded.place, loaded.model, loaded.parameters, loaded.form, optimizer)
 
 
-def check_keys(folder: SafetensorsFolder, architecture: Architecture) -> None:
-    """Account for every key of the checkpoint.
+def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[SafetensorsFolder, CheckpointForm]:
+    """Open the weights of a checkpoint, and find out how its files name and arrange them.
 
     Raises:
-        MegatuneError: INPUT, naming every key that is missing, unknown or of another shape than config.json says.
+        MegatuneError: INPUT, see SafetensorsFolder; naming every key that is missing, unknown or of another shape than
+            config.json says.
     """
+    folder = SafetensorsFolder(model_dir)
     family = FAMILIES[architecture.model_type]
-    expected = {
-        name: shape
-        for weight in family.weight_map(architecture)
-        for layer in layers_of(weight, architecture)
-        for name, shape in hf_shapes(weight, architecture, layer).items()
-    }
-    names = folder.names()
+    weights, version = family.weight_map(architecture), read_config(model_dir).get("transformers_version")
+    form = find_form(family.forms, weights, architecture, folder.names(), folder.file_shape, str(version or ""))
+    _check_keys(folder, architecture, form)
+    folder.places = form.locate_all(weights, architecture)
+    return folder, form
+
+
+def _check_keys(folder: SafetensorsFolder, architecture: Architecture, form: CheckpointForm) -> None:
+    family = FAMILIES[architecture.model_type]
+    expected, names = form.all_shapes(family.weight_map(architecture), architecture), folder.names()
     ignored = re.compile("|".join(family.ignored(architecture)))
     missing, unknown = expected.keys() - names, {key for key in names - expected.keys() if not ignored.fullmatch(key)}
     model_type, where = architecture.model_type, str(folder.folder)
@@ -111,8 +119,9 @@ def check_keys(folder: SafetensorsFolder, architecture: Architecture) -> None:
         fix = "check that config.json names the right model_type, or remove them"
         findings.append(Finding(f"{len(unknown)} keys are unknown: {_some(unknown)}", where, why, fix))
     for name, shape in expected.items():
-        if name in names and folder.shape(name) != shape:
-            findings.append(Finding(f"{name} is {list(folder.shape(name))}, config.json says {list(shape)}", where))
+        if name in names and folder.file_shape(name) != shape:
+            what = f"{name} is {list(folder.file_shape(name))}, config.json says {list(shape)}"
+            findings.append(Finding(what, where))
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
 
@@ -123,14 +132,12 @@ def _some(keys: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def load_weights(model_dir: str | Path, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
+def load_weights(folder: SafetensorsFolder, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
     """Fill this rank's parameters from a Hugging Face checkpoint, cast to their dtype; padding is zero.
 
     Raises:
-        MegatuneError: INPUT; see `check_keys` and SafetensorsFolder.
+        MegatuneError: INPUT, where a file is damaged.
     """
-    folder = SafetensorsFolder(model_dir)
-    check_keys(folder, architecture)
     for local in parameters:
         folder.fill(local.parameter.data.view(-1), local.segments(architecture))
 
@@ -149,7 +156,8 @@ def load_optimizer(
     Raises:
         MegatuneError: INPUT, when the state belongs to another optimizer or model.
     """
-    folder, model = SafetensorsFolder(checkpoint / "training", "optimizer"), SafetensorsFolder(checkpoint)
+    folder = SafetensorsFolder(checkpoint / "training", "optimizer")
+    model, _ = open_checkpoint(checkpoint, architecture)
     names = folder.names()
     kinds = {name.partition("/")[0] for name in names}
     for local in parameters:

@@ -17,12 +17,12 @@ from megatune.families.weights import WHOLE, Stack, by_expert, hf_shapes, layers
 
 @torch.no_grad()
 def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of every weight; collective: every rank iterates to the end.
+    """Yield (name, whole tensor) of every weight, as the checkpoint has it; collective: each rank iterates to the end.
 
     The order is the same in every layout: weights outside layers, then layer by layer, both in the order of the
     family's weight map, experts one after another. The first rank that holds a slice of a weight gathers it and sends
     it to the others. That rank has one weight twice in memory meanwhile, the others have one tensor; of experts, one
-    expert's.
+    expert's, or those of a layer where the checkpoint has them in one tensor.
 
     Args:
         ranks: those that get the tensors, such as the first of each machine; for others the stream is empty. None: all.
@@ -53,6 +53,7 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
         key=lambda one: (one[0].per_layer, stacks.index(one[0].stack), one[1]),
     )
     for weight, layer in in_order:
+        fused, together = loaded.form.fused_name(weight, layer), None
         for part in by_expert(weight, architecture, WHOLE):
             key = (weight.engine, layer, part.ep_rank)
             owner, dtype = owners[key]
@@ -61,12 +62,21 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
                 piece = pieces[key]
                 mine = piece.local.parameter.data.view(-1)[piece.start : piece.stop]
                 whole = gather_piece(piece, mine, holders[weight.per_expert], 0, architecture, mine.device)
+            matrices = []
             for name, shape in hf_shapes(weight, architecture, layer, part).items():
                 tensor = torch.empty(shape, dtype=dtype, device=device.current()) if whole is None else whole.pop(name)
                 _send(tensor, owner, wanted)
-                if place.rank in wanted:
-                    yield name, tensor
+                if place.rank in wanted and fused is None:
+                    yield loaded.form.file_name(name), tensor
+                matrices.append(tensor)
                 del tensor
+            if place.rank in wanted and fused is not None:
+                (shape,) = loaded.form.file_shapes(weight, architecture, layer).values()
+                together = matrices[0].new_empty(shape) if together is None else together
+                matrix = torch.cat(matrices)
+                together[part.ep_rank] = matrix.T if loaded.form.transposed else matrix
+        if fused is not None and together is not None:
+            yield fused, together
 
 
 def _send(tensor: Tensor, owner: int, wanted: set[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -48,6 +49,12 @@ class LocalParameter:
         parts = by_expert(self.weight, architecture, self.slice)
         size = self.parameter.numel() // len(parts)
         return [Piece(self, part, index * size, (index + 1) * size) for index, part in enumerate(parts)]
+
+    def every_expert(self, architecture: Architecture) -> list[Piece]:
+        """List the pieces of all experts, in order; those of other ranks' experts are none of the parameter."""
+        parts = by_expert(self.weight, architecture, replace(self.slice, ep_size=1, ep_rank=0))
+        mine = {piece.slice: piece for piece in self.pieces(architecture)}
+        return [mine.get(part) or Piece(self, part, 0, 0) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +105,19 @@ class Holders(NamedTuple):
     replicas: ProcessGroup
 
 
-def holders_of(place: RankCoordinates, *, experts: bool) -> Holders:
-    """Find the ranks that hold this rank's experts, or its other weights."""
+def holders_of(place: RankCoordinates, *, experts: bool, fused: bool = False) -> Holders:
+    """Find the ranks that hold this rank's experts, or its other weights.
+
+    Args:
+        fused: find those that hold the experts of all ranks of expert parallelism.
+    """
     # Without expert parallelism those of experts are those of everything else.
-    if experts and (place.ep_size, place.etp_size) != (1, place.tp_size):
-        key = (place.pp_rank, 1 + place.ep_rank)
-        return Holders(key, groups.expert_tensor_parallel_group(), groups.expert_replica_group())
-    return Holders((place.pp_rank, 0), groups.tensor_parallel_group(), groups.replica_group())
+    if not experts or (place.ep_size, place.etp_size) == (1, place.tp_size):
+        return Holders((place.pp_rank, 0), groups.tensor_parallel_group(), groups.replica_group())
+    if fused:
+        return Holders((place.pp_rank, 1), groups.expert_slices_group(), groups.expert_replica_group())
+    key = (place.pp_rank, 1 + place.ep_rank)
+    return Holders(key, groups.expert_tensor_parallel_group(), groups.expert_replica_group())
 
 
 def gather_piece(
@@ -127,8 +140,49 @@ def gather_piece(
         torch.distributed.gather(mine.contiguous(), slices or None, group=holders.slices, group_dst=slice_rank)
     if holders.slices.rank() != slice_rank:
         return None
+    return _whole(piece, slices, architecture, device)
+
+
+def send_expert(
+    piece: Piece, holders: Holders, place: RankCoordinates, writer: int, architecture: Architecture
+) -> dict[str, Tensor] | None:
+    """Send an expert's slices to one of the ranks that hold any experts of its layer.
+
+    Args:
+        piece: of one expert, whether this rank holds it or not.
+        holders: of all experts, see `holders_of`.
+        writer: the rank of `holders.slices` that gets them.
+
+    Returns:
+        On that rank the expert's Hugging Face tensors, whole, on the CPU; None elsewhere.
+    """
+    moe, local = architecture.moe, piece.local
+    assert moe is not None
+    owner = piece.slice.ep_rank * place.ep_size // moe.num_experts
+    # Ranks of expert tensor parallelism are next to each other in the group.
+    sources = range(owner * place.etp_size, (owner + 1) * place.etp_size)
+    rank, mine = holders.slices.rank(), local.parameter.data.view(-1)[piece.start : piece.stop]
+    if rank != writer:
+        if rank in sources:
+            torch.distributed.send(mine.contiguous(), group=holders.slices, group_dst=writer)
+        return None
+    slices = []
+    for source in sources:
+        if source == rank:
+            slices.append(mine)
+            continue
+        slices.append(mine.new_empty(math.prod(engine_shape(local.weight, architecture, piece.slice))))
+        torch.distributed.recv(slices[-1], group=holders.slices, group_src=source)
+    return _whole(piece, slices, architecture, torch.device("cpu"))
+
+
+def _whole(
+    piece: Piece, slices: Sequence[Tensor], architecture: Architecture, device: torch.device
+) -> dict[str, Tensor]:
+    """Put slices, by their rank, together to Hugging Face tensors."""
+    local, dtype = piece.local, slices[0].dtype
     shapes = hf_shapes(local.weight, architecture, local.layer, piece.slice)
-    whole = {name: torch.empty(shape, dtype=mine.dtype, device=device) for name, shape in shapes.items()}
+    whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     for rank, values in enumerate(slices):
         position = 0
         for segment in segments(local.weight, architecture, replace(piece.slice, tp_rank=rank), local.layer):

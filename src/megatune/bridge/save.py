@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of
+from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of, send_expert
 from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
+from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.weights import hf_shapes
 
 # Hugging Face's own limit of a weight file.
@@ -39,9 +40,13 @@ def save_weights(
     architecture: Architecture,
     place: RankCoordinates,
     *,
+    form: CheckpointForm = AS_MAPPED,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
     """Write the model's weights, in their dtype, as `model*.safetensors`; collective over all ranks.
+
+    Args:
+        form: names and arrangement of the tensors in the files.
 
     Returns:
         The files that this rank wrote.
@@ -50,7 +55,7 @@ def save_weights(
     def provide(piece: Piece, kind: str) -> Tensor:
         return piece.local.parameter.data.view(-1)[piece.start : piece.stop]
 
-    files = _FileSet(folder, "model", ("",), None, provide, False, architecture, place, max_file_bytes)
+    files = _FileSet(folder, "model", ("",), None, provide, False, architecture, place, max_file_bytes, form)
     return files.write(parameters)
 
 
@@ -164,6 +169,7 @@ class _FileSet:
     architecture: Architecture
     place: RankCoordinates
     max_file_bytes: int
+    form: CheckpointForm = AS_MAPPED
 
     def write(self, parameters: Sequence[LocalParameter]) -> list[Path]:
         """Write all files; collective over all ranks.
@@ -193,15 +199,20 @@ class _FileSet:
 
     def _plan(self, parameters: Sequence[LocalParameter]) -> list[_File]:
         """List the files of this rank's holders: weights in order, a new file where one would grow too large."""
-        kinds = [holders_of(self.place, experts=experts) for experts in (False, True)]
-        by_holders: dict[Holders, list[list[Piece]]] = {holders: [] for holders in kinds}
-        sizes = dict.fromkeys(kinds, 0)
+        by_holders: dict[Holders, list[list[Piece]]] = {}
+        sizes: dict[Holders, int] = {}
+        # All ranks take part in the files of the same holders in the same order.
+        for experts in (False, True):
+            fused = bool(self.form.fused)
+            by_holders.setdefault(holders_of(self.place, experts=experts, fused=fused), [])
         for local in parameters:
-            holders = kinds[local.weight.per_expert]
+            fused = self._fused_name(local) is not None
+            holders = holders_of(self.place, experts=local.weight.per_expert, fused=fused)
             contents = by_holders[holders]
-            for piece in local.pieces(self.architecture):
+            for piece in local.every_expert(self.architecture) if fused else local.pieces(self.architecture):
                 num_bytes = sum(entry.num_bytes for entry in self._entries(piece))
-                if not contents or sizes[holders] + num_bytes > self.max_file_bytes:
+                # What belongs to a tensor that is begun has no entry of its own.
+                if not contents or (num_bytes and sizes[holders] + num_bytes > self.max_file_bytes):
                     contents.append([])
                     sizes[holders] = 0
                 contents[-1].append(piece)
@@ -218,15 +229,32 @@ class _FileSet:
                 files.append(_File(f"{name}.safetensors", tuple(pieces), holders, *writer))
         return files
 
+    def _fused_name(self, local: LocalParameter) -> str | None:
+        return self.form.fused_name(local.weight, local.layer)
+
     def _entries(self, piece: Piece) -> list[TensorEntry]:
-        dtype = self.dtype or piece.local.parameter.dtype
-        shapes = hf_shapes(piece.local.weight, self.architecture, piece.local.layer, piece.slice)
+        """List the tensors that a piece is or begins: the first expert's begins that of all experts."""
+        local = piece.local
+        dtype = self.dtype or local.parameter.dtype
+        if self._fused_name(local) is None:
+            names = hf_shapes(local.weight, self.architecture, local.layer, piece.slice)
+            shapes = {self.form.file_name(name): shape for name, shape in names.items()}
+        else:
+            shapes = self.form.file_shapes(local.weight, self.architecture, local.layer)
+            shapes = {} if piece.slice.ep_rank else shapes
         return [TensorEntry(kind + name, shape, dtype) for kind in self.kinds for name, shape in shapes.items()]
 
     def _tensors(self, file: _File) -> Iterator[tuple[str, Tensor]]:
-        """Yield the file's tensors, whole, on the rank that writes it; nothing on the ranks that help."""
+        """Yield the file's tensors, whole, on the rank that writes it, of all experts in one tensor expert by expert;
+        nothing on the ranks that help."""
         holders = file.holders
         for piece in file.pieces:
+            if (fused := self._fused_name(piece.local)) is not None:
+                parts = send_expert(piece, holders, self.place, file.slice_rank, self.architecture)
+                if parts is not None:
+                    matrix = torch.cat(list(parts.values()))
+                    yield fused, (matrix.T if self.form.transposed else matrix)[None]
+                continue
             for kind in self.kinds:
                 mine = self.provide(piece, kind)
                 if self.is_split and holders.replicas.size() > 1:
@@ -238,7 +266,7 @@ class _FileSet:
                         continue
                 cpu = torch.device("cpu")
                 whole = gather_piece(piece, mine, holders, file.slice_rank, self.architecture, cpu)
-                yield from ((kind + name, tensor) for name, tensor in (whole or {}).items())
+                yield from ((kind + self.form.file_name(name), tensor) for name, tensor in (whole or {}).items())
 
     def _write_index(self, files: list[_File]) -> list[Path]:
         """Write, on rank 0, the index that says which file holds which tensor; none where one file holds all."""

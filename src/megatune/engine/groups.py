@@ -23,6 +23,8 @@ tensor_parallel_group = parallel_state.get_tensor_model_parallel_group
 replica_group = functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)
 expert_tensor_parallel_group = parallel_state.get_expert_tensor_parallel_group
 expert_replica_group = parallel_state.get_expert_data_parallel_group
+# The ranks that together hold all experts of a stage; those of expert tensor parallelism are next to each other.
+expert_slices_group = parallel_state.get_expert_tensor_and_model_parallel_group
 
 _store: torch.distributed.Store | None = None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Vision
 from megatune.errors import Finding
-from megatune.families.forms import CheckpointForm
+from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.rope import rope_parameters, rope_problems, rope_scaling
 from megatune.families.sparse import expert_problems
 from megatune.families.vision import VisionDeclaration
@@ -65,7 +65,7 @@ class Family:
     latent_attention: Callable[[Config], MultiLatentAttention] | None = None
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
     vision: VisionDeclaration | None = None
-    forms: tuple[CheckpointForm, ...] = (CheckpointForm(),)
+    forms: tuple[CheckpointForm, ...] = (AS_MAPPED,)
 
     def weight_map(self, architecture: Architecture) -> tuple[Weight, ...]:
         """List the weights of this member of the family."""

@@ -98,6 +98,9 @@ class CheckpointForm:
         }
 
 
+AS_MAPPED = CheckpointForm()
+
+
 def find_form(
     forms: Sequence[CheckpointForm],
     weights: Sequence[Weight],

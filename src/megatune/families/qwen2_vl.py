@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatune.architecture import MultimodalRope
 from megatune.families import qwen2
-from megatune.families.forms import CheckpointForm
+from megatune.families.forms import AS_MAPPED
 from megatune.families.vision import (
     ATTENTION,
     BEFORE_MODULES,
@@ -40,5 +40,5 @@ FAMILY = replace(
         *MERGER,
     ),
     vision=VISION,
-    forms=(BEFORE_MODULES, CheckpointForm()),
+    forms=(BEFORE_MODULES, AS_MAPPED),
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatune.families import qwen3_moe, qwen3_vl
-from megatune.families.forms import CheckpointForm
+from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.vision import as_decoder
 
 _FUSED = (
@@ -23,5 +23,5 @@ FAMILY = replace(
         text={"norm_topk_prob": True, "tie_word_embeddings": None},
     ),
     # Published checkpoints have experts' matrices transposed; Transformers 5 saves them as its modules hold them.
-    forms=(CheckpointForm(fused=_FUSED, transposed=True), CheckpointForm(fused=_FUSED), CheckpointForm()),
+    forms=(CheckpointForm(fused=_FUSED, transposed=True), CheckpointForm(fused=_FUSED), AS_MAPPED),
 )

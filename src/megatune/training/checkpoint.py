@@ -90,7 +90,7 @@ def save_checkpoint(
 
 
 def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainState) -> Iterator[Path]:
-    yield from save_weights(folder, assembly.parameters, assembly.architecture, assembly.place)
+    yield from save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
     if settings.checkpoint.save_only_model:
         return
     training = folder / _TRAINING
