@@ -98,7 +98,7 @@ def greedy(generator: Generator, prompt: Prompted, steps: int) -> tuple[list[int
         inputs = generate_inputs(vision, torch.tensor([ids]), shown) | {"position_ids": position_ids}
         with torch.inference_mode():
             logits = generator.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0, -1]
-            logits[config.suppress_tokens] = -torch.inf
+            logits[config.suppress_tokens or []] = -torch.inf
         ids.append(int(logits.argmax()))
         if ids[-1] in config.eos_token_id:
             break
@@ -229,6 +229,30 @@ def test_the_verb_shows_images_in_the_order_given(
         assert answers[-1] == f"{reply.text}\n"
     assert answers[0] != answers[1]
     assert run(folder, "--raw", "--prompt", "It is", "--image", str(wide)) == ExitCode.DONE
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_verb_shows_a_video(
+    family: str, folders: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    av = pytest.importorskip("av")
+    clip = str(tmp_path / "clip.mp4")
+    with av.open(clip, "w") as container:
+        stream = container.add_stream("mpeg4", rate=6)
+        stream.width, stream.height = 112, 64
+        for number in range(12):  # two seconds
+            container.mux(stream.encode(av.VideoFrame.from_image(noise(112, 64, number))))
+        container.mux(stream.encode(None))
+    options = GenerationOptions(max_new_tokens=6, pictures=(PictureFile("video", clip),), video_fps=3.0)
+    generator = Generator.load(folders(family), options)
+    assert generator.pictures is not None
+    (video,) = generator.pictures.pictures
+    assert video.measured.grid[0] == 3
+    assert video.measured.seconds_per_grid == pytest.approx(2 / 3)
+    expected, _ = greedy(generator, prompted(generator, "What is <video>?"), 6)
+    flags = ("--video", clip, "--video-fps", "3")
+    assert run(folders(family), "--prompt", "What is <video>?", *flags) == ExitCode.DONE
+    assert capsys.readouterr().out == generator.tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 
 
 def test_sizes_are_settings_of_training(folders: Callable[[str], Path], tmp_path: Path) -> None:
