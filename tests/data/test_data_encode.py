@@ -189,7 +189,7 @@ def test_mask_history_can_keep_earlier_thoughts() -> None:
         encoder = Encoder(TOKENIZER, template, 1000, mask_history=True, preserve_thinking=preserve_thinking)
         (result,) = encoder.encode([conversation])
         assert isinstance(result, Encoded)
-        ids, labels = result.documents[0]
+        ids, labels, _ = result.documents[0]
         return TOKENIZER.decode(ids[labels == -100])
 
     assert ("hm" in context(True), "hm" in context(False)) == (True, False)
@@ -205,7 +205,7 @@ def pair_parts(result: Encoded | RowError) -> tuple[list[int], list[int], list[i
     """The prompt, which both documents of a pair start with untrained, and the two answers, trained."""
     assert isinstance(result, Encoded), result
     prompts, answers = [], []
-    for ids, labels in result.documents:
+    for ids, labels, _ in result.documents:
         start = int((labels == -100).sum())
         assert (labels[:start] == -100).all()
         assert labels[start:].tolist() == ids[start:].tolist()

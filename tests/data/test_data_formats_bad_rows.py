@@ -205,9 +205,12 @@ def test_bad_conversations(row: dict[str, Any], message: str) -> None:
         ),
         (
             openai(said("user", [{"type": "file", "id": 1}])),
-            'bad-content-part: a part of a message is not text (message 1 has {"type": "file", "id": 1})',
+            'bad-content-part: a part of a message is not text, an image or a video (message 1 has {"type": "file", "id": 1})',
         ),
-        (openai(said("user", ["hi"])), 'bad-content-part: a part of a message is not text (message 1 has "hi")'),
+        (
+            openai(said("user", ["hi"])),
+            'bad-content-part: a part of a message is not text, an image or a video (message 1 has "hi")',
+        ),
         (
             openai(said("user", [{"type": "text", "text": HALF}])),
             "lone-surrogate: field 'messages[].content': half of a surrogate pair (message 1, character 1)",
@@ -290,6 +293,12 @@ def test_long_values_are_cut() -> None:
     assert complaint({**row, "history": HALF}, ALPACA).endswith('(got "?")'), "what cannot be printed is not"
 
 
+NO_PICTURES = (
+    "its rows have images or videos, and the model takes text alone -> "
+    'train a vision-language model, or turn the columns off in dataset_info.json: "images": null'
+)
+
+
 @pytest.mark.parametrize(
     ("row", "source", "stage", "problem"),
     [
@@ -297,14 +306,26 @@ def test_long_values_are_cut() -> None:
             {"instruction": "a", "output": "b", "images": ["1.jpg"]},
             ALPACA,
             "sft",
-            "field 'images': training on images is not built",
+            NO_PICTURES,
         ),
         ({"instruction": "a", "audios": ["1.wav"]}, ALPACA, "pt", "field 'audios': training on audio is not built"),
         (
-            openai(said("user", [{"type": "image_url", "image_url": {"url": "x"}}])),
+            openai(said("user", [{"type": "image_url", "image_url": {"url": "x"}}]), said("assistant")),
             OPENAI,
             "sft",
-            "message 1 has a part of type 'image_url': training on it is not built",
+            NO_PICTURES,
+        ),
+        (
+            openai(said("user", [{"type": "input_audio", "input_audio": "x"}]), said("assistant")),
+            OPENAI,
+            "sft",
+            "message 1 has a part of type 'input_audio': training on audio is not built",
+        ),
+        (
+            {"instruction": "a", "videos": "1.mp4"},
+            ALPACA,
+            "pt",
+            "stage pt trains text, and field 'videos' has pictures -> write stage: sft",
         ),
         (
             openai(said("user"), said("assistant")),

@@ -237,7 +237,7 @@ def test_packed_batches_train_what_unpacked_ones_train(
     whole = [document for row in plain for document in row]
     everything = collator_of(ParallelSettings(), len(whole), packed=False)(whole, CAPACITY)
     assert found == trained(everything)
-    assert found.total() == sum(int((labels[1:] != -100).sum()) for _, labels in whole)
+    assert found.total() == sum(int((labels[1:] != -100).sum()) for _, labels, _ in whole)
 
 
 def check_shape(batch: Batch, parallel: ParallelSettings) -> None:

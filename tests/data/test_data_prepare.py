@@ -90,7 +90,7 @@ def texts(rows: TokenRows | None) -> list[str]:
 
 def answers(rows: TokenRows | None) -> list[str]:
     """What each document trains."""
-    return [TOKENIZER.decode([t for t in labels if t != -100]).strip() for _, labels in documents(rows)]
+    return [TOKENIZER.decode([t for t in labels if t != -100]).strip() for _, labels, _ in documents(rows)]
 
 
 def test_rows_are_in_the_order_of_the_files(folder: Path) -> None:
@@ -253,9 +253,9 @@ def test_placeholders_without_a_value_are_refused(folder: Path) -> None:
     assert answers(prepared(folder, "who", model_name="Mia", model_author="us").train) == ["Mia of us<|im_end|>"]
 
 
-def test_images_refuse_the_data_set(folder: Path) -> None:
+def test_pictures_refuse_the_data_set_of_a_model_without_vision(folder: Path) -> None:
     (folder / "pictures.json").write_text('[{"instruction": "a", "output": "b", "images": ["1.jpg"]}]')
-    with pytest.raises(MegatuneError, match=r"pictures\.json:row 1: .* training on images is not built") as caught:
+    with pytest.raises(MegatuneError, match=r"pictures\.json:row 1: .* text alone") as caught:
         prepared(folder, "pictures.json")
     assert caught.value.exit_code == ExitCode.SETTINGS
 
@@ -311,7 +311,7 @@ def test_tokens_are_on_disk_once(folder: Path) -> None:
     result = prepared(folder, "more", val_size=8.0, mix_strategy="concat", dataset_weights=[2.0])
     every = documents(prepared(folder, "good").train)
     assert len(result.train) == result.report.datasets[0].samples == 160
-    assert (result.directory / "tokens.bin").stat().st_size == 4 * sum(len(ids) for ids, _ in every)
+    assert (result.directory / "tokens.bin").stat().st_size == 4 * sum(len(ids) for ids, *_ in every)
 
 
 def test_mixing_draws_from_what_is_trained(folder: Path) -> None:
@@ -418,5 +418,5 @@ def test_pairs_are_prepared(folder: Path) -> None:
     assert (len(result.train), len(result.evaluation or ())) == (2, 1)
     assert result.report.datasets[0].dropped.total() == 1
     both = [*result.train, *(result.evaluation or ())]
-    said = [tuple(TOKENIZER.decode(labels[labels != -100]) for _, labels in row) for row in both]
+    said = [tuple(TOKENIZER.decode(labels[labels != -100]) for _, labels, _ in row) for row in both]
     assert sorted(said) == [(f"{i} it is.<|im_end|>\n", "No.<|im_end|>\n") for i in range(1, 4)]

@@ -23,7 +23,7 @@ def document(tokens: list[tuple[int, bool]]) -> Document:
 
 
 def plain(documents: tuple[Document, ...]) -> list[tuple[list[int], list[int]]]:
-    return [(ids.tolist(), labels.tolist()) for ids, labels in documents]
+    return [(ids.tolist(), labels.tolist()) for ids, labels, _ in documents]
 
 
 def built(folder: Path, samples: list[list[Document]], shape: RowShape, **parts: list[int]) -> dict[str, TokenRows]:
@@ -35,10 +35,10 @@ def built(folder: Path, samples: list[list[Document]], shape: RowShape, **parts:
     for name, report in reports.items():
         found = [one for row in rows[name] for one in row]
         assert (report.samples, report.documents, report.rows) == (len(parts[name]), len(found), len(rows[name]))
-        assert report.tokens == sum(len(ids) for ids, _ in found)
-        assert report.longest == max((len(ids) for ids, _ in found), default=0)
-        assert report.largest_id == max((int(ids.max()) for ids, _ in found), default=0)
-        assert report.trained == sum(int((labels[1:] != -100).sum()) for _, labels in found), (
+        assert report.tokens == sum(len(ids) for ids, *_ in found)
+        assert report.longest == max((len(ids) for ids, *_ in found), default=0)
+        assert report.largest_id == max((int(ids.max()) for ids, *_ in found), default=0)
+        assert report.trained == sum(int((labels[1:] != -100).sum()) for _, labels, _ in found), (
             "first tokens are never predicted"
         )
     return rows
@@ -59,7 +59,7 @@ def test_parts_hold_their_samples(tmp_path_factory: pytest.TempPathFactory, data
         found = [one for row in rows for one in plain(row)]
         expected = [plain(tuple(samples[number]))[0] for number in wanted]
         assert (sorted(found) if packing else found) == (sorted(expected) if packing else expected)
-        lengths = [[len(ids) for ids, _ in row] for row in rows]
+        lengths = [[len(ids) for ids, *_ in row] for row in rows]
         assert all(1 <= sum(row) <= 12 for row in lengths)
         assert rows.row_lengths().tolist() == [sum(row) for row in lengths]
         backwards = range(len(rows) - 1, -1, -1)
@@ -93,9 +93,9 @@ def test_every_token_of_a_text_but_its_first_is_predicted_once(
     folder = tmp_path_factory.mktemp("texts") / "made"
     rows = built(folder, texts, RowShape("pt", cutoff_len, packing, 0), train=list(range(len(texts))))["train"]
     assert rows.is_packed == packing
-    predicted = [token for row in rows for ids, labels in row for token in labels[1:].tolist()]
-    assert predicted == [token for ((ids, _),) in texts for token in ids[1:].tolist()]
-    sizes = [[len(ids) for ids, _ in row] for row in rows]
+    predicted = [token for row in rows for ids, labels, _ in row for token in labels[1:].tolist()]
+    assert predicted == [token for ((ids, *_),) in texts for token in ids[1:].tolist()]
+    sizes = [[len(ids) for ids, *_ in row] for row in rows]
     assert all(size >= 2 for row in sizes for size in row)
     assert all(sum(row) <= cutoff_len for row in sizes)
     if packing:

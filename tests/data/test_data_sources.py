@@ -279,7 +279,7 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
         tmp_path,
         identity={"file_name": "a.json"},
         kto={"file_name": "a.json", "columns": {"kto_tag": "label"}},
-        pictures={"file_name": "a.json", "columns": {"images": "images"}},
+        sounds={"file_name": "a.json", "columns": {"images": "images", "audios": "audios"}},
         typo={"file_name": "a.json", "formating": "alpaca", "columns": {"promt": "x"}, "tags": {"role_tag": 1}},
         kinds={"file_name": "a.json", "formatting": ["x"], "num_samples": 0, "columns": [], "ranking": "yes"},
         none={"formatting": "alpaca"},
@@ -289,7 +289,7 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
         cloud={"cloud_file_name": "s3://x"},
         subset={"hf_hub_url": 1, "subset": ["en"]},
     )
-    names = ["identiti", "kto", "pictures", "typo", "kinds", "none", "number", "script", "openmind", "cloud", "subset"]
+    names = ["identiti", "kto", "sounds", "typo", "kinds", "none", "number", "script", "openmind", "cloud", "subset"]
     message, code = refused(names, folder)
     assert code == ExitCode.SETTINGS
     download = "    fix: download the rows, and write file_name in place of it"
@@ -297,7 +297,7 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
         "dataset: 'identiti' is neither in dataset_info.json nor a path",
         "    fix: nearest: identity",
         "dataset_info.json: kto: columns.kto_tag: KTO is not built",
-        "dataset_info.json: pictures: columns.images: training on images is not built",
+        "dataset_info.json: sounds: columns.audios: training on audio is not built",
         "dataset_info.json: typo: formating: unknown key",
         "    fix: nearest: formatting",
         "dataset_info.json: typo.columns: promt: unknown key",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from megatune.data.batch_pictures import Pictures, Share, Unreadable, collate_pictures
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
+
+if TYPE_CHECKING:
+    from megatune.data.media.processor import PictureProcessor
 
 
 class Extra(Protocol):
@@ -70,6 +74,8 @@ class Batch:
         cu_seqlens: packed rows only, which come as one long row, b = 1: int32 [documents + 1], where documents begin,
             and s at the end; padding follows the real tokens of its document. None where every row is one document.
         extras: what an objective needs beside tokens, by name.
+        pictures: None where there is none in the micro-batch.
+        unreadable: those that this rank should have decoded, and could not.
     """
 
     input_ids: torch.Tensor
@@ -78,11 +84,24 @@ class Batch:
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor | None = None
     extras: Mapping[str, Extra] = field(default_factory=dict)
+    pictures: Pictures | None = None
+    unreadable: tuple[Unreadable, ...] = ()
 
     @property
     def num_trained(self) -> int:
         """Tokens that count in the loss."""
         return int((self.labels != IGNORE_INDEX).sum())
+
+    def without(self, documents: Iterable[int]) -> Batch:
+        """Return the batch with no label in these documents, by their numbers in `lengths`."""
+        labels = self.labels.clone()
+        for document in documents:
+            if self.cu_seqlens is None:
+                labels[document] = IGNORE_INDEX
+            else:
+                start, stop = self.cu_seqlens[document : document + 2].tolist()
+                labels[0, start:stop] = IGNORE_INDEX
+        return replace(self, labels=labels)
 
     def pin_memory(self) -> Batch:
         """Return the same batch in page-locked memory (called by torch's DataLoader)."""
@@ -92,6 +111,7 @@ class Batch:
             labels=self.labels.pin_memory(),
             position_ids=self.position_ids.pin_memory(),
             extras={name: extra.pin_memory() for name, extra in self.extras.items()},
+            pictures=self.pictures and self.pictures.pin_memory(),
         )
 
 
@@ -104,6 +124,7 @@ class Collator:
     sequence_multiple: int  # the length of a micro-batch is a multiple of this
     document_multiple: int  # packed, every document begins at a multiple of this, which divides sequence_multiple
     pad_token_id: int
+    processor: PictureProcessor | None = None  # of a vision-language model
 
     def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
         """Return the shortest length, s, of a micro-batch that holds documents of these lengths."""
@@ -114,7 +135,11 @@ class Collator:
         return _padded(max(needed, 1), self.sequence_multiple)
 
     def __call__(
-        self, documents: Sequence[Document], length: int, extras: Mapping[str, ExtraColumn] | None = None
+        self,
+        documents: Sequence[Document],
+        length: int,
+        extras: Mapping[str, ExtraColumn] | None = None,
+        share: Share | None = None,
     ) -> Batch:
         """Return the micro-batch of the documents of its rows, in order.
 
@@ -123,6 +148,7 @@ class Collator:
         Args:
             length: a multiple of sequence_multiple, and at least what `length` returns for these documents.
             extras: values of these documents, by name.
+            share: which of the pictures this rank decodes; None for none of them.
 
         Raises:
             ValueError: there are more or fewer extra values than tokens or documents.
@@ -141,6 +167,12 @@ class Collator:
             labels[start : start + size - 1] = document.labels[1:]
         position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], spans)
         shape = (1, length) if self.packed else (self.micro_batch_size, length)
+        pictures: Pictures | None = None
+        unreadable: tuple[Unreadable, ...] = ()
+        if any(document.pictures for document in documents):
+            assert self.processor is not None, "rows with pictures for a model that takes none"
+            rows = input_ids.reshape(shape), position_ids.reshape(shape)
+            pictures, unreadable = collate_pictures(self.processor, documents, starts, *rows, share)
         return Batch(
             input_ids=torch.from_numpy(input_ids).view(shape),
             labels=torch.from_numpy(labels).view(shape),
@@ -148,6 +180,8 @@ class Collator:
             lengths=(*lengths, *[0] * (len(spans) - len(documents))),
             cu_seqlens=torch.from_numpy(starts.astype(np.int32)) if self.packed else None,
             extras={name: _collate(column, lengths, starts, shape) for name, column in (extras or {}).items()},
+            pictures=pictures,
+            unreadable=unreadable,
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatune.data.packing import concatenate, pack
+from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
 from megatune.data.rows import (
     IGNORE_INDEX,
@@ -59,6 +60,8 @@ class RowsBuilder:
         self._open = ExitStack()
         self._tokens = self._open.enter_context((folder / TOKENS_FILE).open("wb"))
         self._labelled = self._open.enter_context((folder / TRAINED_FILE).open("wb"))
+        self._pictures = PictureWriter(folder, self._open)
+        self._files = (self._tokens, self._labelled, *self._pictures.files)
         # Flat arrays, a few bytes a sample, so that tens of millions of samples fit.
         self._ends = array("q", [0])  # of each document's tokens
         self._samples = array("q", [0])  # where each sample's documents begin
@@ -74,8 +77,8 @@ class RowsBuilder:
         with self._open:
             if kind is None:
                 self._flush()
-                os.fsync(self._tokens.fileno())
-                os.fsync(self._labelled.fileno())
+                for file in self._files:
+                    os.fsync(file.fileno())
 
     def __len__(self) -> int:
         """Samples added."""
@@ -91,6 +94,7 @@ class RowsBuilder:
             size = len(document.input_ids)
             if size != len(document.labels) or not size:
                 raise ValueError(f"a document of {size} tokens with {len(document.labels)} labels")
+            self._pictures.add(self._ends[-1], document.pictures)
             self._unwritten.append(document)
             self._ends.append(self._ends[-1] + size)
             self._num_unwritten += size
@@ -112,8 +116,8 @@ class RowsBuilder:
             self._trained.frombytes(np.add.reduceat(trained, starts, dtype=np.int32).tobytes())
             self._largest.frombytes(np.maximum.reduceat(tokens, starts).tobytes())
             self._unwritten, self._num_unwritten = [], 0
-        self._tokens.flush()
-        self._labelled.flush()
+        for file in self._files:
+            file.flush()
 
     def write_part(self, name: str, samples: Sequence[int] | np.ndarray) -> TokenReport:
         """Write the rows of these samples.
@@ -133,7 +137,8 @@ class RowsBuilder:
         write_rows(part, spans, rows, arrangement)
         for extra, source in self._extras.items():
             write_extra(part, extra, source.compute(TokenRows(part)))
-        TokenRows(part).write_digest()
+        written = TokenRows(part)
+        written.write_digest()
         for path in part.iterdir():  # a folder that is renamed must not come back from a crash with empty files
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -147,6 +152,7 @@ class RowsBuilder:
             trained=int(np.asarray(self._trained)[documents].sum(dtype=np.int64)),
             longest=int(lengths.max(initial=0)),
             largest_id=int(np.asarray(self._largest)[documents].max(initial=0)),
+            pictures=written.count_pictures(),
         )
 
     def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:

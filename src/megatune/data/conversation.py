@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megatune.data.media.sources import PictureSource
+
 Role = Literal["user", "assistant", "tool"]
 
 
@@ -42,14 +44,16 @@ class Conversation:
     Attributes:
         system: the system message, "" where the row has none.
         tools: JSON schemas of the tools on offer, as the row has them.
+        pictures: of the tags <image> and <video> in the messages, in their order.
     """
 
     messages: tuple[Message, ...]
     system: str = ""
     tools: tuple[dict[str, Any], ...] = ()
+    pictures: tuple[PictureSource, ...] = ()
 
     def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
-        return Conversation, (self.messages, self.system, self.tools)
+        return Conversation, (self.messages, self.system, self.tools, self.pictures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class PreferencePair:
         prompt: ends with the user's, or a tool's, message.
         chosen, rejected: the assistant's.
         system, tools: as those of a `Conversation`.
+        pictures: of the tags in the prompt.
     """
 
     prompt: tuple[Message, ...]
@@ -67,11 +72,13 @@ class PreferencePair:
     rejected: Message
     system: str = ""
     tools: tuple[dict[str, Any], ...] = ()
+    pictures: tuple[PictureSource, ...] = ()
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Return the conversation with the chosen answer, and with the rejected one."""
         chosen, rejected = (*self.prompt, self.chosen), (*self.prompt, self.rejected)
-        return Conversation(chosen, self.system, self.tools), Conversation(rejected, self.system, self.tools)
+        common = self.system, self.tools, self.pictures
+        return Conversation(chosen, *common), Conversation(rejected, *common)
 
 
 # Rows of stage pt, sft and dpo.

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator
 from megatune.data.steps import StepRows
 
@@ -24,6 +25,7 @@ def step_batches(
     data_parallel_size: int,
     num_micro_batches: int,
     same_length: bool,
+    share: Share | None = None,
 ) -> list[Batch]:
     """Return the micro-batches of one step that belong to one data-parallel rank.
 
@@ -32,6 +34,7 @@ def step_batches(
 
     Args:
         same_length: pad all micro-batches of the step, on all ranks, to one length.
+        share: which of the pictures this rank decodes; None for none of them.
     """
     size = collator.micro_batch_size
     slots = num_micro_batches * data_parallel_size * size
@@ -44,7 +47,7 @@ def step_batches(
         needed = [max(needed)] * len(needed)
     mine = slice(data_parallel_rank, None, data_parallel_size)
     return [
-        collator([*chain.from_iterable(rows.documents(step, places))], length, rows.extras(step, places))
+        collator([*chain.from_iterable(rows.documents(step, places))], length, rows.extras(step, places), share)
         for places, length in zip(everyone[mine], needed[mine], strict=True)
     ]
 
@@ -60,6 +63,7 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
         rows: of which step; `rows.global_batch_size` is what the layout below takes.
         same_length: as pipeline schedules with fixed shapes need, and whatever gathers tokens of several ranks.
         start_step, stop_step: the first step to yield, counted from 0 over the whole run, and the one after the last.
+        share: which of the pictures this rank decodes; None for none of them.
         num_workers: processes that build batches ahead; 0 builds them in this process.
         pin_memory: page-locked host memory, where there is an accelerator to copy to.
     """
@@ -72,6 +76,7 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
     same_length: bool
     stop_step: int
     start_step: int = 0
+    share: Share | None = None
     num_workers: int = 0
     pin_memory: bool = False
 
@@ -104,4 +109,5 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
             data_parallel_size=self.data_parallel_size,
             num_micro_batches=self.num_micro_batches,
             same_length=self.same_length,
+            share=self.share,
         )

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from megatune.data.bad_rows import RowError
 from megatune.data.lengths import LengthReport
+from megatune.data.pictures import PictureCounts
 
 EXAMPLES_PER_REASON = 3
 
@@ -77,6 +78,7 @@ class TokenReport:
     trained: int = 0
     longest: int = 0
     largest_id: int = 0
+    pictures: PictureCounts = field(default_factory=PictureCounts)
 
     @property
     def packing_efficiency(self) -> float:
@@ -86,7 +88,7 @@ class TokenReport:
 
     def line(self) -> str:
         """Write the report in words."""
-        tokens = f"{self.tokens} tokens, {self.trained} of them trained"
+        tokens = f"{self.tokens} tokens, {self.trained} of them trained{self.pictures.words()}"
         if self.capacity is None:
             return f"{self.rows} token rows, {tokens}"
         return (

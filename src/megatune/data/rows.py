@@ -2,6 +2,7 @@
 
     FOLDER/tokens.bin                   int32, sample after sample
     FOLDER/trained.bin                  uint8, 1 where a token is trained
+    FOLDER/pictures.bin, sources.bin    the pictures among the tokens, see `data.pictures`
     FOLDER/PART/documents.npy           int64 [documents, 2]: where each document's tokens begin and end, row after row
     FOLDER/PART/rows.npy                int64 [rows + 1]: where each row's documents begin in documents.npy
     FOLDER/PART/arrangement.txt         what a row is
@@ -22,6 +23,7 @@ from typing import Literal, NamedTuple, cast, get_args
 import numpy as np
 import xxhash
 
+from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable, map_file
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers and in torch
@@ -42,6 +44,7 @@ class Document(NamedTuple):
 
     input_ids: np.ndarray  # int32 [T]
     labels: np.ndarray  # int32 [T], that of token i at i (not shifted, as Transformers'); IGNORE_INDEX: not trained
+    pictures: tuple[DocumentPicture, ...] = ()  # in the order of their tokens
 
 
 class ExtraColumn(NamedTuple):
@@ -64,8 +67,9 @@ class TokenRows:
             self.arrangement = _arrangement(self.directory / _ARRANGEMENT_FILE)
             self._documents = _load(self.directory / _DOCUMENTS_FILE)
             self._rows = _load(self.directory / _ROWS_FILE)
-            self._tokens = _map(self.directory.parent / TOKENS_FILE, np.int32)
-            self._trained = _map(self.directory.parent / TRAINED_FILE, np.uint8)
+            self._tokens = map_file(self.directory.parent / TOKENS_FILE, np.dtype(np.int32))
+            self._trained = map_file(self.directory.parent / TRAINED_FILE, np.dtype(np.uint8))
+            self._pictures = PictureTable(self.directory.parent)
             self._extras: dict[str, ExtraColumn] = {}
             for path in sorted(self.directory.glob("extra-*.npy")):
                 name, per, _ = path.name.removeprefix("extra-").rsplit(".", 2)
@@ -144,10 +148,19 @@ class TokenRows:
         """Tokens of the documents before each one, and of all: int64 [documents + 1]."""
         return np.concatenate(([0], np.cumsum(self._documents[:, 1] - self._documents[:, 0])))
 
+    def count_pictures(self) -> PictureCounts:
+        """Count the pictures of all rows."""
+        return self._pictures.count(self._documents)
+
+    def is_current(self) -> bool:
+        """Return whether the files of all pictures are as they were when the rows were made."""
+        return self._pictures.is_current()
+
     def _content_digest(self) -> str:
         state = xxhash.xxh3_128(self.arrangement.encode())
         extras = (column.values for column in self._extras.values())
-        for array in (self._tokens, self._trained, self._documents, self._rows, *extras):
+        tokens = (self._tokens, self._trained, self._documents, self._rows)
+        for array in (*tokens, *self._pictures.digested(), *extras):
             state.update(f"{array.dtype.str}{array.shape}".encode())
             state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return state.hexdigest()
@@ -155,7 +168,7 @@ class TokenRows:
     def _document(self, start: int, stop: int) -> Document:
         input_ids = self._tokens[start:stop]
         labels = np.where(self._trained[start:stop] != 0, input_ids, np.int32(IGNORE_INDEX))
-        return Document(np.asarray(input_ids), labels)
+        return Document(np.asarray(input_ids), labels, self._pictures.between(start, stop))
 
     def _not_whole(self, why: str) -> MegatuneError:
         what, fix = "the folder of token rows is not whole", f"delete {self.directory.parent}; it is made again"
@@ -193,8 +206,3 @@ def _arrangement(path: Path) -> Arrangement:
 def _load(path: Path) -> np.ndarray:
     """Map an array, since workers and ranks share the pages of a mapped file."""
     return np.load(path, mmap_mode="r", allow_pickle=False)
-
-
-def _map(path: Path, dtype: type[np.generic]) -> np.ndarray:
-    """Map a file; an empty one cannot be."""
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)

@@ -11,19 +11,28 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import random, scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, Vision
 from megatune.config.settings import Settings
+from megatune.engine import device
 from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import OutputLayer
 from megatune.engine.layers.feed_forward import install_swiglu
-from megatune.engine.layers.rotary import attention_factor, cos_sin, inverse_frequencies
+from megatune.engine.layers.rotary import (
+    attention_factor,
+    cos_sin,
+    inverse_frequencies,
+    multimodal_cos_sin,
+    rows_of_frequencies,
+)
+from megatune.engine.layers.vision.dealing import mark_dealt
+from megatune.engine.layers.vision.features import PictureFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
-from megatune.engine.sequences import Sequences
+from megatune.engine.sequences import Pictures, Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
 from megatune.engine.weights import mark_weights
@@ -48,10 +57,14 @@ class DecoderModel(GPTModel):
             share_embeddings_and_output_weights=architecture.tie_word_embeddings,
             # Rotary embeddings follow the positions of each micro-batch, below.
             position_embedding_type="none",
+            # Features of pictures take their places in whole rows first.
+            scatter_embedding_sequence_parallel=architecture.vision is None,
             vp_stage=vp_stage,
         )
         self.inverse_frequencies = inverse_frequencies(architecture).to(torch.cuda.current_device())
         self.attention_factor = attention_factor(architecture)
+        mrope = architecture.mrope
+        self.rows_of_frequencies = None if mrope is None else device.send(rows_of_frequencies(mrope))
         size = self.vocab_size // tp_size
         # Rows of this rank's part of the vocabulary that are real; the rest only pads it.
         before = parallel_state.get_tensor_model_parallel_rank() * size
@@ -60,30 +73,69 @@ class DecoderModel(GPTModel):
             # GPTModel makes the layer itself. The subclass has no state of its own, only another way to call it.
             self.output_layer.__class__ = OutputLayer
             self.output_layer.num_vocabulary_rows = self.num_vocabulary_rows
+        self.picture_features: PictureFeatures | None = None
+        if self.pre_process and architecture.vision is not None:
+            self._add_vision(architecture, architecture.vision)
+
+    def _add_vision(self, architecture: Architecture, vision: Vision) -> None:
+        # It imports Transformers, which models of text can do without.
+        from megatune.engine.layers.vision.tower import Tower, build_encoder
+
+        encoder = build_encoder(architecture, self.config).to(self.config.params_dtype)
+        mark_dealt(encoder)
+        # First, as it computes first: buckets of gradients are made in this order, backward.
+        decoder = dict(self._modules)
+        self._modules.clear()
+        self.vision_model = encoder
+        self._modules.update(decoder)
+        self.picture_features = PictureFeatures(Tower(encoder, vision, self.config), vision)
 
     def _set_attention_backend(self) -> None:
         """Megatron-Core sets Transformer Engine's environment here; the core attention reads the configuration."""
 
     def forward(  # type: ignore[override]
-        self, input_ids: Tensor, sequences: Sequences, labels: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        sequences: Sequences,
+        labels: Tensor | None = None,
+        pictures: Pictures | None = None,
     ) -> Tensor:
         """Compute this chunk's layers.
 
         Args:
             input_ids: int64 [b, s / cp].
             labels: int64 [b, s / cp], below 0 where a token is not trained; None asks for logits.
+            pictures: of the whole micro-batch, on the host.
 
         Returns:
             Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
             [b, s / cp], 0 where it is not trained, or logits [b, s / cp, padded vocabulary / tp].
         """
+        embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         hidden_states = self.decoder(
-            hidden_states=self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None,
+            hidden_states=embeddings,
             attention_mask=None,
-            rotary_pos_emb=self._rotary_embedding(sequences.position_ids),
+            context=deepstack,
+            rotary_pos_emb=self._rotary_embedding(sequences),
             packed_seq_params=sequences,
         )
         return self.head(hidden_states, labels, sequences.trained) if self.post_process else hidden_states
+
+    def _embed(
+        self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings [s / cp (/ tp), b, h], of pictures their features; and the layers' `context`."""
+        if self.picture_features is None:
+            return self.embedding(input_ids=input_ids, position_ids=None), None
+        features = self.picture_features(pictures)
+        embeddings, deepstack = self.embedding(input_ids=input_ids, position_ids=None), None
+        if features is not None:
+            embeddings, deepstack = place_features(features, embeddings, pictures, sequences.boundaries)
+        if not self.config.sequence_parallel:
+            return embeddings, deepstack
+        # Clones: parts of whole rows would keep them in memory.
+        embeddings = scatter_to_sequence_parallel_region(embeddings).clone()
+        return embeddings, None if deepstack is None else scatter_to_sequence_parallel_region(deepstack).clone()
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
         """Compute logits or, given labels, the loss from the last layer's [s (/ tp), b, h], as `forward` returns them.
@@ -99,9 +151,14 @@ class DecoderModel(GPTModel):
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)
 
-    def _rotary_embedding(self, position_ids: Tensor) -> Tensor:
-        """Compute cosine and sine once for all layers: int64 [s / cp] to [2, s / cp, 1, 1, channels]."""
-        return cos_sin(position_ids, self.inverse_frequencies, self.attention_factor, self.config.params_dtype)
+    def _rotary_embedding(self, sequences: Sequences) -> Tensor:
+        """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; with pictures of every row, [2,
+        s / cp, b, 1, channels]."""
+        arguments = self.inverse_frequencies, self.attention_factor, self.config.params_dtype
+        if sequences.rotary_position_ids is None:
+            return cos_sin(sequences.position_ids, *arguments)
+        assert self.rows_of_frequencies is not None
+        return multimodal_cos_sin(sequences.rotary_position_ids, self.rows_of_frequencies, *arguments)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Compute cross-entropy over the real vocabulary from all logits: what `cross_entropy_loss_fusion` replaces.

@@ -36,9 +36,24 @@ class Extra(Protocol):
         ...
 
 
+class Pictures(Protocol):
+    """The pictures of one micro-batch, as `data.batches.Pictures` has them, in the order of their tokens."""
+
+    @property
+    def pixel_values(self) -> Tensor: ...
+    @property
+    def grids(self) -> Tensor: ...
+    @property
+    def owners(self) -> Tensor: ...
+    @property
+    def places(self) -> Tensor: ...
+    @property
+    def rotary_position_ids(self) -> Tensor: ...
+
+
 class MicroBatch(Protocol):
     """Token rows of one micro-batch, as `data.batches.Batch` has them; `labels` are shifted: labels[:, t] is to be
-    predicted at t. What `extras` hold is between the data and the objective."""
+    predicted at t. What `extras` hold is between the data and the objective; `pictures` are None in text alone."""
 
     @property
     def input_ids(self) -> Tensor: ...
@@ -52,6 +67,8 @@ class MicroBatch(Protocol):
     def cu_seqlens(self) -> Tensor | None: ...
     @property
     def extras(self) -> Mapping[str, Extra]: ...
+    @property
+    def pictures(self) -> Pictures | None: ...
 
 
 @dataclass(kw_only=True)
@@ -65,6 +82,8 @@ class Sequences(PackedSeqParams):
         normalizer: int64 [], what the whole micro-batch adds to the number that the loss is divided by.
         trained: int64 [n], where this rank's trained tokens are in its flattened rows. Found on the host: on a GPU,
             how many there are could only be known by waiting for it.
+        rotary_position_ids: int64 [3, b, s / cp], of time, height and width, where rows hold pictures; None where a
+            token's position in its document is all three.
     """
 
     boundaries: tuple[int, ...]
@@ -72,6 +91,7 @@ class Sequences(PackedSeqParams):
     is_padding: Tensor
     normalizer: Tensor
     trained: Tensor
+    rotary_position_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Rows stay [s, b, ...] inside Megatron-Core's layers; its own packed format would drop a dimension.
@@ -96,12 +116,14 @@ class LocalBatch:
     Attributes:
         input_ids, labels: int64 [b, s / cp].
         extras: what `Extra.on_rank` returned.
+        pictures: those of the micro-batch, on the host: what becomes of them is known where they are encoded.
     """
 
     input_ids: Tensor
     labels: Tensor
     sequences: Sequences
     extras: Mapping[str, Any]
+    pictures: Pictures | None
 
 
 def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tensor:
@@ -138,6 +160,7 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
     def to_device(rows: Tensor) -> Tensor:
         return of_this_rank(rows).to(device, non_blocking=True)
 
+    pictures = batch.pictures
     if normalizer is None:
         normalizer = (batch.labels >= 0).sum()
     sequences = Sequences(
@@ -146,9 +169,10 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
         is_padding=to_device(batch.position_ids >= lengths),
         normalizer=normalizer.to(device, non_blocking=True),
         trained=(of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0].to(device, non_blocking=True),
+        rotary_position_ids=None if pictures is None else to_device(pictures.rotary_position_ids),
     )
     extras = {name: extra.on_rank(tokens, device) for name, extra in batch.extras.items()}
-    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras)
+    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures)
 
 
 def document_sums(values: Tensor, sequences: Sequences) -> Tensor:

@@ -31,13 +31,26 @@ from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNor
 class DecoderLayer(TransformerLayer):
     """Megatron-Core's layer, which passes the micro-batch's sequences to the feed-forward, too: experts need to know
     which tokens are padding. They are an argument, so that a recomputed layer sees those of its own forward pass,
-    whatever micro-batches came in between."""
+    whatever micro-batches came in between.
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Take hidden_states [s / cp (/ tp), b, h] to the same; see TransformerLayer."""
+    Pictures' features that are added after a layer come as Megatron-Core's `context`: recomputation finds the gradients
+    of arguments only.
+    """
+
+    def forward(self, *args: Any, context: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Take hidden_states [s / cp (/ tp), b, h] to the same; see TransformerLayer.
+
+        Args:
+            context: [s / cp (/ tp), b, k, h], what is added after each of the decoder's first k layers; of the last of
+                them it is not passed on.
+        """
         kwargs.pop("dynamic_inference_decode_only", None)
-        hidden_states, context = self._forward_attention(*args, **kwargs)
-        return self._forward_mlp(hidden_states, padding_mask=kwargs["packed_seq_params"]), context
+        hidden_states, _ = self._forward_attention(*args, **kwargs)
+        hidden_states = self._forward_mlp(hidden_states, padding_mask=kwargs["packed_seq_params"])
+        if context is None:
+            return hidden_states, None
+        hidden_states = hidden_states + context[:, :, self.layer_number - 1]
+        return hidden_states, context if self.layer_number < context.shape[2] else None
 
 
 def block_spec(

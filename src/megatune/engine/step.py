@@ -177,8 +177,7 @@ def _collect(
             found.append(whole_rows(output, mine.sequences.boundaries))
             return output
 
-        labels = mine.labels if with_labels else None
-        return chunk(input_ids=mine.input_ids, sequences=mine.sequences, labels=labels), collect
+        return _compute(chunk, mine, mine.labels if with_labels else None), collect
 
     _schedule(model, batches, forward_step, forward_only=True, collect_non_loss_data=True)
     return found
@@ -209,8 +208,13 @@ def _train(
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     batch = next(iterator)
     mine = local_batch(batch, objective.normalizer(batch))
-    output = chunk(input_ids=mine.input_ids, sequences=mine.sequences, labels=mine.labels)
-    return output, partial(_loss, objective, mine)
+    return _compute(chunk, mine, mine.labels), partial(_loss, objective, mine)
+
+
+def _compute(chunk: torch.nn.Module, mine: LocalBatch, labels: Tensor | None) -> Tensor:
+    """Run one pipeline chunk; see `DecoderModel.forward`."""
+    output: Tensor = chunk(input_ids=mine.input_ids, sequences=mine.sequences, labels=labels, pictures=mine.pictures)
+    return output
 
 
 def _loss(objective: Objective, mine: LocalBatch, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

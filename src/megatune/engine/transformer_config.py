@@ -17,6 +17,7 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
+from megatune.engine.layers.vision.dealing import sum_dealt_gradients
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "softmax_scale")
 
@@ -37,7 +38,15 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     # Megatron-Core has no fields for our norm, and for experts of layers that full recomputation in blocks keeps.
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
+    if architecture.vision is not None:
+        config.finalize_model_grads_func = _finalize_with_dealt
     return config  # type: ignore[no-any-return]
+
+
+def _finalize_with_dealt(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+    """Finalize gradients as Megatron-Core does, then those that each tensor-parallel rank has a part of."""
+    finalize_model_grads(model, *args, **kwargs)
+    sum_dealt_gradients(model)
 
 
 def _model(architecture: Architecture) -> dict[str, Any]:

@@ -31,37 +31,42 @@ from megatune.data.formats.form import (
     detect,
 )
 from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
+from megatune.data.formats.pictures import check_without, pictures_of
 from megatune.data.readers import json_type
 
 __all__ = ["Columns", "Form", "Tags", "detect", "to_example"]
 
 
-def to_example(row: Mapping[str, Any], form: Form, stage: str) -> Example:
+def to_example(row: Mapping[str, Any], form: Form, stage: str, media_dir: str | None = None) -> Example:
     """Read one row as the stage trains it.
 
     Args:
         stage: "pt" makes a text, "sft" a conversation, "dpo" a preference pair.
+        media_dir: where relative paths of pictures begin; None where the model takes no pictures.
 
     Raises:
         RowError: the row is not what its form says.
-        UnsupportedRow: the row has images, videos or audio, or its form has nothing for this stage.
+        UnsupportedRow: the row has audio, or pictures and the model takes none, or its form has nothing for this stage.
     """
     columns = form.columns
-    for kind, column in (("images", columns.images), ("videos", columns.videos), ("audio", columns.audios)):
-        if column is not None and row.get(column):
-            raise UnsupportedRow(f"field {column!r}: training on {kind} is not built")
+    if columns.audios is not None and row.get(columns.audios):
+        raise UnsupportedRow(f"field {columns.audios!r}: training on audio is not built")
     if stage == "pt":
+        for column in (columns.images, columns.videos):
+            if column is not None and row.get(column):
+                raise UnsupportedRow(f"stage pt trains text, and field {column!r} has pictures", "write stage: sft")
         return _text(row, form)
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
         raise UnsupportedRow(what, "write stage: pt")
     if stage == "dpo":
-        return _preference_pair(row, form)
+        return _preference_pair(row, form, media_dir)
     if form.formatting in ("sharegpt", "openai"):
-        return messages.conversation(row, form)
+        return messages.conversation(row, form, media_dir)
     # The history's answers are trained, too.
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
-    return Conversation(turns, _system(row, form), tools(row, form.columns.tools))
+    pictures = pictures_of(row, columns, turns, {}, media_dir)
+    return Conversation(turns, _system(row, form), tools(row, columns.tools), pictures)
 
 
 def _prompt(row: Mapping[str, Any], form: Form) -> list[Message]:
@@ -166,7 +171,7 @@ class _PairAnswer(NamedTuple):
     column: str
 
 
-def _preference_pair(row: Mapping[str, Any], form: Form) -> PreferencePair:
+def _preference_pair(row: Mapping[str, Any], form: Form, media_dir: str | None) -> PreferencePair:
     """Read a row as prompt, chosen and rejected answer."""
     columns = form.columns
     name = first_present(row, (columns.rejected, *REJECTED_NAMES))
@@ -180,8 +185,7 @@ def _preference_pair(row: Mapping[str, Any], form: Form) -> PreferencePair:
             if own is None or len(own.messages) < 2 or own.messages[-1].role != "assistant":
                 name = columns.chosen or "chosen"
                 raise RowError("missing-field", f"field {name!r} is missing", f"the row has {listed(row)}")
-            *before, last = own.messages
-            own, chosen = Messages(own.system, tuple(before)), _PairAnswer(last, None, columns.messages or "messages")
+            own, chosen = _before(own), _PairAnswer(own.messages[-1], None, columns.messages or "messages")
         stated = [chat for chat in (own, chosen.before, rejected.before) if chat is not None]
     else:
         if chosen is None:
@@ -190,7 +194,7 @@ def _preference_pair(row: Mapping[str, Any], form: Form) -> PreferencePair:
             chosen = _PairAnswer(_answer(row, name), None, name)
         # A string next to whole conversations repeats what they begin with.
         stated = [chat for chat in (chosen.before, rejected.before) if chat is not None]
-        stated = stated or [Messages(None, tuple(_prompt(row, form)))]
+        stated = stated or [Messages(None, tuple(_prompt(row, form)), {})]
     if not stated:
         name = columns.messages or "messages"
         raise RowError("missing-field", f"field {name!r} is missing", f"the row has {listed(row)}")
@@ -201,7 +205,11 @@ def _preference_pair(row: Mapping[str, Any], form: Form) -> PreferencePair:
     if (chosen.message.content, chosen.message.tool_calls) == (rejected.message.content, rejected.message.tool_calls):
         raise RowError("same-answers", "chosen and rejected are the same")
     system = _system(row, form) if prompt.system is None else prompt.system
-    return PreferencePair(prompt.messages, chosen.message, rejected.message, system, tools(row, columns.tools))
+    answers = (chosen.message, rejected.message)
+    pictures = pictures_of(row, columns, prompt.messages, prompt.inline, media_dir)
+    if pictures:
+        check_without(answers)
+    return PreferencePair(prompt.messages, *answers, system, tools(row, columns.tools), pictures)
 
 
 def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer:
@@ -218,11 +226,18 @@ def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer
     chat = messages_of(row, column, form)
     if len(chat.messages) == 1:
         raise RowError("answer-without-prompt", f"field {column!r}: a system message and an answer, and no question")
-    *before, last = chat.messages
+    last = chat.messages[-1]
     if last.role != "assistant":
         detail = f"field {column!r}: message {len(value)} has role {value[-1][form.tags.role_tag]!r}"
         raise RowError("answer-not-assistant", "an answer is not the assistant's", detail)
-    return _PairAnswer(last, Messages(chat.system, tuple(before)), column)
+    return _PairAnswer(last, _before(chat), column)
+
+
+def _before(chat: Messages) -> Messages:
+    """Return all but the last message."""
+    last = len(chat.messages) - 1
+    inline = {index: values for index, values in chat.inline.items() if index < last}
+    return Messages(chat.system, chat.messages[:last], inline)
 
 
 def _agreed(stated: list[Messages], form: Form) -> Messages:

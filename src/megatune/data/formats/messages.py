@@ -19,27 +19,31 @@ from megatune.data.formats.fields import (
     tools,
 )
 from megatune.data.formats.form import Form, Tags
+from megatune.data.formats.pictures import PARTS, Inline, part_value, pictures_of, tags_of
 from megatune.data.readers import json_type
 
 Kind = Literal["system", "user", "assistant", "call", "tool"]
 
-_MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
+_TEXT_PARTS = ("text", "input_text")
+_AUDIO_PARTS = ("audio", "audio_url", "input_audio")
 _ANTHROPIC_PARTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 class Messages(NamedTuple):
-    """A list of messages, read: the text of its leading system message, None where it has none, and the others."""
+    """A list of messages, read: the text of its leading system message, None where it has none, and the others; and
+    the pictures in them."""
 
     system: str | None
     messages: tuple[Message, ...]
+    inline: Inline
 
 
-def conversation(row: Mapping[str, Any], form: Form) -> Conversation:
+def conversation(row: Mapping[str, Any], form: Form, media_dir: str | None) -> Conversation:
     """Read the messages of a row, in turns that end with the assistant's.
 
     Raises:
         RowError: they are not messages, or do not take turns.
-        UnsupportedRow: one of them has an image, a video or audio.
+        UnsupportedRow: one of them has audio, or a picture for a model that takes none.
     """
     columns = form.columns
     chat = messages_of(row, columns.messages or "messages", form)
@@ -49,7 +53,8 @@ def conversation(row: Mapping[str, Any], form: Form) -> Conversation:
         raise RowError("no-answer", "the last message is not the assistant's", detail)
     # A system message among the messages overrides the system column.
     system = optional_string(row, columns.system) if chat.system is None else chat.system
-    return Conversation(chat.messages, system, tools(row, columns.tools))
+    pictures = pictures_of(row, columns, chat.messages, chat.inline, media_dir)
+    return Conversation(chat.messages, system, tools(row, columns.tools), pictures)
 
 
 def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
@@ -62,6 +67,7 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
     tags = form.tags
     system: str | None = None
     messages: list[Message] = []
+    inline: Inline = {}
     for number, item in enumerate(raw, start=1):
         if not isinstance(item, dict):
             detail = f"message {number} is {json_type(item)}"
@@ -72,13 +78,16 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
                 if _kind(raw[0], form, column, 1) == "system":
                     raise RowError("two-system-messages", "two system messages", f"messages 1 and {number}")
                 raise RowError("system-not-first", "the system message is not the first", f"message {number}")
-            system = _content(item, tags.content_tag, column, number)
+            system = _content(item, tags.content_tag, column, number, None)
         else:
-            messages.append(_message(kind, item, tags, column, number))
+            values: list[object] = []
+            messages.append(_message(kind, item, tags, column, number, values))
+            if values:
+                inline[len(messages) - 1] = values
     if not messages:
         detail = "a system message only" if system is not None else ""
         raise RowError("no-messages", f"field {column!r}: no messages", detail)
-    return Messages(system, tuple(messages))
+    return Messages(system, tuple(messages), inline)
 
 
 def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
@@ -87,7 +96,7 @@ def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -
     if kind not in ("assistant", "call"):
         detail = f"field {column!r} has role {item[form.tags.role_tag]!r}, expected {form.tags.assistant_tag!r}"
         raise RowError("answer-not-assistant", "an answer is not the assistant's", detail)
-    return _message(kind, item, form.tags, column, number)
+    return _message(kind, item, form.tags, column, number, None)
 
 
 # What may follow what: several tools may answer one message with parallel calls.
@@ -144,9 +153,11 @@ def _kind(item: Mapping[str, Any], form: Form, column: str, number: int) -> Kind
     return kind
 
 
-def _message(kind: Kind, item: Mapping[str, Any], tags: Tags, column: str, number: int) -> Message:
+def _message(
+    kind: Kind, item: Mapping[str, Any], tags: Tags, column: str, number: int, values: list[object] | None
+) -> Message:
     if kind == "user" or kind == "tool":
-        return Message(kind, _content(item, tags.content_tag, column, number))
+        return Message(kind, _content(item, tags.content_tag, column, number, values))
     place = f"message {number}" if number else ""
     if kind == "call":
         owner = f"{column}[].{tags.content_tag}"
@@ -155,30 +166,46 @@ def _message(kind: Kind, item: Mapping[str, Any], tags: Tags, column: str, numbe
     raw_calls = item.get("tool_calls")
     calls = tool_calls(raw_calls, f"{column}[].tool_calls", place) if raw_calls else ()
     # OpenAI's API writes null for the text of a message that only calls tools.
-    content = "" if calls and item.get(tags.content_tag) is None else _content(item, tags.content_tag, column, number)
+    is_bare = calls and item.get(tags.content_tag) is None
+    content = "" if is_bare else _content(item, tags.content_tag, column, number, values)
     if item.get("reasoning_content") is not None:
         thought = string(item, "reasoning_content", column, number).strip()
         content = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
     return Message("assistant", content, calls, _trained(item, place))
 
 
-def _content(item: Mapping[str, Any], tag: str, column: str, number: int) -> str:
-    """Read a message's text; OpenAI's list of parts is joined where all of them are text."""
+def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values: list[object] | None) -> str:
+    """Read a message's text; of OpenAI's list of parts, images and videos become tags in it.
+
+    Args:
+        values: gets the value of each tag where the parts have a picture (see `Inline`); None where there may be none.
+    """
     content = item.get(tag)
     if not isinstance(content, list):
         return string(item, tag, column, number)
     place = f"message {number}" if number else f"field {column!r}"
+    texts: list[str] = []
+    given: list[object] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         has = f"{place} has a part of type {kind!r}"
-        if kind in _MEDIA_PARTS:
-            raise UnsupportedRow(f"{has}: training on it is not built")
+        if kind in _AUDIO_PARTS:
+            raise UnsupportedRow(f"{has}: training on audio is not built")
         if kind in _ANTHROPIC_PARTS:
             detail = f"{has}; OpenAI's tool_calls, role tool and reasoning_content are read"
             raise RowError("anthropic-blocks", "Anthropic's content blocks are not read", detail)
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RowError("bad-content-part", "a part of a message is not text", f"{place} has {short(part)}")
-    return "".join(encodable(part["text"], f"{column}[].{tag}", place) for part in content)
+        if kind in PARTS and values is not None:
+            texts.append(PARTS[kind])
+            given.append(part_value(part))
+        elif kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+            texts.append(encodable(part["text"], f"{column}[].{tag}", place))
+            given += [None] * len(tags_of(part["text"]))
+        else:
+            expected = "text" if values is None else "text, an image or a video"
+            raise RowError("bad-content-part", f"a part of a message is not {expected}", f"{place} has {short(part)}")
+    if values is not None and any(part["type"] in PARTS for part in content):
+        values += given
+    return "".join(texts)
 
 
 def _trained(item: Mapping[str, Any], place: str) -> bool:

@@ -31,12 +31,7 @@ _REFUSED_PLACES = {
 }
 _STRINGS = (*_HUB_KEYS, *_REFUSED_PLACES, "file_name", "subset", "split", "folder")
 _KEYS = (*_STRINGS, "formatting", "ranking", "num_samples", "columns", "tags")
-_REFUSED_COLUMNS = {
-    "kto_tag": "KTO is not built",
-    "images": "training on images is not built",
-    "videos": "training on videos is not built",
-    "audios": "training on audio is not built",
-}
+_REFUSED_COLUMNS = {"kto_tag": "KTO is not built", "audios": "training on audio is not built"}
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
 # A number after "#" is never written with these; a path that has a "#" in it often continues so.
 _PATH_CHARACTERS = re.compile(r"[/.\\]")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatune.architecture import Architecture, Llama3RopeScaling, YarnRopeScaling
+from megatune.architecture import Architecture, Llama3RopeScaling, MultimodalRope, YarnRopeScaling
 from megatune.engine import device
 
 
@@ -81,10 +81,40 @@ def cos_sin(position_ids: Tensor, frequencies: Tensor, factor: float, dtype: tor
         [2, s, 1, 1, d]: cosines, each at both channels of its pair, d / 2 apart; and sines, the first half negative.
         One tensor, since Megatron-Core hands it to every layer, and through its recomputation, as rotary_pos_emb.
     """
-    angles = torch.outer(position_ids.float(), frequencies)
+    return _table(torch.outer(position_ids.float(), frequencies)[:, None], factor, dtype)
+
+
+def _table(angles: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Return [2, s, b, 1, d] from angles in fp32, [s, b, d / 2]."""
     cos, sin = angles.cos() * factor, angles.sin() * factor
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
-    return table[:, :, None, None, :].to(dtype)
+    return table[:, :, :, None, :].to(dtype)
+
+
+def rows_of_frequencies(mrope: MultimodalRope) -> Tensor:
+    """Return which position turns each pair of channels: int64 [d / 2], 0 time, 1 height, 2 width."""
+    if not mrope.interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(mrope.section))
+    rows = torch.zeros(sum(mrope.section), dtype=torch.int64)
+    for row in (1, 2):
+        rows[row : 3 * mrope.section[row] : 3] = row
+    return rows
+
+
+def multimodal_cos_sin(
+    position_ids: Tensor, rows: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> Tensor:
+    """Compute `cos_sin` of positions in time, height and width.
+
+    Args:
+        position_ids: int64 [3, b, s].
+        rows: as `rows_of_frequencies` returns them.
+
+    Returns:
+        [2, s, b, 1, d]; where the three positions are the same, the same numbers as `cos_sin` of them, to the last bit.
+    """
+    positions = position_ids.float().index_select(0, rows).permute(2, 1, 0).contiguous()
+    return _table(positions * frequencies, factor, dtype)
 
 
 def rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -93,7 +123,7 @@ def rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) ->
     Either way a turned pair is d / 2 channels apart, as with Transformers.
 
     Args:
-        cos_sin: [2, s, 1, 1, d], see `cos_sin`.
+        cos_sin: [2, s, 1 or b, 1, d], see `cos_sin`.
         interleaved: channels 2i and 2i + 1 are a pair, otherwise i and i + d / 2.
     """
     cos, sin = cos_sin

@@ -89,43 +89,44 @@ def _lower_right(like: Tensor, t: int, u: int) -> Tensor:
 
 
 class FlashOnCPU:
-    """torch's flash attention for CPUs, run by run."""
+    """torch's flash attention for CPUs, all runs of equal lengths in one call."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         channels = value.shape[-1]
         query, key, value = equal_channels(query, key, value)
-        outputs, lses = [], []
-        for queries, keys in spans.runs:
-            run = _heads_first(query[queries], key[keys], value[keys])
-            mask = _cpu_mask(run[0], run[1], spans.causal)
-            output, lse = aten._scaled_dot_product_flash_attention_for_cpu(*run, 0.0, **mask, scale=scale)
-            outputs.append(_tokens_first(output))
-            lses.append(lse[0])
-        return torch.cat(outputs)[..., :channels], torch.cat(lses, 1)
+        output, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=wide_of(query[:0]).dtype)
+        for queries, keys, count in spans.equal_runs:
+            runs = _heads_first(count, query[queries], key[keys], value[keys])
+            mask = _cpu_mask(runs[0], runs[1], spans.causal)
+            found, of_found = aten._scaled_dot_product_flash_attention_for_cpu(*runs, 0.0, **mask, scale=scale)
+            output[queries] = _tokens_first(found)
+            lse[:, queries] = of_found.transpose(0, 1).flatten(1)
+        return output[..., :channels], lse
 
     def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
         *tensors, lse = saved
         query, key, value, output, grad_output = equal_channels(*tensors, grad_output)
-        gradients = []
-        for queries, keys in spans.runs:
-            run = _heads_first(query[queries], key[keys], value[keys])
-            results = _heads_first(grad_output[queries], output[queries])
-            of_run = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                results[0], *run, results[1], lse[None, :, queries], 0.0, **_cpu_mask(run[0], run[1], spans.causal),
-                scale=scale,
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for queries, keys, count in spans.equal_runs:
+            runs = _heads_first(count, query[queries], key[keys], value[keys])
+            results = _heads_first(count, grad_output[queries], output[queries])
+            of_runs = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                results[0], *runs, results[1], lse[:, queries].unflatten(1, (count, -1)).transpose(0, 1), 0.0,
+                **_cpu_mask(runs[0], runs[1], spans.causal), scale=scale,
             )  # fmt: skip
-            gradients.append(map(_tokens_first, of_run))
-        return _cut_channels(map(torch.cat, zip(*gradients, strict=True)), saved)
+            for gradient, tokens, of_tokens in zip(gradients, (queries, keys, keys), of_runs, strict=True):
+                gradient[tokens] = _tokens_first(of_tokens)
+        return _cut_channels(gradients, saved)
 
 
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """[t, n, d] to [1, n, t, d], each."""
-    return [tensor.transpose(0, 1)[None] for tensor in tensors]
+def _heads_first(count: int, *tensors: Tensor) -> list[Tensor]:
+    """[count · t, n, d] to [count, n, t, d], each."""
+    return [tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in tensors]
 
 
 def _tokens_first(tensor: Tensor) -> Tensor:
-    """[1, n, t, d] to [t, n, d]."""
-    return tensor[0].transpose(0, 1)
+    """[count, n, t, d] to [count · t, n, d]."""
+    return tensor.transpose(1, 2).flatten(0, 1)
 
 
 def _cut_channels(gradients: Iterable[Tensor], saved: Saved) -> tuple[Tensor, ...]:

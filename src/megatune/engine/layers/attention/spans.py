@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,11 +51,39 @@ class Spans:
         return tuple(zip(queries, keys, strict=True))
 
     @cached_property
+    def equal_runs(self) -> tuple[EqualRuns, ...]:
+        """The runs in groups that have as many queries, and as many keys."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number, (queries, keys) in enumerate(self.runs):
+            groups.setdefault((queries.stop - queries.start, keys.stop - keys.start), []).append(number)
+        return tuple(
+            EqualRuns(_tokens_of(self.queries, numbers), _tokens_of(self.keys, numbers), len(numbers))
+            for numbers in groups.values()
+        )
+
+    @cached_property
     def on_device(self) -> tuple[Tensor, Tensor, int, int]:
         """`queries` and `keys`, int32 [runs + 1], on the device; and the longest run of each."""
         bounds = device.send(torch.tensor((self.queries, self.keys), dtype=torch.int32))
         longest = [max(stop - start for start, stop in pairwise(ends)) for ends in (self.queries, self.keys)]
         return bounds[0], bounds[1], longest[0], longest[1]
+
+
+class EqualRuns(NamedTuple):
+    """Runs of equal lengths: where their queries and their keys are, a slice or int64 on the CPU; and how many."""
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    count: int
+
+
+def _tokens_of(bounds: tuple[int, ...], numbers: list[int]) -> slice | Tensor:
+    """Return where the tokens of these runs are."""
+    first, last = numbers[0], numbers[-1]
+    if last - first + 1 == len(numbers):
+        return slice(bounds[first], bounds[last + 1])
+    starts, size = torch.tensor(bounds)[numbers], bounds[first + 1] - bounds[first]
+    return (starts[:, None] + torch.arange(size)).flatten()
 
 
 # The queries and the keys of a rank that take part in a step of the ring, and how: a slice where the row is one

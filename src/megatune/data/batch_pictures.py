@@ -1,0 +1,108 @@
+"""Pictures of a micro-batch: decoded by the ranks that share it, each its part, and placed among the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from megatune.data.bad_rows import RowError
+from megatune.data.pictures import place_of, unpacked
+
+if TYPE_CHECKING:
+    from megatune.data.media.processor import PictureProcessor
+    from megatune.data.rows import Document
+
+
+class Share(NamedTuple):
+    """One of the ranks that deal the pictures of a micro-batch among themselves."""
+
+    rank: int
+    size: int
+
+
+class Unreadable(NamedTuple):
+    """A picture that could not be decoded; the micro-batch has zeros in its place.
+
+    Attributes:
+        document: its number in `Batch.lengths`.
+        place: the file, in words.
+        code, reason: as a `RowError` has them.
+    """
+
+    document: int
+    place: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """The images and videos of a micro-batch, n of them, in the order of their tokens.
+
+    Attributes:
+        pixel_values: fp32 [patches, C·T·p²], of the pictures that this rank computes, in their order.
+        grids: int64 [n, 3], patches (t, h, w) of all pictures.
+        owners: int64 [n], which of the ranks that share the micro-batch computes each; 0 where no share is given.
+        places: int64 [tokens], where the pictures' tokens are in the flattened rows, [b · s], in order.
+        rotary_position_ids: int64 [3, b, s], counted from 0 in every document; padding counts on.
+    """
+
+    pixel_values: torch.Tensor
+    grids: torch.Tensor
+    owners: torch.Tensor
+    places: torch.Tensor
+    rotary_position_ids: torch.Tensor
+
+    def pin_memory(self) -> Pictures:
+        """Return the same in page-locked memory."""
+        return Pictures(*(getattr(self, each.name).pin_memory() for each in fields(self)))
+
+
+def collate_pictures(
+    processor: PictureProcessor,
+    documents: Sequence[Document],
+    starts: np.ndarray,
+    input_ids: np.ndarray,
+    position_ids: np.ndarray,
+    share: Share | None,
+) -> tuple[Pictures, tuple[Unreadable, ...]]:
+    """Return the pictures of a micro-batch, and which of this rank's share could not be decoded.
+
+    Args:
+        starts: where documents begin in the flattened rows, and their end behind the last.
+        input_ids, position_ids: [b, s].
+    """
+    from megatune.data.media.dealing import deal
+    from megatune.data.media.positions import rotary_position_ids
+
+    numbered = [(number, each) for number, document in enumerate(documents) for each in document.pictures]
+    grids = np.array([each.grid for _, each in numbered], dtype=np.int64)
+    sizes = grids.prod(axis=1).tolist()  # patches
+    owners = deal(sizes, share.size) if share is not None else [0] * len(sizes)
+    mine = [place for place, owner in enumerate(owners) if share is not None and owner == share.rank]
+    pixels = np.zeros((sum(sizes[place] for place in mine), processor.patch_channels), dtype=np.float32)
+    unreadable, stop = [], 0
+    for place in mine:
+        number, picture = numbered[place]
+        start, stop = stop, stop + sizes[place]
+        source, measured = unpacked(picture.packed)
+        try:
+            pixels[start:stop] = processor.pixels(source, measured)
+        except RowError as error:
+            unreadable.append(Unreadable(number, place_of(source), error.code, str(error)))
+    ids = np.stack([position_ids.reshape(-1)] * 3)
+    for document, start, end in zip(documents, starts, starts[1:], strict=False):
+        if document.pictures:
+            measures = [(each.grid, each.seconds_per_grid) for each in document.pictures]
+            own = rotary_position_ids(document.input_ids, measures, processor.vision)
+            size = own.shape[1]
+            ids[:, start : start + size] = own
+            ids[:, start + size : end] = own.max() + 1 + np.arange(end - start - size)
+    flat, vision = input_ids.reshape(-1), processor.vision
+    places = np.flatnonzero((flat == vision.image_token_id) | (flat == vision.video_token_id))
+    found = (pixels, grids, np.array(owners, dtype=np.int64), places, ids.reshape(3, *input_ids.shape))
+    return Pictures(*map(torch.from_numpy, found)), tuple(unreadable)

@@ -1,0 +1,89 @@
+"""Images and videos of a row: files that columns list, one for each tag in the messages, and parts of messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatune.data.bad_rows import RowError, UnsupportedRow
+from megatune.data.conversation import Message
+from megatune.data.formats.form import Columns
+from megatune.data.media.sources import Kind, PictureSource, picture_source
+
+IMAGE, VIDEO = "<image>", "<video>"
+
+_TAG = re.compile(f"{IMAGE}|{VIDEO}")
+_KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
+# Types of OpenAI's parts of messages, and of Transformers' chat templates.
+PARTS = {"image": IMAGE, "image_url": IMAGE, "input_image": IMAGE, "video": VIDEO, "video_url": VIDEO}
+
+# The values of a message's tags in order, of messages that have parts, by their index; None is a file of a column.
+Inline = dict[int, list[object]]
+
+
+def tags_of(text: str) -> list[str]:
+    """Return the tags in a text, in order."""
+    return _TAG.findall(text)
+
+
+def part_value(part: Mapping[str, Any]) -> object:
+    """Return the file, URL or bytes that a part of a message gives; None where it leaves them to the columns."""
+    kind = _KINDS[PARTS[part["type"]]]
+    names = (part["type"], kind, f"{kind}_url", "url", "path", "base64")
+    value = next((part[name] for name in names if part.get(name) is not None), None)
+    return value["url"] if isinstance(value, dict) and "url" in value else value
+
+
+def pictures_of(
+    row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], inline: Inline, media_dir: str | None
+) -> tuple[PictureSource, ...]:
+    """Return the pictures of a row in the order of their tags, images and videos mixed.
+
+    Args:
+        media_dir: see `to_example`.
+
+    Raises:
+        RowError: there are more or fewer tags than files, or one is neither a path nor a picture.
+        UnsupportedRow: there are pictures, and the model takes none.
+    """
+    files = {IMAGE: _listed(row, columns.images), VIDEO: _listed(row, columns.videos)}
+    if not any(files.values()) and not inline:
+        return ()
+    if media_dir is None:
+        raise UnsupportedRow(
+            "its rows have images or videos, and the model takes text alone",
+            'train a vision-language model, or turn the columns off in dataset_info.json: "images": null',
+        )
+    wanted: list[tuple[str, object]] = []
+    for index, message in enumerate(messages):
+        tags = tags_of(message.content)
+        values = inline.get(index, [None] * len(tags))
+        if len(values) != len(tags):  # a thought beside the parts, or what they make together, reads as a tag
+            raise RowError("picture-count", "a message has tags beside its parts", f"message {index + 1} of the row")
+        wanted += zip(tags, values, strict=True)
+    for tag, listed in files.items():
+        check_count(tag, sum(each == (tag, None) for each in wanted), len(listed))
+    left = {tag: iter(listed) for tag, listed in files.items()}
+    values = ((tag, next(left[tag]) if value is None else value) for tag, value in wanted)
+    return tuple(picture_source(value, _KINDS[tag], media_dir) for tag, value in values)
+
+
+def check_count(tag: str, tags: int, files: int) -> None:
+    """Refuse a row that has not as many tags as files."""
+    if tags != files:
+        reason = f"the row has not as many {tag} tags as {_KINDS[tag]}s"
+        raise RowError("picture-count", reason, f"{tags} {tag} in the messages, {files} files")
+
+
+def check_without(messages: Sequence[Message]) -> None:
+    """Refuse tags in the answers of a preference pair: its pictures belong to the prompt."""
+    if any(tags_of(message.content) for message in messages):
+        raise RowError("picture-in-answer", "an answer of a preference pair has an image or video")
+
+
+def _listed(row: Mapping[str, Any], column: str | None) -> list[object]:
+    value = row.get(column) if column is not None else None
+    if value is None or value == "":
+        return []
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,220 @@
+"""Pictures (images and videos) of documents: where their tokens are, and what a loader decodes them from.
+
+    FOLDER/pictures.bin  a record of every picture of tokens.bin, in the order of their tokens
+    FOLDER/sources.bin   how each was measured, and its file's name, or its bytes where it has no file
+
+No pixel is stored: a picture is measured from its header when rows are prepared, and decoded when a step trains it.
+What rows depend on is its size in pixels, with which its number of tokens changes. So they hold the bytes that each
+file had: `TokenRows.is_current` compares them before prepared rows are used again, and a decoder refuses a picture of
+another size than it was measured with. Times are no part of it, since copies of a file on several machines differ in
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from pydantic import TypeAdapter
+
+if TYPE_CHECKING:
+    from megatune.data.media.processor import Measured
+    from megatune.data.media.sources import PictureSource
+
+PICTURES_FILE = "pictures.bin"
+SOURCES_FILE = "sources.bin"
+
+_RECORD = np.dtype([
+    ("token", "<i8"),  # the first placeholder in tokens.bin
+    ("num_tokens", "<i4"),
+    ("grid", "<i4", (3,)),
+    ("is_video", "<i4"),
+    ("seconds_per_grid", "<f8"),  # nan: None
+    ("offset", "<i8"),  # in sources.bin
+    ("size", "<i8"),
+])  # fmt: skip
+_HEADER = struct.Struct("<qI")  # bytes of the picture's files, and of its measures as JSON, which follow
+_LOOKING = 16  # threads: a file system over a network takes its time for each file
+
+
+class DocumentPicture(NamedTuple):
+    """A picture of a document.
+
+    Attributes:
+        start: its first placeholder token in the document.
+        num_tokens: its placeholder tokens: a run of them, or, where the frames of a video are apart, several.
+        grid: patches (t, h, w).
+        seconds_per_grid: between patches of a video in time, where the model counts seconds.
+        packed: what it is decoded from, by `unpacked`.
+    """
+
+    start: int
+    num_tokens: int
+    grid: tuple[int, int, int]
+    seconds_per_grid: float | None
+    is_video: bool
+    packed: bytes | memoryview
+
+
+def packed(source: PictureSource, measured: Measured) -> bytes:
+    """Return what a picture is decoded from, as bytes."""
+    measures = TypeAdapter(type(measured)).dump_json(measured)
+    return _HEADER.pack(_num_bytes(source), len(measures)) + measures + source.to_bytes()
+
+
+def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
+    """Return what `packed` was given."""
+    from megatune.data.media.processor import Measured
+    from megatune.data.media.sources import PictureSource
+
+    _, size = _HEADER.unpack_from(content)
+    stop = _HEADER.size + size
+    measured = TypeAdapter(Measured).validate_json(bytes(content[_HEADER.size : stop]))
+    return PictureSource.from_bytes(bytes(content[stop:])), measured
+
+
+def place_of(source: PictureSource) -> str:
+    """Name a picture's file; one without a file by what it is."""
+    if source.frames:
+        return f"the frames from {place_of(source.frames[0])} on"
+    return source.path if source.path is not None else f"{source.kind} of {len(source.data or b''):,} bytes in a row"
+
+
+def _num_bytes(source: PictureSource) -> int:
+    """Count the encoded bytes of a picture.
+
+    Raises:
+        OSError: a file of it cannot be looked at.
+    """
+    if source.frames is not None:
+        return sum(map(_num_bytes, source.frames))
+    return os.stat(source.path).st_size if source.path is not None else len(source.data or b"")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureCounts:
+    """How many pictures there are, each as often as it is used.
+
+    Attributes:
+        tokens: of all of them.
+        largest: tokens of the largest one.
+    """
+
+    images: int = 0
+    videos: int = 0
+    tokens: int = 0
+    largest: int = 0
+
+    def words(self) -> str:
+        """Write the counts as the end of a line about token rows, "" where there is no picture."""
+        number = self.images + self.videos
+        if not number:
+            return ""
+        kinds = ((self.images, "images"), (self.videos, "videos"))
+        what = " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+        mean = self.tokens / number
+        return f"; {what} with {self.tokens} tokens, {mean:.0f} each and {self.largest} at most"
+
+
+class PictureTable:
+    """The pictures of a folder of token rows, memory-mapped.
+
+    Raises:
+        OSError, ValueError: the files are not there, or not whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._records = map_file(folder / PICTURES_FILE, _RECORD)
+        self._sources = map_file(folder / SOURCES_FILE, np.dtype(np.uint8))
+        held = int(self._records["offset"][-1] + self._records["size"][-1]) if len(self._records) else 0
+        if held != len(self._sources):
+            raise ValueError(f"{SOURCES_FILE} has {len(self._sources)} bytes, {PICTURES_FILE} names {held}")
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def between(self, start: int, stop: int) -> tuple[DocumentPicture, ...]:
+        """Return the pictures of the document whose tokens begin and end there in tokens.bin."""
+        if not len(self._records):
+            return ()
+        first, last = np.searchsorted(self._tokens, (start, stop))
+        return tuple(self._picture(record, start) for record in self._records[first:last])
+
+    def count(self, spans: np.ndarray) -> PictureCounts:
+        """Count the pictures of documents, int [documents, 2] as `TokenRows.spans`."""
+        uses = np.zeros(len(self) + 1, dtype=np.int64)
+        for column, sign in ((0, 1), (1, -1)):
+            np.add.at(uses, np.searchsorted(self._tokens, spans[:, column]), sign)
+        uses = np.cumsum(uses[:-1])
+        tokens, videos = self._records["num_tokens"].astype(np.int64), self._records["is_video"] != 0
+        sums = (int(uses[~videos].sum()), int(uses[videos].sum()), int((uses * tokens).sum()))
+        return PictureCounts(*sums, int(tokens[uses > 0].max(initial=0)))
+
+    def is_current(self) -> bool:
+        """Return whether every picture's file is there with as many bytes as when it was measured."""
+        parts = np.array_split(np.arange(len(self)), -(-len(self) // 4096) or 1)
+        with ThreadPoolExecutor(_LOOKING) as pool:
+            return all(pool.map(lambda part: all(map(self._has_its_bytes, part)), parts))
+
+    def digested(self) -> Sequence[np.ndarray]:
+        """Return the content, for a digest."""
+        return (self._records, self._sources)
+
+    @cached_property
+    def _tokens(self) -> np.ndarray:
+        return np.ascontiguousarray(self._records["token"])
+
+    def _picture(self, record: np.void, start: int) -> DocumentPicture:
+        seconds = float(record["seconds_per_grid"])
+        t, h, w = record["grid"].tolist()
+        return DocumentPicture(
+            start=int(record["token"]) - start,
+            num_tokens=int(record["num_tokens"]),
+            grid=(t, h, w),
+            seconds_per_grid=None if np.isnan(seconds) else seconds,
+            is_video=bool(record["is_video"]),
+            packed=self._content(record),
+        )
+
+    def _content(self, record: np.void) -> memoryview:
+        return self._sources[record["offset"] : record["offset"] + record["size"]].data
+
+    def _has_its_bytes(self, number: int) -> bool:
+        content = self._content(self._records[number])
+        size, _ = _HEADER.unpack_from(content)
+        try:
+            return bool(size == _num_bytes(unpacked(content)[0]))
+        except OSError:
+            return False
+
+
+class PictureWriter:
+    """Writes the pictures of a folder of token rows, in the order of their tokens; closes with `open_files`."""
+
+    def __init__(self, folder: Path, open_files: ExitStack) -> None:
+        self._records = open_files.enter_context((folder / PICTURES_FILE).open("wb"))
+        self._sources = open_files.enter_context((folder / SOURCES_FILE).open("wb"))
+        self.files = (self._records, self._sources)
+        self._offset = 0
+
+    def add(self, start: int, pictures: Sequence[DocumentPicture]) -> None:
+        """Write the pictures of a document that begins with this token of tokens.bin."""
+        for each in pictures:
+            seconds = np.nan if each.seconds_per_grid is None else each.seconds_per_grid
+            place = (start + each.start, each.num_tokens, each.grid, each.is_video, seconds)
+            self._records.write(np.array((*place, self._offset, len(each.packed)), dtype=_RECORD).tobytes())
+            self._sources.write(each.packed)
+            self._offset += len(each.packed)
+
+
+def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+    """Map a file; an empty one cannot be."""
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Pictures: their encoder, how ranks share it, and where their features go."""
