@@ -24,6 +24,7 @@ from megatune.plan.estimate import estimate
 from megatune.plan.flops import model_flops
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.operators.vision import Images, images_of
+from megatune.plan.pages.words import trained_words
 from megatune.plan.run.preflight import Preflight, preflight, with_pictures
 from megatune.plan.run.record import Measured, RunRecord
 from megatune.plan.search import SearchRequest, search
@@ -181,6 +182,26 @@ def test_stages_without_the_encoder_hold_nothing_of_it():
     assert activation_bytes(make_case(PP2, TOWER), 1) == activation_bytes(make_case(PP2, tokens=0), 1)
     more = replace(make_case(PP2, TOWER), image_tokens=0)
     assert activation_bytes(make_case(PP2, TOWER), 0).activations > activation_bytes(more, 0).activations
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ((), "full fine-tuning, frozen: vision tower, projector, deepstack mergers, 8.19 B parameters, bfloat16"),
+        ((DEEPSTACK,), "full fine-tuning, frozen: vision tower, projector, 8.31 B parameters, bfloat16"),
+        ((TOWER, PROJECTOR), "full fine-tuning, 8.77 B parameters, bfloat16"),
+        (
+            (PROJECTOR, {"finetuning.freeze_language_model": True}),
+            "full fine-tuning, frozen: vision tower, deepstack mergers, language model, 40.1 M parameters, bfloat16",
+        ),
+        (
+            ({"finetuning.finetuning_type": "freeze"},),
+            "2 of 36 layers, frozen: vision tower, projector, deepstack mergers, 386 M parameters, bfloat16",
+        ),
+    ],
+)
+def test_what_is_trained_is_named(changes, said):
+    assert trained_words(make_case(*changes)) == said
 
 
 def checked(folder: Path, machine: str = "a100-80g", **changes: Any) -> Preflight:
