@@ -75,7 +75,7 @@ def images_of(case: Case) -> Images | None:
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     of_image, of_row = min(tokens, case.tokens_of_picture), -(-tokens // case.tokens_of_picture)
     whole, share = case.micro_batch_size * tokens, -(-case.micro_batch_size * of_row // ranks) * of_image
-    trained = trained_stacks(case.model.architecture, trainable)
+    trained = _trained_stacks(case.model.architecture, trainable)
     return Images(
         tower,
         whole,
@@ -89,8 +89,7 @@ def images_of(case: Case) -> Images | None:
 
 
 @lru_cache(maxsize=64)
-def trained_stacks(architecture: Architecture, trainable: FinetuningSettings) -> frozenset[Stack]:
-    """Return the parts of the model of which something is trained, adapters aside."""
+def _trained_stacks(architecture: Architecture, trainable: FinetuningSettings) -> frozenset[Stack]:
     return frozenset(weight.stack for weight, _ in trained_weights(architecture, trainable))
 
 

@@ -6,15 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatune.config.groups.performance import RecomputeSettings
-from megatune.families.trained import trained_weights
-from megatune.families.weights import Stack
+from megatune.families.trained import frozen_parts
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 from megatune.plan.memory import StageMemory
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.memory.tensors import num_trained_parameters
-from megatune.plan.operators.vision import trained_stacks
 
 if TYPE_CHECKING:
     from megatune.plan.question import Question
@@ -167,12 +165,6 @@ def largest_part(stage: StageMemory) -> tuple[str, int]:
     return MEMORY_WORDS[part], getattr(stage, part)
 
 
-_STACKS = {
-    Stack.VISION: "vision tower",
-    Stack.PROJECTOR: "projector",
-    Stack.DEEPSTACK: "deepstack mergers",
-    Stack.DECODER: "language model",
-}
 _MODULES = {
     "core_attn": "attn",
     "layernorm": "norm",
@@ -243,19 +235,13 @@ def picture_words(case: Case) -> str:
 
 def trained_words(case: Case) -> str:
     """Say what is trained, and in which precision."""
-    trainable, architecture = case.settings.finetuning, case.model.architecture
-    vision, kind = architecture.vision, trainable.finetuning_type
-    text = "full fine-tuning"
-    if kind == "lora":
+    trainable = case.settings.finetuning
+    architecture = case.model.architecture
+    if trainable.finetuning_type == "lora":
         text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_layers)}"
-    elif kind == "freeze":
-        trained = trained_weights(architecture, trainable)
-        layers = {layer for weight, layer in trained if weight.stack is Stack.DECODER and weight.per_layer}
-        text = f"{len(layers)} of {count(architecture.num_layers, 'layer')}"
-    if vision is not None and kind != "lora":
-        held = [stack for stack in _STACKS if stack is not Stack.DEEPSTACK or vision.num_deepstack_mergers]
-        frozen = [_STACKS[stack] for stack in held if stack not in trained_stacks(architecture, trainable)]
-        text += f", frozen: {', '.join(frozen)}" if frozen else ""
-    if vision is not None or kind != "full":
+    else:
+        frozen = ", ".join(frozen_parts(architecture, trainable))
+        text = f"{trainable.finetuning_type} fine-tuning{f', frozen: {frozen}' if frozen else ''}"
+    if trainable.finetuning_type != "full" or architecture.vision is not None:
         text += f", {amount(num_trained_parameters(architecture, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"
