@@ -196,8 +196,8 @@ def test_stages_without_the_encoder_hold_nothing_of_it():
         ),
         (
             ({"finetuning.finetuning_type": "freeze"},),
-            "freeze fine-tuning, frozen: vision tower, projector, deepstack mergers, language model but for layers 34, 35, "
-            "386 M parameters, bfloat16",
+            "freeze fine-tuning, frozen: vision tower, projector, deepstack mergers, language model but for layers 34, "
+            "35, 386 M parameters, bfloat16",
         ),
     ],
 )
