@@ -1,16 +1,20 @@
 """Rules of pipelines, experts, context parallelism and recomputation, each with its whole message."""
 
 import dataclasses
+import itertools
+import re
 
 import pytest
 from test_rules import BASE, QWEN
 from test_rules import WRONG as WRONG_IN_RUNS
 from test_rules_data import WRONG as WRONG_IN_DATA
 
-from megatune.architecture import Architecture, MixtureOfExperts
+from megatune.architecture import Architecture, MixtureOfExperts, Vision
 from megatune.config.load import load
-from megatune.config.rules import RULES, check
+from megatune.config.rules import RULES, check, pipeline
+from megatune.config.rules.pipeline import deepstack
 from megatune.config.rules.problem import Context
+from megatune.config.settings import BatchSettings, ParallelSettings, Settings
 
 EXPERTS = dataclasses.replace(
     QWEN,
@@ -31,6 +35,22 @@ SIGMOID = dataclasses.replace(
         shared_expert_intermediate_size=48,
         score_function="sigmoid",
         expert_bias=True,
+    ),
+)
+
+# Three of the encoder's layers feed the decoder's first three.
+DEEPSTACK = dataclasses.replace(
+    QWEN,
+    model_type="qwen3_vl",
+    vision=Vision(
+        depth=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_heads=16,
+        out_hidden_size=64,
+        patch_size=16,
+        spatial_merge_size=2,
+        deepstack_visual_indexes=(5, 11, 17),
     ),
 )
 
@@ -57,6 +77,10 @@ VALID = [
     (EXPERTS, ["recompute_granularity=selective", "recompute_modules=[core_attn, moe_act, layernorm]"]),
     (EXPERTS, ["recompute_granularity=full", "moe_layer_recompute=true"]),
     (QWEN, ["recompute_granularity=full", "recompute_method=block", "recompute_num_layers=5"]),
+    (DEEPSTACK, ["pipeline_model_parallel_size=4"]),
+    (DEEPSTACK, ["pipeline_model_parallel_size=6", "decoder_first_pipeline_num_layers=3"]),
+    (DEEPSTACK, ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*3|t*2|t*5|t*2L",
+                 "gradient_accumulation_steps=2"]),
 ]  # fmt: skip
 
 
@@ -131,6 +155,21 @@ WRONG = [
         "pipeline_model_parallel_layout Et*6|t*5L: it has 11 layers, the model 12\n"
         "    why: the parts together hold the model's 12 layers\n"
         "    fix: write pipeline_model_parallel_layout: Et*6|t*6L",
+    ),
+    (
+        DEEPSTACK,
+        ["pipeline_model_parallel_size=6"],
+        "the first of 6 pipeline parts has 2 of the first 3 layers\n"
+        "    why: 3 layers of the vision encoder, which is in the first part, feed one of these each (deepstack)\n"
+        "    fix: write decoder_first_pipeline_num_layers: 3",
+    ),
+    (
+        DEEPSTACK,
+        ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=3", "gradient_accumulation_steps=4"],
+        "the first of 12 pipeline parts has 1 of the first 3 layers\n"
+        "    why: 3 layers of the vision encoder, which is in the first part, feed one of these each (deepstack)\n"
+        "    fix: write virtual_pipeline_model_parallel_size: 2 and pipeline_model_parallel_layout: "
+        "Et*3|t*2|t*2|t|t|t|t|tL",
     ),
     (
         QWEN,
@@ -369,6 +408,26 @@ WRONG = [
 @pytest.mark.parametrize(("architecture", "overrides", "message"), WRONG)
 def test_what_is_wrong_is_told_with_the_nearest_valid_value(architecture, overrides, message):
     assert messages(architecture, *overrides) == [message]
+
+
+@pytest.mark.parametrize("num_layers", [3, 4, 5, 7, 28])
+def test_layouts_that_deepstack_is_told_are_valid(num_layers):
+    """Whatever the sizes: the fix of a first chunk that is too small is one that no rule of pipelines has a word on."""
+    model = dataclasses.replace(DEEPSTACK, num_layers=num_layers)
+    shapes = ({}, {"decoder_last_pipeline_num_layers": 2}, {"account_for_embedding_in_pipeline_split": True})
+    refused = 0
+    for pp, vpp, shape in itertools.product((2, 3, 4, 7), (None, 2, 3, 4), shapes):
+        batch = BatchSettings(gradient_accumulation_steps=84)
+        given = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": vpp, **shape}
+        for problem in deepstack(Context(Settings(parallel=ParallelSettings(**given), batch=batch), model, None)):
+            writes, _, removes = problem.fix.partition("remove ")
+            fixed = {key: value for key, value in given.items() if key not in removes.split(" and ")}
+            changes = re.findall(r"(\w+): (\S+?)(?:,|$| and)", writes)
+            fixed |= {key: value if key.endswith("layout") else int(value) for key, value in changes}
+            context = Context(Settings(parallel=ParallelSettings(**fixed), batch=batch), model, None)
+            assert [each.what for rule in pipeline.RULES for each in rule(context)] == [], problem.fix
+            refused += 1
+    assert refused
 
 
 def test_every_rule_is_tested():

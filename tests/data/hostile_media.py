@@ -52,7 +52,9 @@ def picture(width: int = 97, height: int = 61, mode: str = "RGB") -> Image.Image
     """A picture with something everywhere, and noise."""
     y, x = np.mgrid[:height, :width]
     noise = np.random.default_rng(0).integers(0, 40, (height, width))
-    pixels = np.stack([x * 215 // max(width - 1, 1), y * 215 // max(height - 1, 1), (x * y) % 216], -1) + noise[..., None]
+    pixels = (
+        np.stack([x * 215 // max(width - 1, 1), y * 215 // max(height - 1, 1), (x * y) % 216], -1) + noise[..., None]
+    )
     return Image.fromarray(pixels.astype(np.uint8)).convert(mode)
 
 

@@ -100,8 +100,7 @@ def _of_times(folder: Path, cases: list[Case], write: Any) -> None:
     write_video(folder / "variable.mp4", frames=10, times=times)
     write_video(folder / "variable.mkv", frames=10, times=times)
     cases += [
-        Case(str(folder / name), GOOD)
-        for name in ("one.mp4", "slow.mp4", "fast.mp4", "variable.mp4", "variable.mkv")
+        Case(str(folder / name), GOOD) for name in ("one.mp4", "slow.mp4", "fast.mp4", "variable.mp4", "variable.mkv")
     ]
     content = (folder / "plain.mp4").read_bytes()
     duration, count, spans = content.index(b"mdhd") + 20, content.index(b"stsz") + 12, content.index(b"stts") + 12

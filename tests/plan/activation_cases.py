@@ -260,4 +260,24 @@ def _adapters() -> dict[str, Measured]:
     return found
 
 
-CASES: dict[str, Measured] = _named((_dense(), _pipelines(), _experts(), _latent(), _adapters()))
+def _freezing() -> dict[str, Measured]:
+    """Layers before the first trained one keep nothing, and the others need no inputs of frozen matrices."""
+    found = {}
+    for name, layout, layers, more in (
+        ("last of 4 layers", Layout(1), 1, {}),
+        ("first of 4 layers", Layout(1), -1, {}),
+        ("last 2 of 4 layers, full", Layout(1, recompute=FULL), 2, {}),
+        ("feed-forward of the last 3 of 4 layers", Layout(1), 3, {"freeze_trainable_modules": ["mlp"]}),
+        ("last 3 of 4 layers and words", Layout(1), 3, {"freeze_extra_modules": ["embed_tokens", "lm_head"]}),
+        ("last of 4 layers, pp2", Layout(2, PP2), 1, {}),
+        ("first of 4 layers, pp2", Layout(2, PP2), -1, {}),
+    ):
+        trainable = FinetuningSettings(finetuning_type="freeze", freeze_trainable_layers=layers, **more)
+        batches = 4 if layout.world_size > 1 else 1
+        found[f"{name}, fp32"] = Measured("dense", DENSE, layout, micro_batches=batches, trainable=trainable)
+    experts = FinetuningSettings(finetuning_type="freeze")
+    found["last 2 of 4 layers, bf16"] = Measured("experts", SPARSE, Layout(1), bf16=True, trainable=experts)
+    return found
+
+
+CASES: dict[str, Measured] = _named((_dense(), _pipelines(), _experts(), _latent(), _adapters(), _freezing()))

@@ -23,7 +23,8 @@ DOCUMENTS = 4  # of a packed row
 def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings) -> int:
     """On every rank: a step's most live bytes, with random weights, and every token trained."""
     build(settings.parallel, seed=0, timeout=settings.run.ddp_timeout)
-    model = build_model(architecture, settings)
+    built = trainable if trainable.finetuning_type == "freeze" else FinetuningSettings()
+    model = build_model(architecture, settings.model_copy(update={"finetuning": built}))
     with torch.no_grad():
         for chunk in model:
             for parameter in chunk.parameters():
@@ -41,7 +42,7 @@ def _freeze(model: Sequence[torch.nn.Module], trainable: FinetuningSettings) -> 
     each target, which the engine has none of yet. Hidden states have a gradient from the embedding on, as PEFT's
     enable_input_require_grads makes it: recomputation asks for that. Answers the adapters' matrices."""
     matrices: list[torch.nn.Parameter] = []
-    if trainable.finetuning_type == "full" and not trainable.freeze_language_model:
+    if trainable.finetuning_type != "lora" and not trainable.freeze_language_model:
         return matrices
     for chunk in model:
         for parameter in chunk.parameters():

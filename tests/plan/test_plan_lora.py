@@ -65,7 +65,7 @@ def planned(
     ],
 )
 def test_adapters_are_as_many_as_peft_has(architecture, trainable, expected):
-    assert num_trained_parameters(PlannedModel(name="model", architecture=architecture), trainable) == expected
+    assert num_trained_parameters(architecture, trainable) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -78,7 +78,7 @@ def test_every_linear_layer_of_transformers_has_an_adapter(family):
     linear = [one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name != "lm_head"]
     architecture = FAMILIES[family].architecture(config.to_dict())
     expected = sum(8 * (one.in_features + one.out_features) for one in linear)
-    assert num_trained_parameters(PlannedModel(name="tiny", architecture=architecture), LORA) == expected
+    assert num_trained_parameters(architecture, LORA) == expected
 
 
 def test_tensor_parallelism_cuts_one_of_the_two_matrices():
@@ -143,4 +143,4 @@ def test_frozen_parts_have_weights_only(trainable, trained):
     assert [first.gradients, last.gradients] == [held[0] + 4 * beside, held[1]]
     assert first.master_weights == first.gradients
     whole = num_parameters(LLAMA_3_8B) if "language" in trained else 0
-    assert num_trained_parameters(case.model, trainable) == whole + beside
+    assert num_trained_parameters(case.model.architecture, trainable) == whole + beside

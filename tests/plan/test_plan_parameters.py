@@ -128,7 +128,7 @@ def _held(model: Architecture, settings: Settings, on_host: list[int]) -> dict[s
     optimizer = build_optimizer(chunks, settings.optimizer, settings.parallel, settings.precision)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in chunks for buffer in chunk.module.buffers()]
-    gradients = [parameter.main_grad for parameter in parameters]
+    gradients = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     shards = main_shards(optimizer).values()
     parts = optimizer.chained_optimizers
     scalars = [value for part in parts for where in (part, part.grad_scaler if hasattr(part, "grad_scaler") else None)
@@ -205,6 +205,41 @@ def test_state_of_every_rank_is_planned_to_the_byte(pool, world_size):
     assert_planned(pool, world_size, of_layouts(world_size))
 
 
+FREEZING: dict[str, dict[str, Any]] = {
+    "last": {"freeze_trainable_layers": 1},
+    "first": {"freeze_trainable_layers": -1},
+    "feed-forward of the last 2": {"freeze_trainable_modules": ["mlp"]},
+    "attention and words": {"freeze_trainable_modules": ["self_attn"], "freeze_extra_modules": ["embed_tokens"]},
+    "second and fourth, and the norm": {"use_llama_pro": True, "freeze_extra_modules": ["norm"]},
+}
+
+
+def of_freezing(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
+    """Layouts in turn, each with all that can be frozen; models of four layers, some of them tied."""
+    found: dict[str, tuple[Architecture, Settings]] = {}
+    kinds = {family: models()[family] for family in ("qwen2", "qwen3, tied", "deepseek_v3", "qwen3_moe, tied")}
+    for (name, one), variant in zip(
+        ((name, one) for name, one in ALL_LAYOUTS.items() if one.world_size == world_size),
+        cycle(VARIANTS),
+        strict=False,
+    ):
+        for family, model in kinds.items():
+            if check(one.settings(), model, world_size, rules=RULES):
+                continue
+            for selection, values in FREEZING.items():
+                trainable = FinetuningSettings(finetuning_type="freeze", **values)
+                settings = one.settings(*variant).model_copy(update={"finetuning": trainable})
+                found[f"{family}, {name}, {selection}, {variant}"] = (model, settings)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_state_of_frozen_models_is_planned_to_the_byte(pool, world_size):
+    assert_planned(
+        pool, world_size, dict(list(of_freezing(world_size).items())[:: {1: 1, 2: 3, 4: 4, 8: 3}[world_size]])
+    )
+
+
 def of_pipelines(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
     """Pipelines whose stages are unlike, with the word embedding on two stages."""
     return {
@@ -265,7 +300,10 @@ def cases(draw: st.DrawFn) -> Case:
     one = Layout(0, parallel)
     optimizer, precision = draw(st.sampled_from(VARIANTS))
     world_size = one.settings().parallel.smallest_world * draw(st.sampled_from([1, 2, 3, 8]))
-    return planned(model, one.settings(optimizer, precision), world_size)
+    selection = draw(st.sampled_from([None, *FREEZING.values()]))
+    trainable = FinetuningSettings(finetuning_type="freeze", **selection) if selection else FinetuningSettings()
+    settings = one.settings(optimizer, precision).model_copy(update={"finetuning": trainable})
+    return planned(model, settings, world_size)
 
 
 @hypothesis_settings(max_examples=40, deadline=None, database=None)
@@ -295,7 +333,9 @@ def test_elements_of_all_stages_are_those_of_the_checkpoint(family):
     case = planned(model, Layout(1).settings(), 1)
     whole = stage_parameters(case, 0)
     assert whole.dense + whole.expert == whole.trained_dense + whole.trained_expert == whole.updated
-    assert whole.dense + whole.expert == expected == num_trained_parameters(case.model, FinetuningSettings())
+    assert (
+        whole.dense + whole.expert == expected == num_trained_parameters(case.model.architecture, FinetuningSettings())
+    )
     assert whole.embedding == whole.output == 128_000 * model.hidden_size
     settings = Layout(1, _PP4).settings()
     stages = [stage_parameters(planned(model, settings, 8), stage) for stage in range(4)]

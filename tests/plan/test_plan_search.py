@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatune.architecture import Architecture, MixtureOfExperts
+from megatune.architecture import Architecture, MixtureOfExperts, Vision
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import check
 from megatune.config.rules.problem import divisors
@@ -41,6 +41,21 @@ SPARSE = dataclasses.replace(
     model_type="qwen3_moe",
     moe=MixtureOfExperts(
         layers=(True, False, True, True, True, True), num_experts=12, router_topk=2, moe_ffn_hidden_size=768
+    ),
+)
+# Three of the encoder's layers feed the decoder's first three.
+WITH_DEEPSTACK = dataclasses.replace(
+    DENSE,
+    model_type="qwen3_vl",
+    vision=Vision(
+        depth=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_heads=16,
+        out_hidden_size=1024,
+        patch_size=16,
+        spatial_merge_size=2,
+        deepstack_visual_indexes=(5, 11, 17),
     ),
 )
 GIB = 2**30
@@ -81,8 +96,8 @@ def layouts(space: Space) -> list[CandidateLayout]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), architecture=st.sampled_from([DENSE, SPARSE]), world=st.sampled_from([1, 3, 8, 12, 24, 64]),
-       cutoff=st.sampled_from([2, 4096, 16_384]))  # fmt: skip
+@given(data=st.data(), architecture=st.sampled_from([DENSE, SPARSE, WITH_DEEPSTACK]),
+       world=st.sampled_from([1, 3, 8, 12, 24, 64]), cutoff=st.sampled_from([2, 4096, 16_384]))  # fmt: skip
 def test_what_is_searched_is_valid(data: st.DataObject, architecture: Architecture, world: int, cutoff: int) -> None:
     asked = request(architecture, world, cutoff)
     space = Space(asked)
@@ -96,7 +111,9 @@ def test_what_is_searched_is_valid(data: st.DataObject, architecture: Architectu
         assert asked.case(each).global_batch_size == 24
 
 
-@pytest.mark.parametrize(("architecture", "cutoff", "world"), [(DENSE, 16_384, 24), (SPARSE, 4096, 12)])
+@pytest.mark.parametrize(
+    ("architecture", "cutoff", "world"), [(DENSE, 16_384, 24), (SPARSE, 4096, 12), (WITH_DEEPSTACK, 4096, 12)]
+)
 def test_valid_layouts_that_are_not_searched_are_those_of_the_policy(
     architecture: Architecture, cutoff: int, world: int
 ) -> None:
@@ -294,6 +311,11 @@ REFUSED = {
         dataclasses.replace(SPARSE, moe=dataclasses.replace(SPARSE.moe, moe_ffn_hidden_size=50)), 4, 24,
         "expert_tensor_parallel_size 4 does not divide an expert's 50 channels",
         "write expert_tensor_parallel_size: 5",
+    ),
+    "the first pipeline stage has fewer layers than deepstack mergers feed": (
+        WITH_DEEPSTACK, 6, 24,
+        "the first of 3 pipeline parts has 2 of the first 3 layers",
+        "write decoder_first_pipeline_num_layers: 3",
     ),
 }  # fmt: skip
 

@@ -263,6 +263,7 @@ def test_metrics(tmp_path: Path) -> None:
         "eval_perplexity": 8.3594,
         "eval_num_tokens": 12345,
         "eval_seconds": 3.21,
+        "eval_unreadable_pictures": 0,
     }
 
 

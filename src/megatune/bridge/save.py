@@ -105,7 +105,7 @@ def _save_shards(
     max_file_bytes: int,
 ) -> list[Path]:
     """Write tensors of which this rank holds elements start..stop, those of its shard, as fp32."""
-    trained = [local for local in parameters if not local.weight.is_buffer]
+    trained = [local for local in parameters if local.parameter.requires_grad]
 
     def is_whole(local: LocalParameter) -> bool:
         shard = shards.get(local.parameter)

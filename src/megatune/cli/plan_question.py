@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.config.entry import Arguments
-from megatune.config.rules import PLAN_RULES
+from megatune.config.rules import PLAN_RULES, finetuning
+from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id
+from megatune.plan import trainable
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
@@ -187,11 +189,15 @@ class QuestionReader:
         if self.file is None:
             is_known = Path(model.name).expanduser().is_dir() or is_hub_id(model.name)
             settings = with_settings(settings, {"model.model_name_or_path": model.name if is_known else None})
+        rules: tuple[Rule, ...] = finetuning.PLAN_RULES
+        left_out: set[str] = set()
         if plans_own:
             # A model that is only named is planned for rows longer than it was trained on, with a note.
             left_out = {*_NOT_HERE, *(["data.cutoff_len"] if self.file is None else [])}
-            planned = replace(asked.loaded, settings=settings)
-            self.findings += planned.check_rules(model.architecture, world, rules=PLAN_RULES, leave_out=left_out)
+            rules = PLAN_RULES
+        rules = (*rules, *trainable.RULES)
+        planned = replace(asked.loaded, settings=settings)
+        self.findings += planned.check_rules(model.architecture, world, rules=rules, leave_out=left_out)
         limit = model.architecture.max_position_embeddings
         if settings.data.cutoff_len > limit:
             self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")

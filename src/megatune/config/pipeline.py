@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatune.architecture import Architecture
     from megatune.config.settings import ParallelSettings
 
 
@@ -38,6 +39,18 @@ def pipeline_chunks(parallel: ParallelSettings, num_layers: int) -> tuple[Pipeli
         (parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split),
         num_layers,
     )
+
+
+def holds_deepstack(parallel: ParallelSettings, architecture: Architecture) -> bool:
+    """Return whether the first chunk, which has the vision encoder, has every layer that deepstack mergers feed.
+
+    Raises:
+        ValueError: as `pipeline_chunks`.
+    """
+    fed = architecture.vision.num_deepstack_mergers if architecture.vision is not None else 0
+    if parallel.pipeline_model_parallel_size == 1 or not fed:
+        return True
+    return pipeline_chunks(parallel, architecture.num_layers)[0].num_layers >= fed
 
 
 @lru_cache(maxsize=1024)  # a plan asks for the same ones many times

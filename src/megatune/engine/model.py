@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatune.architecture import Architecture, Vision
 from megatune.config.settings import Settings
-from megatune.engine import device
+from megatune.engine import device, frozen
 from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import OutputLayer
@@ -43,7 +43,15 @@ Chunk: TypeAlias = DistributedDataParallel
 
 
 class DecoderModel(GPTModel):
-    """One pipeline chunk of the decoder."""
+    """One pipeline chunk of the decoder.
+
+    Attributes:
+        passes_gradient: something before the chunk is trained: the stage before gets a gradient.
+        asks_for_gradient: what goes into the first layer has a gradient, whatever is before it.
+    """
+
+    passes_gradient = True
+    asks_for_gradient = False
 
     def __init__(self, architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> None:
         tp_size = config.tensor_model_parallel_size
@@ -113,7 +121,7 @@ class DecoderModel(GPTModel):
         """
         embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         hidden_states = self.decoder(
-            hidden_states=embeddings,
+            hidden_states=self._begin(embeddings),
             attention_mask=None,
             context=deepstack,
             rotary_pos_emb=self._rotary_embedding(sequences),
@@ -136,6 +144,17 @@ class DecoderModel(GPTModel):
         # Clones: parts of whole rows would keep them in memory.
         embeddings = scatter_to_sequence_parallel_region(embeddings).clone()
         return embeddings, None if deepstack is None else scatter_to_sequence_parallel_region(deepstack).clone()
+
+    def _begin(self, embeddings: Tensor | None) -> Tensor:
+        """Return what goes into the first layer: embeddings, or what the stage before sent; with a gradient where one
+        is needed, and only there."""
+        hidden_states: Tensor = self.decoder.input_tensor if embeddings is None else embeddings
+        if not torch.is_grad_enabled():
+            return hidden_states
+        if not self.passes_gradient:
+            hidden_states = frozen.without_gradient(hidden_states)
+            self.decoder.set_input_tensor(hidden_states)
+        return hidden_states.requires_grad_() if self.asks_for_gradient else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
         """Compute logits or, given labels, the loss from the last layer's [s (/ tp), b, h], as `forward` returns them.
@@ -200,6 +219,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     for vp_stage in range(stages) if stages else [None]:
         chunk = DecoderModel(architecture, config, vp_stage).to(config.params_dtype)
         mark_weights(chunk, architecture)
+        frozen.freeze(chunk, architecture, settings.finetuning)
         if not trained:
             chunk.requires_grad_(False).eval()
             # What a pipeline stage receives asks for a gradient.
@@ -218,6 +238,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
 
 def _patch_recomputation() -> None:
     """Define names of Transformer Engine's that the recomputation of single modules uses, in fp8 or not."""
+    frozen.install()
     module: Any = random
     if not hasattr(module, "FP8GlobalStateManager"):
         module.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)

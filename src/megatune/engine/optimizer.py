@@ -232,7 +232,7 @@ def step(optimizer: ChainedOptimizer, learning_rate: float) -> tuple[bool, float
         overflowed, NaN or infinite where the step is to be refused).
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group["lr_mult"]
     try:
         overflowed = optimizer.prepare_grads()
         scale = loss_scale(optimizer)

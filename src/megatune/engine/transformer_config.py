@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -43,7 +43,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     return config  # type: ignore[no-any-return]
 
 
-def _finalize_with_dealt(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+def _finalize_with_dealt(model: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
     """Finalize gradients as Megatron-Core does, then those that each tensor-parallel rank has a part of."""
     finalize_model_grads(model, *args, **kwargs)
     sum_dealt_gradients(model)

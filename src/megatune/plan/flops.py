@@ -7,9 +7,13 @@ from functools import lru_cache
 from math import prod
 
 from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
-from megatune.families.weights import Stack, hf_shape, hf_shapes, layers_of
+from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
+from megatune.families.trained import is_trained
+from megatune.families.weights import Layers, Stack, hf_shape, hf_shapes, layers_of
 from megatune.plan.case import Case
+from megatune.plan.memory.tensors import layer_contents
 from megatune.plan.operators.vision import Images, images_of
 
 # Forward pass once, backward pass twice (towards the inputs, towards the weights).
@@ -29,12 +33,19 @@ def num_parameters(architecture: Architecture) -> int:
 def num_matmul_parameters(architecture: Architecture) -> int:
     """Count parameters of the decoder that a token is multiplied with: all matrices but the word embedding, which is
     looked up, and of the routed experts as many as it goes to. The output layer counts, tied or not."""
-    total = architecture.vocab_size * architecture.hidden_size
+    layers = (
+        _layer_matmul_parameters(architecture, architecture.is_moe_layer(n)) for n in range(architecture.num_layers)
+    )
+    return architecture.vocab_size * architecture.hidden_size + sum(layers)
+
+
+@lru_cache(maxsize=4096)
+def _layer_matmul_parameters(architecture: Architecture, sparse: bool) -> int:
+    total, left_out = 0, Layers.DENSE if sparse else Layers.SPARSE
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.per_layer and weight.stack is Stack.DECODER:
+        if weight.per_layer and weight.stack is Stack.DECODER and weight.layers is not left_out:
             size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
-            times = architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else 1
-            total += size * times * len(layers_of(weight, architecture))
+            total += size * (architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else 1)
     return total
 
 
@@ -57,22 +68,34 @@ def train_flops(architecture: Architecture, lengths: Iterable[int]) -> float:
 
 
 def model_flops(case: Case) -> float:
-    """Return model floating-point operations of a step, in FLOP: as `train_flops`, without the weights' gradients of
-    frozen matrices, a third of their products; with those of images."""
+    """Return model floating-point operations of a step, in FLOP: as `train_flops`, without gradients of frozen matrices
+    and of what is before the first trained one; with those of images."""
     rows, length = case.global_batch_size, case.sequence_length
     document = round(min(case.document_length or length, length))
-    matmuls, whole = _document_flops(case.model.architecture, document)
-    finetuning = case.settings.finetuning
-    frozen = finetuning.finetuning_type == "lora" or finetuning.freeze_language_model
     images = images_of(case)
     of_images = _vision_flops(images) * case.num_micro_batches * case.dp_size if images else 0.0
-    return rows * length / document * (whole - (matmuls / 3 if frozen else 0.0)) + of_images
+    return (
+        rows * length / document * _document_flops(case.model.architecture, case.settings.finetuning, document)
+        + of_images
+    )
 
 
 @lru_cache(maxsize=4096)
-def _document_flops(architecture: Architecture, length: int) -> tuple[float, float]:
-    """Return, of a document, FLOP of all matrices, and with attention."""
-    return 2.0 * _PASSES * num_matmul_parameters(architecture) * length, train_flops(architecture, [length])
+def _document_flops(architecture: Architecture, trainable: FinetuningSettings, length: int) -> float:
+    """Return FLOP of a document: a third of a matrix's products makes its gradient, another one that of its input."""
+    product = 2.0 * length
+    left_out = product * num_matmul_parameters(architecture) if trainable.finetuning_type == "lora" else 0.0
+    if not left_out:
+        output = EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
+        if not is_trained(output, 0, architecture, trainable):
+            left_out += product * architecture.vocab_size * architecture.hidden_size
+        attention = 2.0 * (architecture.query_size + architecture.attention_size) * length**2
+        for layer in layer_contents(architecture, trainable):
+            if layer.gradient != "weights":
+                left_out += product * _layer_matmul_parameters(architecture, layer.sparse)
+            if layer.gradient == "none":
+                left_out += product * _layer_matmul_parameters(architecture, layer.sparse) + attention
+    return train_flops(architecture, [length]) - left_out
 
 
 def _vision_flops(images: Images) -> float:

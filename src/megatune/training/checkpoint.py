@@ -17,13 +17,17 @@ import safetensors.torch
 
 from megatune import __version__
 from megatune.bridge.assemble import Assembly, load_optimizer
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.save import save_optimizer, save_weights
 from megatune.config.settings import Settings
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.trained import trained_weights
+from megatune.families.weights import hf_shapes
 from megatune.plan.flops import num_parameters
+from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.agreement import on_rank_0
 from megatune.training.storage.files import ensure_room, write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, rotate
@@ -128,7 +132,7 @@ def _bytes_needed(assembly: Assembly, settings: Settings) -> int:
     if settings.checkpoint.save_only_model:
         return model
     kinds = {"adam": 2, "sgd": 1}[settings.optimizer.optimizer] + (settings.precision.params_dtype != "float32")
-    return model + 4 * kinds * parameters
+    return model + 4 * kinds * num_trained_parameters(assembly.architecture, settings.finetuning)
 
 
 def _layout(assembly: Assembly, settings: Settings) -> dict[str, Any]:
@@ -163,7 +167,9 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     content = json.loads((training / _STATE).read_text(encoding="utf-8"))
     counters, layout = content.pop("optimizer"), content.pop("layout")
     state = TrainState(**content)
-    _check_unchanged(checkpoint, state, expected)
+    findings = [*_changed(checkpoint, state, expected), *_trained_otherwise(training, assembly, settings)]
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
     load_optimizer(checkpoint, assembly.parameters, main_shards(assembly.optimizer), assembly.architecture)
     load_scalars(assembly.optimizer, counters)
     path = training / f"rng-{assembly.place.rank:05d}.safetensors"
@@ -173,20 +179,36 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     return state
 
 
-def _check_unchanged(checkpoint: Path, state: TrainState, expected: TrainState) -> None:
+def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Iterator[Finding]:
     size = "rows per step (batch size × accumulation × data-parallel size)"
-    findings = []
     for what, name in ((size, "global_batch_size"), ("seed", "seed")):
         before, after = getattr(state, name), getattr(expected, name)
         if before != after:
             changed = f"{what} was {before}, and is {after} in this run"
             why = "rows already trained could not be told from those to come"
             fix = f"set it to {before} again, or start anew with overwrite_output_dir: true"
-            findings.append(Finding(changed, str(checkpoint), why, fix))
+            yield Finding(changed, str(checkpoint), why, fix)
     if state.rows_digest != expected.rows_digest:
         what = "the training rows are others than those the run began with"
         why = "a file of the data sets, the tokenizer, the template or another data setting was changed"
         fix = "put it back, or start anew with overwrite_output_dir: true"
-        findings.append(Finding(what, str(checkpoint), why, fix))
-    if findings:
-        raise MegatuneError(findings, ExitCode.SETTINGS)
+        yield Finding(what, str(checkpoint), why, fix)
+
+
+def _trained_otherwise(training: Path, assembly: Assembly, settings: Settings) -> Iterator[Finding]:
+    """Compare what the run trains with what the checkpoint has optimizer state of."""
+    held = {name.partition("/")[2] for name in SafetensorsFolder(training, "optimizer").names()}
+    architecture = assembly.architecture
+    trained = {
+        name
+        for weight, layer in trained_weights(architecture, settings.finetuning)
+        for name in hf_shapes(weight, architecture, layer)
+    }
+    if not held or held == trained:  # plain SGD keeps nothing
+        return
+    less, more = sorted(held - trained), sorted(trained - held)
+    what = "other weights were trained than this run trains"
+    lists = ((more, "has no optimizer state of"), (less, "has some that this run would freeze, of"))
+    why = "; ".join(f"it {said} {len(names)} tensors, such as {names[0]}" for names, said in lists if names)
+    fix = "train the same ones again (finetuning_type, freeze_*), or start anew from it: model_name_or_path"
+    yield Finding(what, str(training), why, fix)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.save import save_gradients
 from megatune.config.settings import ParallelSettings
+from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator
+from megatune.data.pictures import DocumentPicture
+from megatune.data.pictures import packed as packed_picture
 from megatune.data.rows import Document
 from megatune.engine import groups, step
 from megatune.engine.groups import RankCoordinates
@@ -24,7 +28,11 @@ from megatune.launch.context import RankContext
 from megatune.objectives.language_model import CrossEntropy
 from megatune.verify.localize import engine_places
 from megatune.verify.numbers import write_logits, write_loss, write_trace
-from megatune.verify.samples import FP16_LOSS_SCALE, Sample, sample_rows
+from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, sample_rows
+
+if TYPE_CHECKING:
+    from megatune.data.media.processor import Measured
+    from megatune.data.media.sources import PictureSource
 
 
 def shard_samples(
@@ -34,6 +42,7 @@ def shard_samples(
     *,
     micro_batch_size: int = 1,
     packed: bool = False,
+    vision: Vision | None = None,
 ) -> list[Batch]:
     """Return this data-parallel rank's micro-batches, all of one length.
 
@@ -42,35 +51,72 @@ def shard_samples(
 
     Args:
         packed: rows hold several samples.
+        vision: of a vision-language model.
     """
     rows = sample_rows(samples, packed=packed)
-    batches = _batches(samples, rows, parallel, packed, micro_batch_size, place.dp_size)
+    batches = _batches(samples, rows, place, parallel, vision, packed, micro_batch_size, place.dp_size)
     return batches[place.dp_rank :: place.dp_size]
 
 
 def _batches(
     samples: Sequence[Sample],
     rows: Sequence[Sequence[int]],
+    place: RankCoordinates,
     parallel: ParallelSettings,
+    vision: Vision | None,
     packed: bool,
     micro_batch_size: int = 1,
     dp_size: int = 1,
 ) -> list[Batch]:
     """Return the micro-batches of all data-parallel ranks: the first of each, then the second of each."""
-    collator = Collator(micro_batch_size, packed, parallel.sequence_multiple, parallel.document_multiple, 0)
+    processor: Any = None if vision is None else _RandomPixels(vision)
+    multiples = parallel.sequence_multiple, parallel.document_multiple
+    collator = Collator(micro_batch_size, packed, *multiples, 0, processor)
+    share = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
     # With virtual stages micro-batches come in rounds of one a pipeline stage.
     round_size = dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
     num_batches = math.ceil(len(rows) / (micro_batch_size * round_size)) * round_size
     documents = [
-        [
-            Document(np.asarray(samples[number].input_ids, np.int32), np.asarray(samples[number].labels, np.int32))
-            for row in rows[index * micro_batch_size :][:micro_batch_size]
-            for number in row
-        ]
+        [_document(samples[number]) for row in rows[index * micro_batch_size :][:micro_batch_size] for number in row]
         for index in range(num_batches)
     ]
     length = max(collator.length([len(document.input_ids) for document in of_batch]) for of_batch in documents)
-    return [collator(of_batch, length) for of_batch in documents]
+    return [collator(of_batch, length, share=share if place.pp_rank == 0 else None) for of_batch in documents]
+
+
+def _document(sample: Sample) -> Document:
+    input_ids, labels = (np.asarray(each, np.int32) for each in (sample.input_ids, sample.labels))
+    return Document(input_ids, labels, tuple(map(_document_picture, sample.pictures)))
+
+
+def _document_picture(picture: SamplePicture) -> DocumentPicture:
+    # They import Pillow, which models of text can do without.
+    from megatune.data.media.processor import Measured
+    from megatune.data.media.sources import PictureSource
+
+    # Its bytes are the seed of its pixels.
+    source = PictureSource(picture.kind, data=str(picture.seed).encode())
+    measured = Measured(picture.grid, picture.seconds_per_grid, (), (), (0, 0))
+    return DocumentPicture(
+        start=0,
+        num_tokens=0,
+        grid=picture.grid,
+        seconds_per_grid=picture.seconds_per_grid,
+        is_video=picture.kind == "video",
+        packed=packed_picture(source, measured),
+    )
+
+
+class _RandomPixels:
+    """Takes the place of a PictureProcessor: pixels of a SamplePicture, from its seed."""
+
+    def __init__(self, vision: Vision) -> None:
+        self.vision = vision
+        self.patch_channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
+    def pixels(self, source: PictureSource, measured: Measured) -> np.ndarray:
+        """Return fp32 [patches, patch_channels]."""
+        return SamplePicture(source.kind, measured.grid, int(source.data or b"")).pixel_values(self.vision)
 
 
 def measure(
@@ -93,7 +139,14 @@ def measure(
     if "loss_scale" in state:
         load_scalars(assembly.optimizer, {**state, "loss_scale": FP16_LOSS_SCALE})
     measure_logits(assembly, samples, parallel, folder, packed=packed)
-    batches = shard_samples(samples, assembly.place, parallel, micro_batch_size=micro_batch_size, packed=packed)
+    batches = shard_samples(
+        samples,
+        assembly.place,
+        parallel,
+        micro_batch_size=micro_batch_size,
+        packed=packed,
+        vision=assembly.architecture.vision,
+    )
     loss = measure_loss(assembly, batches)
     if assembly.place.rank == 0:
         write_loss(folder, loss)
@@ -116,7 +169,7 @@ def measure_logits(
     """Write the logits of each sample. Every replica computes all samples; the last stage of the first writes them."""
     place = assembly.place
     rows = sample_rows(samples, packed=packed)
-    batches = _batches(samples, rows, parallel, packed)
+    batches = _batches(samples, rows, assembly.place, parallel, assembly.architecture.vision, packed)
     logits = step.logits(assembly.model, batches)
     found = {
         number: _whole_vocabulary(assembly, logits[index][0, tokens])
@@ -139,7 +192,7 @@ def measure_trace(
 ) -> None:
     """Write what every place of the model computes of each sample; each stage of the first replica writes its own."""
     rows = sample_rows(samples, packed=packed)
-    batches = _batches(samples, rows, parallel, packed)
+    batches = _batches(samples, rows, assembly.place, parallel, assembly.architecture.vision, packed)
     with tracing(assembly.model, engine_places) as found:
         step.logits(assembly.model, batches)
     outputs = {

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatune.architecture import Architecture
+from megatune.data.media.positions import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX
+from megatune.families import FAMILIES, read_architecture, read_config
+from megatune.families.forms import FileTensor, find_form
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
@@ -27,11 +32,12 @@ class Reference(NamedTuple):
 
 def load_reference_model(model_dir: str | Path, dtype: torch.dtype) -> torch.nn.Module:
     """Return the checkpoint as Transformers loads it, on the CPU."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
+    has_vision = FAMILIES[str(read_config(model_dir)["model_type"])].vision is not None
+    model = (AutoModelForImageTextToText if has_vision else AutoModelForCausalLM).from_pretrained(
         model_dir, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
     )
     return model.eval()
@@ -56,6 +62,54 @@ def checkpoint_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) ->
     return revert_weight_conversion(model, dict(tensors))
 
 
+def _canonical_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+    """Name and cut tensors of a checkpoint as the family's weight map does."""
+    family = FAMILIES[architecture.model_type]
+    weights = family.weight_map(architecture)
+
+    def shape_of(name: str) -> tuple[int, ...]:
+        return tuple(tensors[name].shape)
+
+    # What Transformers 5 saves; where shapes leave it open, that is not transposed.
+    form = find_form(family.forms, weights, architecture, tensors.keys(), shape_of, "5")
+    places = form.locate_all(weights, architecture)
+    return {name: _cut(tensors[place.name], place) for name, place in places.items() if place.name in tensors}
+
+
+def _cut(tensor: Tensor, place: FileTensor) -> Tensor:
+    if place.expert is None:
+        return tensor
+    matrix = tensor[place.expert].T if place.transposed else tensor[place.expert]
+    return matrix[place.first_row : place.first_row + place.rows]
+
+
+def _architecture(model: Any) -> Architecture:
+    return read_architecture(model.config.to_dict(), str(model.name_or_path))
+
+
+def _arguments(sample: Sample, architecture: Architecture, device: torch.device) -> dict[str, Tensor]:
+    """Return the arguments of Transformers' model for one sample.
+
+    With pictures positions are among them: Transformers computes others for videos than the models were trained with,
+    see `data.media.positions`.
+    """
+    arguments = {"input_ids": torch.tensor([sample.input_ids])}
+    vision = architecture.vision
+    if vision is not None and sample.pictures:
+        measures = [(picture.grid, picture.seconds_per_grid) for picture in sample.pictures]
+        positions = rotary_position_ids(np.array(sample.input_ids), measures, vision)
+        # The first row is that of masks.
+        rows = np.concatenate((np.arange(positions.shape[1])[None], positions))
+        arguments["position_ids"] = torch.from_numpy(rows)[:, None]
+        for kind, suffix in (("image", ""), ("video", "_videos")):
+            of_kind = [picture for picture in sample.pictures if picture.kind == kind]
+            if of_kind:
+                values = [torch.from_numpy(picture.pixel_values(vision)) for picture in of_kind]
+                arguments["pixel_values" + suffix] = torch.cat(values)
+                arguments[f"{kind}_grid_thw"] = torch.tensor([picture.grid for picture in of_kind])
+    return {name: tensor.to(device) for name, tensor in arguments.items()}
+
+
 def compute_reference(
     model: torch.nn.Module, samples: Sequence[Sample], *, gradients: bool = True, loss_scale: float = 1.0
 ) -> Reference:
@@ -67,11 +121,12 @@ def compute_reference(
         loss_scale: multiplies the loss before the backward pass, and so the gradients.
     """
     device = next(model.parameters()).device
+    architecture = _architecture(model)
     total = sum(label != IGNORE_INDEX for sample in samples for label in sample.labels[1:])
     logits, loss_sum = [], 0.0
     for sample in samples:
         with torch.set_grad_enabled(gradients):
-            output = model(input_ids=torch.tensor([sample.input_ids], device=device)).logits[0]
+            output = model(**_arguments(sample, architecture, device)).logits[0]
             labels = torch.tensor(sample.labels[1:], device=device)
             loss = torch.nn.functional.cross_entropy(
                 output[:-1].float(), labels, reduction="sum", ignore_index=IGNORE_INDEX
@@ -81,7 +136,7 @@ def compute_reference(
         logits.append(output.detach().cpu())
         loss_sum += loss.item()
     named = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None} if gradients else {}
-    return Reference(logits, loss_sum / total, checkpoint_tensors(model, named))
+    return Reference(logits, loss_sum / total, _canonical_tensors(checkpoint_tensors(model, named), architecture))
 
 
 def write_reference(
@@ -122,6 +177,7 @@ def write_reference_trace(
 ) -> None:
     """Compute forward and write what every place puts out, as `numbers` says; arguments as `write_reference`."""
     model = _load_rounded(model_dir, weights_dtype, dtype)
+    architecture = _architecture(model)
     found: dict[str, list[Tensor]] = {}
 
     def collect(place: str, take: Callable[[Any], Tensor]) -> Callable[[torch.nn.Module, Any, Any], None]:
@@ -133,7 +189,7 @@ def write_reference_trace(
     for place, module, take in reference_places(model):
         module.register_forward_hook(collect(place, take))
     for sample in samples:
-        model(input_ids=torch.tensor([sample.input_ids]))
+        model(**_arguments(sample, architecture, torch.device("cpu")))
     folder.mkdir(parents=True, exist_ok=True)
     outputs = {(number, place): values for place, every in found.items() for number, values in enumerate(every)}
     write_trace(folder, 0, outputs)

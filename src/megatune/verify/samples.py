@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
+from megatune.architecture import Vision
 from megatune.data.packing import pack
 from megatune.data.rows import IGNORE_INDEX
 
@@ -17,30 +21,93 @@ FP16_LOSS_SCALE = 1024.0
 
 
 @dataclass(frozen=True, slots=True)
+class SamplePicture:
+    """An image or a video of random pixels.
+
+    Attributes:
+        grid: patches (t, h, w).
+        seconds_per_grid: between patches of a video in time.
+        seed: of its pixels.
+    """
+
+    kind: Literal["image", "video"]
+    grid: tuple[int, int, int]
+    seed: int
+    seconds_per_grid: float | None = None
+
+    def pixel_values(self, vision: Vision) -> np.ndarray:
+        """Return fp32 [patches, channels of a patch], about as large as normalized pixels."""
+        channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        generator = np.random.default_rng(self.seed)
+        return generator.standard_normal((math.prod(self.grid), channels), dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One row of tokens: labels[t] belongs to input_ids[t] as in Transformers, -100 where it is not trained."""
+    """One row of tokens: labels[t] belongs to input_ids[t] as in Transformers, -100 where it is not trained. Pictures
+    are in the order of their tokens."""
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
+    pictures: tuple[SamplePicture, ...] = ()
 
 
 def random_samples(
-    vocab_size: int, lengths: Sequence[int], seed: int = 0, *, padding: int | None = None
+    vocab_size: int,
+    lengths: Sequence[int],
+    seed: int = 0,
+    *,
+    padding: int | None = None,
+    pictures: Sequence[Sequence[SamplePicture]] = (),
+    vision: Vision | None = None,
 ) -> list[Sample]:
-    """Return rows of random tokens; up to a half of each row, its first part, is not trained.
+    """Return rows of random tokens; up to a half of each row's text, its first part, is not trained.
 
     Args:
+        lengths: of the text of each row.
         padding: a token that must not occur: Transformers gives the embedding of config.json's pad_token_id no
             gradient, and text holds none.
+        pictures: of the first rows. Text is before, between and behind them; their own tokens come beside it.
+        vision: of a vision-language model; text holds none of its tokens.
     """
     generator = random.Random(seed)
-    tokens_of_text = [token for token in range(vocab_size) if token != padding]
+    special = {padding, *(_tokens_of_pictures(vision) if vision else ())}
+    tokens_of_text = [token for token in range(vocab_size) if token not in special]
     samples = []
-    for length in lengths:
+    for row, length in enumerate(lengths):
         tokens = tuple(generator.choice(tokens_of_text) for _ in range(length))
         untrained = generator.randrange(length // 2 + 1)
-        samples.append(Sample(tokens, (IGNORE_INDEX,) * untrained + tokens[untrained:]))
+        sample = Sample(tokens, (IGNORE_INDEX,) * untrained + tokens[untrained:])
+        samples.append(_with_pictures(sample, pictures[row], vision) if vision and row < len(pictures) else sample)
     return samples
+
+
+def _tokens_of_pictures(vision: Vision) -> tuple[int, ...]:
+    return vision.image_token_id, vision.video_token_id, vision.vision_start_token_id, vision.vision_end_token_id
+
+
+def _with_pictures(text: Sample, pictures: Sequence[SamplePicture], vision: Vision) -> Sample:
+    """Put pictures between equal parts of a row of text; their tokens are not trained."""
+    ends = [number * len(text.input_ids) // (len(pictures) + 1) for number in range(len(pictures) + 2)]
+    input_ids, labels = [], []
+    for number, (start, stop) in enumerate(pairwise(ends)):
+        block = _block(pictures[number - 1], vision, text.input_ids[start:][:2]) if number else ()
+        input_ids += [*block, *text.input_ids[start:stop]]
+        labels += [*[IGNORE_INDEX] * len(block), *text.labels[start:stop]]
+    return Sample(tuple(input_ids), tuple(labels), tuple(pictures))
+
+
+def _block(picture: SamplePicture, vision: Vision, time: Sequence[int]) -> list[int]:
+    """Return the tokens of a picture, those around it included.
+
+    Args:
+        time: the text before each frame of a video, where it has such.
+    """
+    apart = picture.kind == "video" and vision.timestamps
+    frames, size = picture.grid[0] if apart else 1, math.prod(picture.grid) // vision.spatial_merge_size**2
+    token = vision.video_token_id if picture.kind == "video" else vision.image_token_id
+    frame = [vision.vision_start_token_id, *[token] * (size // frames), vision.vision_end_token_id]
+    return [*(time if apart else ()), *frame] * frames
 
 
 def uneven_lengths(num_samples: int, longest: int) -> list[int]:

@@ -23,40 +23,48 @@ class FinetuningSettings(Group):
     finetuning_type: Literal["full", "freeze", "lora"] = "full"
     """Which parameters are trained.
     How: full keeps weights, gradients and optimizer state of every parameter: 18 bytes each in bf16, 16 in fp32,
-    sharded by the layout and the distributed optimizer. Frozen parameters are weights only.
-    When: full is all that is built: LoRA can be planned, and training refuses it by name, as it does freezing.
+    sharded by the layout and the distributed optimizer. Frozen parameters are weights only, and layers before the first
+    one that is trained keep no activations.
+    When: full learns most. freeze where memory or time is short, or to change little of the model; LoRA can be planned,
+    and training refuses it by name.
     - full: trains every parameter
-    - freeze: trains freeze_trainable_layers only; not built yet
+    - freeze: trains the layers of freeze_trainable_layers, and what freeze_extra_modules names
     - lora: trains low-rank adapters beside frozen matrices; not built yet"""
     freeze_trainable_layers: Annotated[int, "layers"] = 2
     """With freeze: the layers that are trained, the last ones; a negative number trains the first ones.
     How: The other layers keep their weights, and have no gradients and no optimizer state.
-    When: Raise it until the run learns what it should; not built yet."""
+    When: Raise it until the run learns what it should; the last ones cost least, since gradients end at the first layer
+    that is trained."""
     freeze_trainable_modules: list[str] = Field(default=["all"])
-    """With freeze: the modules inside the trained layers that are trained; all trains them whole.
-    How: Names are parts of Hugging Face's names: mlp, self_attn, input_layernorm.
-    When: Leave it at all; not built yet."""
+    """With freeze: the modules of the trained layers that are trained; all trains them whole.
+    How: They are Transformers' modules directly inside a layer: self_attn, mlp, input_layernorm,
+    post_attention_layernorm.
+    When: Name mlp alone to teach facts and leave attention as it is; leave it at all otherwise."""
     freeze_extra_modules: list[str] = Field(default=[])
     """With freeze: modules outside of the layers that are trained as well.
-    How: Names are parts of Hugging Face's names: embed_tokens, norm, lm_head.
-    When: Set it for new tokens, whose embeddings must be learnt; not built yet."""
+    How: They are Transformers' modules: embed_tokens, norm, lm_head; the norm is the one behind the last layer.
+    When: Set it for new tokens, whose embeddings must be learnt."""
     use_llama_pro: bool = False
     """With freeze: train layers spread evenly over the model, those that LLaMA Pro's expansion added.
-    How: Every n-th layer is trained, such that freeze_trainable_layers are.
-    When: For checkpoints that LLaMA Pro's script expanded; not built yet."""
+    How: Layers are counted in as many groups as freeze_trainable_layers says, and the last layer of each is trained.
+    When: For checkpoints that LLaMA Pro's script expanded by as many layers."""
     freeze_vision_tower: bool = True
-    """Of a vision-language model: leave the image encoder as it is.
+    """Of a vision-language model: leave the vision encoder as it is.
     How: A frozen encoder has no gradients and no optimizer state, and keeps no activations.
-    When: Turn it off for images unlike those of the pretraining; it can be planned, training is not built yet."""
+    When: Turn it off for images unlike those of the pretraining, with a smaller learning rate of its own, vision_lr."""
     freeze_multi_modal_projector: bool = True
-    """Of a vision-language model: leave the projector between encoder and language model as it is.
-    How: A frozen projector has no gradients and no optimizer state.
-    When: Turn it off together with freeze_vision_tower, or alone to align them anew; it can be planned, training is not
-    built yet."""
+    """Of a vision-language model: leave the merger between vision encoder and language model as it is.
+    How: A frozen merger has no gradients and no optimizer state.
+    When: Turn it off together with freeze_vision_tower, or alone to align encoder and language model anew."""
+    freeze_deepstack_mergers: bool | None = None
+    """Of Qwen3-VL: leave the mergers as they are that bring earlier layers of the vision encoder to the first layers of
+    the language model. null does as freeze_vision_tower says.
+    How: LLaMA-Factory counts them to the vision encoder, Megatron-SWIFT to the merger.
+    When: Set it to false to train them with the merger, beside a frozen encoder."""
     freeze_language_model: bool = False
     """Of a vision-language model: leave the language model as it is.
-    How: Its weights have no gradients and no optimizer state; gradients still pass through it to the encoder.
-    When: Turn it on to train encoder or projector alone; it can be planned, training is not built yet."""
+    How: Its weights have no gradients and no optimizer state; gradients still pass through it to encoder and merger.
+    When: Turn it on to train encoder or merger alone."""
     lora_rank: Count = 8
     """With lora: the rank of the adapters.
     How: A matrix of r × in and one of out × r are trained for each adapted matrix; their product, scaled by lora_alpha
@@ -116,4 +124,4 @@ class FinetuningSettings(Group):
 
     def __hash__(self) -> int:
         """Hash some of the settings: lists have no hash of their own, and equal settings have the same one."""
-        return hash((self.finetuning_type, self.lora_rank, *self.lora_target))
+        return hash((self.finetuning_type, self.freeze_trainable_layers, self.lora_rank, *self.lora_target))

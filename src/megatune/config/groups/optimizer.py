@@ -42,6 +42,17 @@ class OptimizerSettings(Group):
     How: lr_scheduler_type says how it falls from there.
     When: Full fine-tuning usually takes 1e-6 to 5e-5, the lower end for larger models. Lower it if the loss jumps,
     raise it with the global batch."""
+    vision_lr: Positive | None = None
+    """Of a vision-language model: the highest learning rate of the vision encoder. null takes learning_rate.
+    How: It rises and falls with learning_rate, at a fixed ratio to it. The encoder must be trained:
+    freeze_vision_tower: false.
+    When: A fifth to a tenth of learning_rate keeps what the encoder knows; see also merger_lr."""
+    merger_lr: Positive | None = None
+    """Of a vision-language model: the highest learning rate of the mergers between vision encoder and language model.
+    null takes learning_rate.
+    How: It rises and falls with learning_rate, at a fixed ratio to it; deepstack mergers have it, too. One of them must
+    be trained: freeze_multi_modal_projector: false.
+    When: Raise it above learning_rate to align a frozen encoder and a frozen language model quickly."""
     lr_scheduler_type: Literal[
         "cosine",
         "linear",

@@ -1,39 +1,33 @@
-"""Rules of what training does not have yet: settings that a plan takes and a run refuses by name."""
+"""Rules of what is trained: the model has it, what is written takes part in it, and it is built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Refused
-from megatune.config.groups.finetuning import ALL_TARGETS, LORA_TARGETS
-from megatune.config.rules.problem import Context, Problem
+from megatune.config.groups.finetuning import ALL_TARGETS, LORA_TARGETS, FinetuningSettings
+from megatune.config.rules.problem import Context, Problem, divisors, nearest
 from megatune.config.settings import setting_value
 
 _TYPE = Refused(
-    "only full fine-tuning is built; LoRA and freezing are not yet",
-    values=("lora", "freeze"),
-    fix="write finetuning_type: full",
+    "full fine-tuning and freezing are built; LoRA is not yet",
+    values=("lora",),
+    fix="write finetuning_type: full, or freeze",
 )
-_VISION = "vision-language models are not built yet; only text is read"
-_LORA, _FREEZE = "LoRA is not built yet", "freezing layers is not built yet"
-_OF_VISION = (
-    "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen media_dir "
-    "freeze_vision_tower freeze_multi_modal_projector"
-)
-_OF_FREEZE = "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"
+_LORA = "LoRA is not built yet"
 _OF_LORA = (
     "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio loraplus_lr_embedding "
     "adapter_name_or_path"
 )
 NOT_BUILT: dict[str, Refused] = {
     "finetuning_type": _TYPE,
-    **{name: Refused(_VISION) for name in _OF_VISION.split()},
-    "freeze_language_model": Refused(_VISION, off=(False,)),
-    **{name: Refused(_FREEZE) for name in _OF_FREEZE.split()},
-    "use_llama_pro": Refused(_FREEZE, off=(False,)),
     **{name: Refused(_LORA) for name in _OF_LORA.split()},
     **{name: Refused(_LORA, off=(False,)) for name in ("use_rslora", "use_dora", "create_new_adapter")},
 }
+_OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro")
+_LAYERS = "freeze_trainable_layers"
+_DEFAULTS = FinetuningSettings()
 
 
 def not_built(context: Context) -> Iterator[Problem]:
@@ -48,12 +42,87 @@ def not_built(context: Context) -> Iterator[Problem]:
 def not_planned(context: Context) -> Iterator[Problem]:
     """A plan knows all parameters, those without a part, and plain adapters."""
     finetuning = context.settings.finetuning
-    if finetuning.finetuning_type == "freeze":
-        what = "finetuning_type: freeze cannot be planned"
-        yield Problem(("finetuning_type",), what, fix="write finetuning_type: full, or lora")
     for name in ("use_dora", "additional_target", "adapter_name_or_path"):
         if getattr(finetuning, name):
             yield Problem((name,), f"{name} cannot be planned", fix=f"remove {name}")
+
+
+def layers(context: Context) -> Iterator[Problem]:
+    """Freezing trains layers that the model has."""
+    architecture, finetuning = context.architecture, context.settings.finetuning
+    count = finetuning.freeze_trainable_layers
+    if finetuning.finetuning_type != "freeze":
+        return
+    if not count and not finetuning.freeze_extra_modules:
+        fix = f"write {_LAYERS}: 1 for the last layer, or {_LAYERS}: -1 for the first"
+        yield Problem((_LAYERS,), f"{_LAYERS} is 0", "no layer would be trained, and nothing outside of layers", fix)
+    elif architecture is not None and finetuning.use_llama_pro:
+        if count < 1 or architecture.num_layers % count:
+            what = f"use_llama_pro with {_LAYERS} {count}: the model has {architecture.num_layers} layers"
+            why = "the last layer of each of as many equal groups is trained"
+            fix = f"write {_LAYERS}: {nearest(abs(count), divisors(architecture.num_layers))}"
+            yield Problem((_LAYERS, "use_llama_pro"), what, why, fix)
+    elif architecture is not None and abs(count) > architecture.num_layers:
+        what = f"{_LAYERS} {count}: the model has {architecture.num_layers} layers"
+        most = architecture.num_layers if count > 0 else -architecture.num_layers
+        fix = f"write {_LAYERS}: {most}, which is all of them"
+        yield Problem((_LAYERS,), what, "", fix)
+
+
+def without_effect(context: Context) -> Iterator[Problem]:
+    """What is written takes part in what is trained."""
+    finetuning, architecture = context.settings.finetuning, context.architecture
+    for name in _OF_FREEZE if finetuning.finetuning_type != "freeze" else ():
+        if getattr(finetuning, name) != getattr(_DEFAULTS, name):
+            what = f"{name} with finetuning_type: {finetuning.finetuning_type}"
+            fix = f"write finetuning_type: freeze, or remove {name}"
+            yield Problem((name, "finetuning_type"), what, "it says what freeze trains", fix)
+    if architecture is None:
+        return
+    has_vision, has_deepstack = architecture.vision is not None, bool(_num_deepstack_mergers(architecture))
+    for name, part, is_there in (
+        ("freeze_vision_tower", "vision encoder", has_vision),
+        ("freeze_multi_modal_projector", "vision encoder", has_vision),
+        ("freeze_deepstack_mergers", "deepstack mergers", has_deepstack),
+    ):
+        if getattr(finetuning, name) is False and not is_there:
+            yield Problem((name,), f"{name}: false, and the model has no {part}", "", f"remove {name}")
+
+
+def own_learning_rates(context: Context) -> Iterator[Problem]:
+    """Parts with a learning rate of their own are trained."""
+    optimizer, finetuning, architecture = context.settings.optimizer, context.settings.finetuning, context.architecture
+    tower, deepstack = finetuning.freeze_vision_tower, finetuning.freeze_deepstack_mergers
+    deepstack = tower if deepstack is None else deepstack
+    if architecture is not None and not _num_deepstack_mergers(architecture):
+        deepstack = True
+    merger = finetuning.freeze_multi_modal_projector and deepstack
+    for name, switch, is_frozen in (
+        ("vision_lr", "freeze_vision_tower", tower),
+        ("merger_lr", "freeze_multi_modal_projector", merger),
+    ):
+        if (rate := getattr(optimizer, name)) is None:
+            continue
+        if architecture is not None and architecture.vision is None:
+            what = f"{name} {rate:g}, and the model has no vision encoder"
+            yield Problem((name,), what, "", f"remove {name}")
+        elif finetuning.finetuning_type == "lora":
+            what, why = f"{name} {rate:g} with finetuning_type: lora", "adapters alone are trained"
+            yield Problem((name, "finetuning_type"), what, why, f"remove {name}")
+        elif is_frozen:
+            what, why = f"{name} {rate:g} with {switch}: true", "what is frozen learns at no rate"
+            yield Problem((name, switch), what, why, f"write {switch}: false, or remove {name}")
+        elif not optimizer.learning_rate:
+            what, why = (
+                f"{name} {rate:g} with learning_rate 0",
+                "it rises and falls with learning_rate, at a fixed ratio",
+            )
+            fix = "write freeze_language_model: true and another learning_rate, to train nothing else"
+            yield Problem((name, "learning_rate"), what, why, fix)
+
+
+def _num_deepstack_mergers(architecture: Architecture) -> int:
+    return architecture.vision.num_deepstack_mergers if architecture.vision is not None else 0
 
 
 def targets(context: Context) -> Iterator[Problem]:
@@ -65,5 +134,6 @@ def targets(context: Context) -> Iterator[Problem]:
         yield Problem(("lora_target",), what, fix=f"one or more of all, {', '.join(LORA_TARGETS)}")
 
 
-RULES = (not_built,)
-PLAN_RULES = (not_planned, targets)
+_BUILT = (layers, without_effect, own_learning_rates)
+RULES = (not_built, *_BUILT)
+PLAN_RULES = (not_planned, targets, *_BUILT)

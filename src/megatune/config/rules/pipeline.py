@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from megatune.config.pipeline import parse_layout, pipeline_chunks, write_layout
+from megatune.config.pipeline import holds_deepstack, parse_layout, pipeline_chunks, write_layout
 from megatune.config.rules.problem import Context, Problem, either, multiples_around
 from megatune.config.settings import ParallelSettings
 
@@ -130,6 +131,45 @@ def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[st
     return f"remove {' and '.join(asked)}"
 
 
+def deepstack(context: Context) -> Iterator[Problem]:
+    """The first chunk has the layers that deepstack mergers feed: their features are nowhere else."""
+    architecture, parallel = context.architecture, context.settings.parallel
+    if architecture is None or architecture.vision is None:
+        return
+    if any(found for rule in (shapes, written_layout, layers) for found in rule(context)):
+        return
+    if holds_deepstack(parallel, architecture):
+        return
+    counts = [chunk.num_layers for chunk in pipeline_chunks(parallel, architecture.num_layers)]
+    fed, names = architecture.vision.num_deepstack_mergers, [_PP, *([_VPP] if parallel.virtual_stages else [])]
+    what = f"the first of {len(counts)} pipeline parts has {counts[0]} of the first {fed} layers"
+    why = f"{fed} layers of the vision encoder, which is in the first part, feed one of these each (deepstack)"
+    changes = _nearest_with_first_layers(parallel, architecture.num_layers, fed)
+    writes = " and ".join(f"{name}: {value}" for name, value in changes.items() if value is not None)
+    removes = " and ".join(name for name, value in changes.items() if value is None)
+    fix = ", and ".join(f"{verb} {each}" for verb, each in (("write", writes), ("remove", removes)) if each)
+    yield Problem((*_given_shapes(parallel), *names), what, why, fix)
+
+
+def _nearest_with_first_layers(parallel: ParallelSettings, num_layers: int, fed: int) -> dict[str, Any]:
+    """What to write, or to remove (None), so that the first part has `fed` layers: as many parts as the rest fills."""
+    pp, vpp, most = parallel.pipeline_model_parallel_size, parallel.virtual_stages or 1, 1 + num_layers - fed
+    if pp * vpp > most:
+        pp, vpp = (pp, most // pp) if pp <= most else (most, 1)
+    wanted: dict[str, Any] = {_PP: pp, _VPP: None, **dict.fromkeys(_SHAPES)}
+    if vpp > 1:
+        wanted |= {_VPP: parallel.virtual_pipeline_model_parallel_size and vpp, _LAYOUT: None}
+        even = ParallelSettings.model_validate({_PP: pp, _VPP: vpp})
+        counts = [chunk.num_layers for chunk in pipeline_chunks(even, num_layers)]
+        while counts[0] < fed:
+            fullest = max(range(1, len(counts)), key=lambda index: (counts[index], index))
+            counts[0], counts[fullest] = counts[0] + 1, counts[fullest] - 1
+        wanted[_LAYOUT] = write_layout(counts)
+    elif pp > 1:
+        wanted["decoder_first_pipeline_num_layers"] = fed
+    return {name: value for name, value in wanted.items() if (getattr(parallel, name) or None) != value}
+
+
 def virtual_stages(context: Context) -> Iterator[Problem]:
     """Virtual stages interleave over at least two pipeline stages, in rounds of one micro-batch a stage."""
     parallel, batch = context.settings.parallel, context.settings.batch
@@ -151,4 +191,4 @@ def virtual_stages(context: Context) -> Iterator[Problem]:
         yield Problem(("gradient_accumulation_steps", key, _PP), what, why, fix)
 
 
-RULES = (shapes, written_layout, layers, virtual_stages)
+RULES = (shapes, written_layout, layers, deepstack, virtual_stages)

@@ -138,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         columns, is_mine = _local(targets, part)
         # softmax - 1 at the target, exact also where the softmax is nearly 1.
         grad_targets = torch.expm1(-losses) * grad_losses
-        grad_inputs = torch.zeros_like(inputs)
+        grad_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
         # DDP's buffer, whatever gradient_accumulation_fusion says: a sum over chunks needs an fp32 tensor as large as
         # the weight, and that one is there.
         main_grad: Tensor | None = getattr(weight, "main_grad", None)
@@ -150,11 +150,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits = _scaled_softmax(some @ real_weight.t(), log_sums[chunk], grad_losses[chunk])
             there = grad_targets[chunk, None].to(grad_logits.dtype)
             grad_logits.scatter_(1, here, torch.where(is_mine[chunk, None], there, grad_logits.gather(1, here)))
-            grad_inputs.index_copy_(0, rows[chunk], grad_logits @ real_weight)
+            if grad_inputs is not None:
+                grad_inputs.index_copy_(0, rows[chunk], grad_logits @ real_weight)
             if ctx.needs_input_grad[1]:
                 add_weight_gradient(total[: part.num_rows], grad_logits, some)
             del grad_logits
-        grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
+        grad_hidden_states = None
+        if grad_inputs is not None:
+            grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
         if not ctx.needs_input_grad[1]:
             return grad_hidden_states, None, None, None, None
         grad_weight = total.to(weight.dtype) if main_grad is None else announced_gradient(weight)

@@ -50,13 +50,16 @@ class _Normalize(torch.autograd.Function):
         return (wide * scale).mul_(weight).to(hidden_states.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         hidden_states, weight, scale = ctx.saved_tensors
         normalized, wide_grad = wide_of(hidden_states) * scale, wide_of(grad)
-        grad_weight = (wide_grad * normalized).flatten(0, -2).sum(0)
-        inner = wide_grad * weight
-        grad_hidden = (inner - normalized * (inner * normalized).mean(-1, keepdim=True)).mul_(scale)
-        return grad_hidden.to(grad.dtype), grad_weight.to(weight.dtype), None
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (wide_grad * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            inner = wide_grad * weight
+            grad_hidden = (inner - normalized * (inner * normalized).mean(-1, keepdim=True)).mul_(scale).to(grad.dtype)
+        return grad_hidden, grad_weight, None
 
 
 def wide_of(values: Tensor) -> Tensor:

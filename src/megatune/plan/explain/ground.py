@@ -13,6 +13,7 @@ from megatune.config.rules import experts, finetuning, layout, memory, pipeline,
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
+from megatune.plan import trainable
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.changes.variation import with_settings
@@ -29,6 +30,7 @@ _RULES: tuple[Rule, ...] = (
     *experts.RULES,
     *memory.RULES,
     *finetuning.PLAN_RULES,
+    *trainable.RULES,
     run.stage,
     run.precision,
     run.cutoff,
@@ -69,6 +71,7 @@ COMPANIONS: tuple[Mapping[str, Any], ...] = (
     {"optimizer.optimizer_cpu_offload": True},
     {"experts.moe_expert_capacity_factor": 1.5},
     {"finetuning.finetuning_type": "lora"},
+    {"finetuning.finetuning_type": "freeze"},
 )
 Assumed: TypeAlias = Literal["", "case", "machines"]
 

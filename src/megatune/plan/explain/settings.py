@@ -9,11 +9,13 @@ from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import Loaded
+from megatune.config.rules import RULES
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan import trainable
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.cost import against, weigh
@@ -166,7 +168,7 @@ def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language =
     """Explain every setting that is written, for a terminal; return the text, and what is wrong with the file."""
     words, case = words_of(language), ground.case
     written = {path for path, origin in loaded.origins.items() if origin != "default"}
-    findings = loaded.check(ground.architecture, ground.world_size)
+    findings = loaded.check(ground.architecture, ground.world_size, (*RULES, *trainable.RULES))
     lines = [words.settings.format(file=name)]
     if case is None:
         lines.append(wrapped(f"{words.cost}{words.colon}{words.not_planned.format(why=ground.why_not)}"))

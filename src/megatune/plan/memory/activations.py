@@ -9,17 +9,17 @@ from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from megatune.plan.case import Case
-from megatune.plan.memory.tensors import ChunkContent, stage_chunks
+from megatune.plan.memory.tensors import ChunkContent, LayerContent, stage_chunks
 from megatune.plan.operators.attention import heads_of
 from megatune.plan.operators.decoder import Recompute, decoder_layer, embedding, head, inputs, recompute_of
 from megatune.plan.operators.experts import saves_input_twice
 from megatune.plan.operators.operator import Memory, Operator, chain, memory_of, recomputed, repeat
-from megatune.plan.operators.shapes import Shapes, shapes_of
+from megatune.plan.operators.shapes import Shapes, frozen, shapes_of
 from megatune.plan.operators.vision import Images, images_of, projectors, vision_layer
 from megatune.plan.schedule import in_flight
 
 T = TypeVar("T")
-_Runs = tuple[tuple[bool, int], ...]  # kinds of layers, and how many of them follow each other
+_Runs = tuple[tuple[LayerContent, int], ...]  # kinds of layers, and how many of them follow each other
 
 
 class StageActivations(NamedTuple):
@@ -78,7 +78,8 @@ def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes
         what the fullest expert rank has beyond an even share; `activations` is all the rest.
     """
     parallel, recompute = case.settings.parallel, recompute_of(case.settings)
-    contents, shapes, images = stage_chunks(parallel, case.model.architecture), shapes_of(case), images_of(case)
+    contents = stage_chunks(parallel, case.model.architecture, case.settings.finetuning)
+    shapes, images = shapes_of(case), images_of(case)
     even = shapes if shapes.imbalance == 1.0 else replace(shapes, imbalance=1.0)
     vision = vision_memory(shapes, images) if images else Memory(0)
     pp, count = parallel.pipeline_model_parallel_size, case.num_micro_batches
@@ -116,7 +117,12 @@ def _pass(shapes: Shapes, chunk: ChunkContent, recompute: Recompute, vision: Mem
         memories += [vision, embedding(shapes).memory]
     groups, kept = _groups(chunk.layers, recompute)
     for group, times in groups:
-        whole = chain(_runs(shapes, group, ()))
+        if all(layer.gradient == "none" for layer, _ in group):
+            memories += _runs(shapes, group, ())
+            continue
+        # Gradients go to the beginning of what is recomputed together.
+        reached = [(layer._replace(gradient="through") if layer.gradient == "none" else layer, n) for layer, n in group]
+        whole = chain(_runs(shapes, tuple(reached), ()))
         memories.append(repeat(recomputed(whole, shapes.hidden, shapes.hidden), times))
     memories += _runs(shapes, kept, recompute.modules)
     if chunk.loss:
@@ -126,16 +132,22 @@ def _pass(shapes: Shapes, chunk: ChunkContent, recompute: Recompute, vision: Mem
 
 
 def _runs(shapes: Shapes, runs: _Runs, modules: tuple[str, ...]) -> list[Memory]:
-    return [repeat(layer_memory(shapes, sparse, modules), times) for sparse, times in runs]
+    return [repeat(_layer(shapes, layer, modules), times) for layer, times in runs]
+
+
+def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Memory:
+    memory = layer_memory(shapes if layer.gradient == "weights" else frozen(shapes), layer.sparse, modules)
+    # Without a backward pass nothing is kept; the layer's tensors are held while it computes.
+    return memory if layer.gradient != "none" else Memory(0, memory.kept + memory.forward)
 
 
 @lru_cache(4096)
-def _groups(sparse: tuple[bool, ...], recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
+def _groups(layers: tuple[LayerContent, ...], recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
     """Return groups of layers that are recomputed together, equal ones counted, and the layers that are not."""
-    last = min(recompute.num_layers, len(sparse))
+    last = min(recompute.num_layers, len(layers))
     size = recompute.group_size
-    groups = [sparse[first : min(first + size, last)] for first in range(0, last, size)]
-    return tuple((_run_lengths(group), times) for group, times in _run_lengths(groups)), _run_lengths(sparse[last:])
+    groups = [layers[first : min(first + size, last)] for first in range(0, last, size)]
+    return tuple((_run_lengths(group), times) for group, times in _run_lengths(groups)), _run_lengths(layers[last:])
 
 
 def _run_lengths(values: Iterable[T]) -> tuple[tuple[T, int], ...]:

@@ -5,6 +5,7 @@ Dense weights and experts each lie in buffers, and have an optimizer, of their o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +15,14 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.memory.buffers import full_bucket, padded_size, shared_buckets
-from megatune.plan.memory.tensors import ChunkContent, HeldParameter, HeldParameters, held_parameters, stage_chunks
+from megatune.plan.memory.tensors import (
+    ChunkContent,
+    HeldParameter,
+    HeldParameters,
+    held_parameters,
+    layer_contents,
+    stage_chunks,
+)
 
 _BYTES = {"fp32": 4, "bf16": 2}
 
@@ -125,6 +133,13 @@ class Rules:
         """Whether parameters are experts': dense weights, and experts where the model has any."""
         return (False, True) if self.model.architecture.moe is not None else (False,)
 
+    @property
+    def num_optimizers(self) -> int:
+        """Parts of the optimizer: of dense weights, and of experts where some are trained, on whatever stage."""
+        layers = layer_contents(self.model.architecture, self.trainable)
+        of_layers = (self.held().of_layer(layer) for layer in set(layers))
+        return 1 + any(one.is_expert and one.trained for held in of_layers for one in held)
+
     def held(self) -> HeldParameters:
         parallel = self.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -132,7 +147,7 @@ class Rules:
         return held_parameters(self.model, self.trainable, tp, etp, ep, pp > 1)
 
     def chunks(self, stage: int) -> tuple[ChunkContent, ...]:
-        return stage_chunks(self.parallel, self.model.architecture)[stage]
+        return stage_chunks(self.parallel, self.model.architecture, self.trainable)[stage]
 
     def bucket_size(self, stage: int, virtual_stage: int) -> int | None:
         """Return elements after which a bucket is full; None for one bucket."""
@@ -202,8 +217,8 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     size, padding = sum(part.size for part in parts), sum(part.buffers - part.trained for part in parts)
     updated, on_host = sum(part.updated for part in parts), sum(part.on_host for part in parts)
     chunks, optimizer = rules.chunks(stage), rules.optimizer
-    buffers = sum(sum(chunk.layers) for chunk in chunks) * rules.held().sparse_buffer_bytes
-    scalars = optimizer.scalar_bytes(len(parts), rules.is_sharded)
+    buffers = sum(chunk.num_sparse for chunk in chunks) * rules.held().sparse_buffer_bytes
+    scalars = optimizer.scalar_bytes(rules.num_optimizers, rules.is_sharded)
     return StageState(
         num_layers=sum(len(chunk.layers) for chunk in chunks),
         weights=(size + padding) * rules.parameter_bytes + buffers,
@@ -235,10 +250,8 @@ def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
 
 def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple[HeldParameter, ...], int]]:
     """Yield what a chunk holds, and how often."""
-    num_sparse = sum(chunk.layers)
     yield held.first, int(chunk.embedding)
-    yield held.dense, len(chunk.layers) - num_sparse
-    yield held.sparse, num_sparse
+    yield from ((held.of_layer(layer), count) for layer, count in Counter(chunk.layers).items())
     yield held.last, int(chunk.loss)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Literal, NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
@@ -13,6 +14,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, OUTPUT_LAYER
+from megatune.families.trained import first_trained_layer, is_trained, trained_weights
 from megatune.families.weights import (
     WHOLE,
     Layers,
@@ -23,6 +25,7 @@ from megatune.families.weights import (
     engine_shape,
     experts_of,
     hf_shape,
+    hf_shapes,
     layers_of,
 )
 from megatune.plan.case import PlannedModel
@@ -85,13 +88,30 @@ class HeldParameter:
     is_shared_embedding: bool = False
 
 
+class LayerContent(NamedTuple):
+    """What a layer of the decoder is.
+
+    Attributes:
+        sparse: it has experts.
+        gradient: what its backward pass computes: gradients of weights of its own or of adapters beside them; of
+            hidden states that go "through" a frozen layer, to what is trained before it; or nothing.
+    """
+
+    sparse: bool
+    gradient: Literal["weights", "through", "none"] = "weights"
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkContent:
-    """What a pipeline chunk holds: whether the embedding, which layers (True: sparse), and whether the loss."""
+    """What a pipeline chunk holds: whether the embedding, which layers, and whether the loss."""
 
     embedding: bool
-    layers: tuple[bool, ...]
+    layers: tuple[LayerContent, ...]
     loss: bool
+
+    @property
+    def num_sparse(self) -> int:
+        return sum(layer.sparse for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
@@ -99,8 +119,8 @@ class HeldParameters:
     """Parameters of a rank by where they are.
 
     Attributes:
-        first: what comes before the layers: the vision tower and the word embedding.
-        dense, sparse: of a layer with a dense and with a sparse feed-forward.
+        first: what comes before the layers: the vision tower with its mergers, and the word embedding.
+        layers: of a layer by whether it is sparse and whether it is trained.
         last: what comes after the layers: the final norm and the output layer.
         embedding, output: elements of the word embedding and of the output layer; of the latter 0 where it is the
             same parameter.
@@ -108,8 +128,7 @@ class HeldParameters:
     """
 
     first: tuple[HeldParameter, ...]
-    dense: tuple[HeldParameter, ...]
-    sparse: tuple[HeldParameter, ...]
+    layers: Mapping[tuple[bool, bool], tuple[HeldParameter, ...]]
     last: tuple[HeldParameter, ...]
     embedding: int
     output: int
@@ -119,23 +138,45 @@ class HeldParameters:
         """Yield the parameters of a chunk in the engine's order."""
         if chunk.embedding:
             yield from self.first
-        for sparse in chunk.layers:
-            yield from self.sparse if sparse else self.dense
+        for layer in chunk.layers:
+            yield from self.of_layer(layer)
         if chunk.loss:
             yield from self.last
 
+    def of_layer(self, layer: LayerContent) -> tuple[HeldParameter, ...]:
+        return self.layers[layer.sparse, layer.gradient == "weights"]
+
 
 @lru_cache(maxsize=4096)
-def stage_chunks(parallel: ParallelSettings, architecture: Architecture) -> tuple[tuple[ChunkContent, ...], ...]:
+def stage_chunks(
+    parallel: ParallelSettings, architecture: Architecture, trainable: FinetuningSettings
+) -> tuple[tuple[ChunkContent, ...], ...]:
     """Return the chunks of every pipeline stage, by stage and virtual stage."""
-    contents, first = [], 0
+    contents, first, layers = [], 0, layer_contents(architecture, trainable)
     for chunk in pipeline_chunks(parallel, architecture.num_layers):
-        layers = range(first, first + chunk.num_layers)
-        sparse = tuple(architecture.is_moe_layer(layer) for layer in layers)
-        contents.append(ChunkContent(chunk.embedding, sparse, chunk.loss))
-        first += chunk.num_layers
+        last = first + chunk.num_layers
+        contents.append(ChunkContent(chunk.embedding, layers[first:last], chunk.loss))
+        first = last
     pp = parallel.pipeline_model_parallel_size
     return tuple(tuple(contents[stage::pp]) for stage in range(pp))
+
+
+@lru_cache(maxsize=4096)
+def layer_contents(architecture: Architecture, trainable: FinetuningSettings) -> tuple[LayerContent, ...]:
+    """Return what the layers of the decoder are, in order."""
+    weights = trained_weights(architecture, trainable)
+    trained = {layer for weight, layer in weights if weight.per_layer and _is_ours(weight)}
+    first = first_trained_layer(architecture, trainable)
+
+    def gradient(layer: int) -> Literal["weights", "through", "none"]:
+        if trainable.finetuning_type == "lora" or layer in trained:
+            return "weights"
+        # Of a language model that is frozen as a whole something before it is trained.
+        return "none" if layer < first and not trainable.freeze_language_model else "through"
+
+    return tuple(
+        LayerContent(architecture.is_moe_layer(layer), gradient(layer)) for layer in range(architecture.num_layers)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -150,35 +191,61 @@ def held_parameters(
     """
     architecture, moe = model.architecture, model.architecture.moe
     whole, expert = Slice(tp_size=tp), Slice(tp_size=etp, ep_size=ep)
-    trained = trainable.finetuning_type == "full" and not trainable.freeze_language_model
+    contents = layer_contents(architecture, trainable)
+    # Trained layers train the same weights, and the others none.
+    trains = [content.gradient == "weights" for content in contents]
+    trained, frozen = (trains.index(each) if each in trains else -1 for each in (True, False))
 
-    def held(weight: Weight) -> HeldParameter:
+    def held(weight: Weight, layer: int = 0) -> HeldParameter:
         shape = engine_shape(weight, architecture, expert if weight.per_expert else whole)
-        return HeldParameter(prod(shape), weight.per_expert, len(shape) == 1, trained)
+        has_gradient = is_trained(weight, layer, architecture, trainable)
+        return HeldParameter(prod(shape), weight.per_expert, len(shape) == 1, has_gradient)
 
-    def layer(kind: Layers) -> Iterator[HeldParameter]:
+    def layer(kind: Layers, index: int) -> Iterator[HeldParameter]:
         for weight in weights:
             if weight.layers in (Layers.ALL, kind):
-                yield held(weight)
+                yield held(weight, index)
                 part = expert if weight.per_expert else whole
                 for size in adapter_sizes(weight, architecture, part, trainable):
                     yield HeldParameter(size, weight.per_expert)
 
     weights = _of_layers(architecture)
+    kinds = {False: Layers.DENSE, True: Layers.SPARSE}
     # With both on one stage, tied embeddings are one parameter; a copy of it is reduced between two stages.
     tied = architecture.tie_word_embeddings
     embedding = replace(held(EMBEDDING), is_shared_embedding=tied and pipelined)
     output = embedding if tied else held(OUTPUT_LAYER)
     return HeldParameters(
-        first=(*_vision(model, trainable), embedding),
-        dense=tuple(layer(Layers.DENSE)),
-        sparse=tuple(layer(Layers.SPARSE)),
+        first=(*(held(weight, index) for weight, index in _of_vision(architecture)), embedding),
+        layers={
+            (sparse, trains): tuple(layer(kind, index))
+            for sparse, kind in kinds.items()
+            for trains, index in ((True, trained), (False, frozen))
+        },
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),
         embedding=embedding.numel,
         output=0 if tied and not pipelined else output.numel,
         # Beside the sums a router has the bias and the tokens of each expert, both fp32.
         sparse_buffer_bytes=_ROUTER_SUMS_BYTES + (8 * moe.num_experts if moe.expert_bias else 0) if moe else 0,
     )
+
+
+def _is_ours(weight: Weight) -> bool:
+    return weight.stack is Stack.DECODER
+
+
+def _of_vision(architecture: Architecture) -> list[tuple[Weight, int]]:
+    """Return weights of the vision tower and its mergers with their layers, in the order in which Transformers' modules
+    create them: layer by layer."""
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    ours = [(weight, layer) for weight in weights if not _is_ours(weight) for layer in layers_of(weight, architecture)]
+    modules = list(dict.fromkeys(_module(weight) for weight, _ in ours))
+    return sorted(ours, key=lambda one: (modules.index(_module(one[0])), one[1]))
+
+
+def _module(weight: Weight) -> str:
+    """Return the name of the encoder's module that a weight is in: blocks."""
+    return weight.engine.split(".")[1]
 
 
 def _of_layers(architecture: Architecture) -> list[Weight]:
@@ -190,18 +257,9 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
     places = {f"{ENGINE_LAYER}.{name}": place for place, name in enumerate(order)}
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     return sorted(
-        (weight for weight in weights if weight.per_layer and weight.stack is Stack.DECODER and not weight.is_buffer),
+        (weight for weight in weights if weight.per_layer and _is_ours(weight) and not weight.is_buffer),
         key=lambda weight: places[weight.engine],
     )
-
-
-def _vision(model: PlannedModel, trainable: FinetuningSettings) -> Iterator[HeldParameter]:
-    """Yield encoder and projectors, each as one parameter: whole on every rank of the first stage."""
-    vision, full = model.architecture.vision, trainable.finetuning_type == "full"
-    if vision is not None:
-        yield HeldParameter(vision.num_parameters, trained=full and not trainable.freeze_vision_tower)
-        trained = full and not trainable.freeze_multi_modal_projector
-        yield HeldParameter(vision.num_projector_parameters, trained=trained)
 
 
 def adapter_sizes(
@@ -228,19 +286,15 @@ def adapter_sizes(
         yield of_rank * -(-rows // cut_rows)
 
 
-def num_trained_parameters(model: PlannedModel, trainable: FinetuningSettings) -> int:
+def num_trained_parameters(architecture: Architecture, trainable: FinetuningSettings) -> int:
     """Return elements of the whole model that are trained, without padding; of adapters as PEFT counts them."""
-    architecture, vision, trained = model.architecture, model.architecture.vision, 0
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if trainable.finetuning_type == "lora":
-            of_layer = sum(adapter_sizes(weight, architecture, WHOLE, trainable))
-        elif trainable.freeze_language_model or weight.is_buffer or weight.stack is not Stack.DECODER:
-            continue
-        else:
-            shapes = (hf_shape(tensor, architecture) for tensor in weight.hf)
-            of_layer = len(experts_of(weight, architecture)) * sum(map(prod, shapes))
-        trained += of_layer * len(layers_of(weight, architecture))
-    if vision is not None and trainable.finetuning_type == "full":
-        trained += 0 if trainable.freeze_vision_tower else vision.num_parameters
-        trained += 0 if trainable.freeze_multi_modal_projector else vision.num_projector_parameters
-    return trained
+    if trainable.finetuning_type == "lora":
+        return sum(
+            sum(adapter_sizes(weight, architecture, WHOLE, trainable)) * len(layers_of(weight, architecture))
+            for weight in FAMILIES[architecture.model_type].weight_map(architecture)
+        )
+    return sum(
+        prod(shape)
+        for weight, layer in trained_weights(architecture, trainable)
+        for shape in hf_shapes(weight, architecture, layer).values()
+    )

@@ -5,6 +5,7 @@ Legend: T tokens, P = T / tp with sequence parallelism; h hidden size, v rows of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ def inputs(shapes: Shapes) -> Memory:
 @lru_cache(maxsize=4096)
 def embedding(shapes: Shapes) -> Operator:
     """Return the look-up; backward the scattered sum into a gradient of the weight's size, added to its buffer."""
-    row, trained = shapes.architecture.hidden_size * shapes.size, shapes.weights_trained
+    row, trained = shapes.architecture.hidden_size * shapes.size, shapes.embedding_trained
     table = shapes.architecture.vocab_size * shapes.architecture.hidden_size / shapes.tp
     weight = _padded_vocabulary(shapes) * row if trained else 0
     memory = Memory(8 * shapes.tokens if shapes.tp > 1 else 0, shapes.whole_hidden, shapes.whole_hidden + weight)
@@ -83,6 +84,8 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
     four. Passes over logits: fp32 sums of exponentials forward, probabilities and their rounding backward.
     """
     size, hidden = shapes.size, shapes.architecture.hidden_size
+    keeps = shapes.keeps | {"output_layer"} if shapes.output_trained else shapes.keeps - {"output_layer"}
+    shapes = replace(shapes, weights_trained=shapes.output_trained, keeps=keeps)
     columns = shapes.architecture.vocab_size / shapes.tp
     forward, backward, launches, weight = linear_work(shapes, shapes.tokens, columns, hidden)
     if shapes.performance.cross_entropy_loss_fusion:

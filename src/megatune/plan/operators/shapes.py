@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.config.attention_kernel import CPU, attends_in_runs, attention_kernels
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ExpertSettings, PerformanceSettings, Settings
+from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
+from megatune.families.trained import ALL_MODULES, is_trained
 from megatune.plan.case import Case
 
 # Compute capability by generation; that of Ampere for any other GPU.
 _CAPABILITIES = {"cpu": CPU, "volta": (7, 0), "turing": (7, 5), "hopper": (9, 0), "blackwell": (10, 0)}
 _AMPERE = (8, 0)
 _LINEARS = frozenset({"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"})
+# By the module of a layer that they are in.
+_LINEARS_OF = {"self_attn": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
 # Coefficients of variation of the experts' tokens, with and without something that balances them: assumptions.
 # Published runs of Qwen3-30B-A3B over 16 expert-parallel ranks take 1.5 times as long as with forced balance; 0.5 gives
 # 1.42 for the fullest rank.
@@ -41,6 +47,7 @@ class Shapes:
             "plain" matrix products; "math" for torch's own, which keep all scores.
         keeps: linear layers ("linear_qkv", ...) that need their input in the backward pass.
         weights_trained: linear layers' own weights get gradients.
+        embedding_trained, output_trained: the word embedding and the output layer do.
         adapter: rank of the adapters of linear layers in `keeps`; 0 without.
         imbalance: rows of the fullest rank's experts over an even share.
     """
@@ -65,6 +72,8 @@ class Shapes:
     experts: ExpertSettings
     keeps: frozenset[str]
     weights_trained: bool
+    embedding_trained: bool
+    output_trained: bool
     adapter: int
     router_size: int
     imbalance: float
@@ -114,7 +123,11 @@ def shapes_of(case: Case) -> Shapes:
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
     rows, length = case.micro_batch_size, case.sequence_length
     lora = trainable.finetuning_type == "lora"
-    trains_weights = not lora and not trainable.freeze_language_model
+    trained_linears = _trained_linears(trainable)
+    tied = architecture.tie_word_embeddings
+    embedding, output = (
+        is_trained(weight, 0, architecture, trainable) for weight in (EMBEDDING, EMBEDDING if tied else OUTPUT_LAYER)
+    )
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
     return Shapes(
         architecture=architecture,
@@ -135,12 +148,30 @@ def shapes_of(case: Case) -> Shapes:
         cp_comm_type=parallel.cp_comm_type,
         performance=settings.performance,
         experts=experts,
-        keeps=_LINEARS if trains_weights else frozenset(trainable.lora_target) if lora else frozenset(),
-        weights_trained=trains_weights,
+        keeps=frozenset(trainable.lora_target) if lora else trained_linears,
+        weights_trained=bool(trained_linears),
+        embedding_trained=embedding,
+        output_trained=output,
         adapter=trainable.lora_rank if lora else 0,
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
     )
+
+
+def _trained_linears(trainable: FinetuningSettings) -> frozenset[str]:
+    """Return the linear layers of a trained layer whose weights are trained."""
+    if trainable.finetuning_type == "lora" or trainable.freeze_language_model:
+        return frozenset()
+    modules = trainable.freeze_trainable_modules
+    if trainable.finetuning_type == "full" or ALL_MODULES in modules:
+        return _LINEARS
+    return frozenset(name for module in modules for name in _LINEARS_OF.get(module, ()))
+
+
+@lru_cache(maxsize=4096)
+def frozen(shapes: Shapes) -> Shapes:
+    """Return the shapes of a layer of which nothing is trained."""
+    return replace(shapes, keeps=frozenset(), weights_trained=False)
 
 
 def _kernel(case: Case) -> Kernel:

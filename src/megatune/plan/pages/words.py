@@ -232,5 +232,5 @@ def trained_words(case: Case) -> str:
         frozen = ", ".join(name for name, is_frozen in parts.items() if is_frozen)
         text += f", frozen: {frozen}" if frozen else ""
     if is_lora or has_vision:
-        text += f", {amount(num_trained_parameters(case.model, trainable))} parameters"
+        text += f", {amount(num_trained_parameters(case.model.architecture, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

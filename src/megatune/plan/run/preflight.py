@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.load import Loaded
+from megatune.config.rules import RULES
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
+from megatune.plan import trainable
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.fixes import OVERLAPS, Changes, Fix, fix, less_recompute, savings, searched
 from megatune.plan.changes.variation import setting_of, smaller_micro_batch, with_settings, written
@@ -66,7 +68,7 @@ def preflight(
             architecture = load_architecture(folder) if folder is not None else None
         except MegatuneError as error:
             refusal = error
-    findings = [*loaded.check(architecture, world_size), *extra]
+    findings = [*loaded.check(architecture, world_size, (*RULES, *trainable.RULES)), *extra]
     if findings:
         raise MegatuneError([*findings, *(refusal.findings if refusal else ())], ExitCode.SETTINGS)
     if refusal is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.errors import Finding
 from megatune.plan.case import Case, PlannedModel
@@ -128,7 +129,8 @@ class Candidate:
     def bytes(self) -> int:
         """Of the fullest rank. Of stages that hold the same one after the other, the first one holds it for most
         micro-batches."""
-        unlike = _unlike_stages(self.case.settings.parallel, self.case.model.architecture)
+        settings = self.case.settings
+        unlike = _unlike_stages(settings.parallel, self.case.model.architecture, settings.finetuning)
         return fullest_bytes(self.case, unlike)
 
     @property
@@ -154,11 +156,13 @@ class Candidate:
 
 
 @lru_cache(maxsize=1024)
-def _unlike_stages(parallel: ParallelSettings, architecture: Architecture) -> tuple[int, ...]:
+def _unlike_stages(
+    parallel: ParallelSettings, architecture: Architecture, trainable: FinetuningSettings
+) -> tuple[int, ...]:
     """Stages that hold other things than the one before."""
     held = [
-        [(len(chunk.layers), sum(chunk.layers), chunk.embedding, chunk.loss) for chunk in stage]
-        for stage in stage_chunks(parallel, architecture)
+        [(sorted(chunk.layers), chunk.embedding, chunk.loss) for chunk in stage]
+        for stage in stage_chunks(parallel, architecture, trainable)
     ]
     return tuple(stage for stage in range(len(held)) if stage == 0 or held[stage] != held[stage - 1])
 

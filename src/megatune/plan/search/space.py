@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatune.config.groups.performance import RecomputeSettings
-from megatune.config.pipeline import pipeline_chunks
+from megatune.config.pipeline import holds_deepstack
 from megatune.config.rules import check
 from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import divisors, nearest
@@ -85,13 +85,18 @@ class Space:
         world, architecture = self.request.world_size, self.request.model.architecture
         for tp in self.tensor_sizes:
             for pp in divisors(world // tp):
-                if pp > architecture.num_layers:
+                if pp > architecture.num_layers or not self.holds_deepstack(pp):
                     break
                 for cp in divisors(world // (tp * pp)):
                     if not self._has_context(tp, cp) or self.request.rows % (world // (tp * pp * cp)):
                         continue
                     for ep, etp in self._experts(tp, pp):
                         yield CandidateLayout(tp, pp, cp, ep, etp)
+
+    def holds_deepstack(self, pp: int, virtual: int | None = None) -> bool:
+        """Return whether the first of even parts has the layers that a vision encoder's mergers feed."""
+        sizes = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": virtual}
+        return holds_deepstack(ParallelSettings.model_validate(sizes), self.request.model.architecture)
 
     def _has_context(self, tp: int, cp: int) -> bool:
         if cp == 1:
@@ -131,7 +136,8 @@ class Space:
             for virtual in range(2, most + 1)
             if any((num_layers + counted) % (layout.pp * virtual) == 0 for counted in (0, 1, 2))
         ]
-        return even or [virtual for virtual in (2, 4) if virtual <= most]
+        found = even or [virtual for virtual in (2, 4) if virtual <= most]
+        return [virtual for virtual in found if self.holds_deepstack(layout.pp, virtual)]
 
     def candidate(
         self,
@@ -201,14 +207,15 @@ class Space:
 
     def reshaped(self, settings: Settings) -> Iterator[Settings]:
         """Yield the same layout with other numbers of layers in the first and the last stage."""
-        parallel, num_layers = settings.parallel, self.request.model.architecture.num_layers
+        parallel, architecture = settings.parallel, self.request.model.architecture
         if parallel.pipeline_model_parallel_size == 1:
             return
         for embedding, loss in ((False, True), (True, True)):
             split = {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
             shaped = parallel.model_copy(update=split)
             try:
-                pipeline_chunks(shaped, num_layers)
+                if not holds_deepstack(shaped, architecture):
+                    continue
             except ValueError:  # too few layers for it
                 continue
             yield settings.model_copy(update={"parallel": shaped})
@@ -264,6 +271,8 @@ def _impossible(space: Space) -> Iterator[tuple[str, Mapping[str, int]]]:
                     yield "tensor parallelism does not split the model evenly", layout
                 elif pp > architecture.num_layers:
                     yield "more pipeline stages than layers", layout
+                elif not space.holds_deepstack(pp):
+                    yield "the first pipeline stage has fewer layers than deepstack mergers feed", layout
                 elif request.rows % (world // (tp * pp * cp)):
                     yield "the global batch is not split evenly over the data-parallel processes", layout
                 elif architecture.moe is not None:

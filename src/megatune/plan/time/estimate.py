@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -10,9 +11,9 @@ from megatune.plan.case import Case
 from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import stage_parameters
-from megatune.plan.memory.tensors import ChunkContent, stage_chunks
+from megatune.plan.memory.tensors import ChunkContent, LayerContent, layer_contents, stage_chunks
 from megatune.plan.operators.decoder import Recompute, recompute_of
-from megatune.plan.operators.shapes import Shapes, shapes_of
+from megatune.plan.operators.shapes import Shapes, frozen, shapes_of
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
 from megatune.plan.time.communication import (
@@ -136,7 +137,7 @@ def step_time(case: Case) -> StepTime:
         MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
     """
     settings, rank = case.settings, _Rank.of(case)
-    contents = stage_chunks(settings.parallel, case.model.architecture)
+    contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
     chunks = {content: rank.chunk(content) for content in set(itertools.chain(*contents))}
     seconds = {content: chunk.time for content, chunk in chunks.items()}
     times = tuple(tuple(seconds[content] for content in stage) for stage in contents)
@@ -178,8 +179,7 @@ def micro_batch_seconds(case: Case) -> float:
 
     The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
     """
-    architecture = case.model.architecture
-    layers = tuple(map(architecture.is_moe_layer, range(architecture.num_layers)))
+    layers = layer_contents(case.model.architecture, case.settings.finetuning)
     return _Rank.of(case).chunk(ChunkContent(embedding=True, layers=layers, loss=True)).time.total
 
 
@@ -203,12 +203,11 @@ class _Rank(NamedTuple):
         """Return all layers of a chunk, with the word embedding and the output layer where it has them."""
         shapes, rates, tensor = self.shapes, self.rates, self.groups.tensor
         parts = _Parts()
-        layers, num_sparse = len(content.layers), sum(content.layers)
-        # Layers of both kinds are recomputed in proportion: which of them come first matters to few settings.
+        layers = len(content.layers)
+        # Layers of all kinds are recomputed in proportion: which of them come first matters to few settings.
         again = min(self.recompute.num_layers, layers) / layers if layers else 0.0
-        for count, sparse in ((layers - num_sparse, False), (num_sparse, True)):
-            if count:
-                parts = parts.plus(self._layer(sparse, again), count)
+        for layer, count in Counter(content.layers).items():
+            parts = parts.plus(self._layer(layer, again), count)
         if content.embedding:
             parts = parts.plus(self._once(end_seconds(shapes, rates, False), end_exchange(shapes, tensor, False)))
             if self.images:
@@ -227,11 +226,15 @@ class _Rank(NamedTuple):
             exchange_forward=communication * exchanged[0],
         )
 
-    def _layer(self, sparse: bool, again: float) -> _Parts:
+    def _layer(self, layer: LayerContent, again: float) -> _Parts:
         """Return one layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
-        seconds = layer_seconds(self.shapes, self.rates, sparse)
-        exchange = layer_exchange(self.shapes, self.groups, seconds, sparse)
+        sparse, shapes = layer.sparse, self.shapes if layer.gradient == "weights" else frozen(self.shapes)
+        seconds = layer_seconds(shapes, self.rates, sparse)
+        exchange = layer_exchange(shapes, self.groups, seconds, sparse)
         computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, sparse)
+        if layer.gradient == "none":
+            seconds, again, computing, exchanging = seconds._replace(backward=0.0), 0.0, 0.0, 0.0
+            exchange = Exchange(*((forward, 0.0) for forward, _ in exchange))
         compute, communication = self.calibration.compute, self.calibration.communication
         return _Parts(
             forward=compute * seconds.forward,

@@ -74,7 +74,7 @@ class EqualRuns(NamedTuple):
 
     queries: slice | Tensor
     keys: slice | Tensor
-    count: int
+    num_runs: int
 
 
 def _tokens_of(bounds: tuple[int, ...], numbers: list[int]) -> slice | Tensor:

@@ -108,7 +108,7 @@ class Router(TopKRouter):
     @torch.no_grad()
     def _count(self, experts: Tensor, is_real: Tensor) -> None:
         """Count choices for Megatron-Core's update of the bias."""
-        if self.enable_expert_bias:
+        if self.enable_expert_bias and self.weight.requires_grad:  # the bias of a frozen router stays
             counts = is_real[:, None].expand_as(experts).reshape(-1).to(self.local_tokens_per_expert.dtype)
             self.local_tokens_per_expert.scatter_add_(0, experts.reshape(-1), counts)
 

@@ -8,12 +8,14 @@ neighbours are tensor-parallel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
-from torch.distributed import _coalescing_manager
 
 from megatune.engine import device
 
@@ -88,17 +90,18 @@ def mark_dealt(encoder: torch.nn.Module) -> None:
         parameter.is_dealt = True  # type: ignore[attr-defined]
 
 
-def sum_dealt_gradients(model: Sequence[torch.nn.Module]) -> None:
+def sum_dealt_gradients(model: Sequence[DistributedDataParallel]) -> None:
     """Sum the gradients of marked parameters over tensor-parallel ranks, after those of replicas were summed."""
-    gradients: list[Tensor] = [
-        parameter.main_grad
-        for chunk in model
-        for parameter in chunk.parameters()
-        if parameter.requires_grad and getattr(parameter, "is_dealt", False)
-    ]
     group = parallel_state.get_tensor_model_parallel_group()
-    if not gradients or group.size() == 1:
+    if group.size() == 1:
         return
-    with _coalescing_manager(group=group, device=device.current()):
-        for gradient in gradients:
-            torch.distributed.all_reduce(gradient, group=group)
+    for buffer in (buffer for chunk in model for buffer in chunk.buffers):
+        places = sorted(
+            (start, stop, getattr(parameter, "is_dealt", False))
+            for parameter, (start, stop, _) in buffer.param_index_map.items()
+        )
+        # Parameters of one module lie side by side.
+        for is_dealt, side_by_side in groupby(places, key=itemgetter(2)):
+            if is_dealt:
+                run = list(side_by_side)
+                torch.distributed.all_reduce(buffer.grad_data[run[0][0] : run[-1][1]], group=group)

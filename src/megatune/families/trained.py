@@ -1,0 +1,107 @@
+"""Which weights of a model are trained: of the whole model, of some of its layers, or of some of its stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from megatune.architecture import Architecture
+from megatune.families import FAMILIES
+from megatune.families.dense import FINAL_NORM, OUTPUT_LAYER
+from megatune.families.weights import Stack, Weight, layers_of
+
+ALL_MODULES = "all"
+# Hidden states of the last layer come to these; all other weights outside of layers are before the first one.
+_BEHIND_LAYERS = (FINAL_NORM.engine, OUTPUT_LAYER.engine)
+
+
+class Selection(Protocol):
+    """What is trained, in LLaMA-Factory's words; see `config.groups.finetuning`."""
+
+    @property
+    def finetuning_type(self) -> str: ...
+    @property
+    def freeze_trainable_layers(self) -> int: ...
+    @property
+    def freeze_trainable_modules(self) -> Sequence[str]: ...
+    @property
+    def freeze_extra_modules(self) -> Sequence[str]: ...
+    @property
+    def use_llama_pro(self) -> bool: ...
+    @property
+    def freeze_language_model(self) -> bool: ...
+    @property
+    def freeze_vision_tower(self) -> bool: ...
+    @property
+    def freeze_multi_modal_projector(self) -> bool: ...
+    @property
+    def freeze_deepstack_mergers(self) -> bool | None: ...
+
+
+def is_trained(weight: Weight, layer: int, architecture: Architecture, selection: Selection) -> bool:
+    """Return whether a weight of a layer has gradients and optimizer state; `layer` says nothing outside of layers."""
+    if weight.is_buffer or selection.finetuning_type == "lora" or _is_frozen(weight.stack, selection):
+        return False
+    if weight.stack is not Stack.DECODER or selection.finetuning_type == "full":
+        return True
+    module = module_of(weight)
+    if not weight.per_layer:
+        return module in selection.freeze_extra_modules
+    asked = selection.freeze_trainable_modules
+    return layer in _trained_layers(architecture.num_layers, selection) and (ALL_MODULES in asked or module in asked)
+
+
+def _is_frozen(stack: Stack, selection: Selection) -> bool:
+    match stack:
+        case Stack.DECODER:
+            return selection.freeze_language_model
+        case Stack.PROJECTOR:
+            return selection.freeze_multi_modal_projector
+        case Stack.DEEPSTACK if selection.freeze_deepstack_mergers is not None:
+            return selection.freeze_deepstack_mergers
+    return selection.freeze_vision_tower
+
+
+def _trained_layers(num_layers: int, selection: Selection) -> range:
+    count = selection.freeze_trainable_layers
+    if selection.use_llama_pro:
+        stride = num_layers // count
+        return range(stride - 1, num_layers, stride)
+    return range(num_layers - count, num_layers) if count > 0 else range(-count)
+
+
+def module_of(weight: Weight) -> str:
+    """Return the name of the Transformers module that freezing knows a weight by: of a layer the one directly inside
+    the layer, such as mlp; otherwise the one that holds the weight, such as embed_tokens."""
+    _, _, inside = weight.hf[0].name.partition("{layer}.")
+    return inside.partition(".")[0] if weight.per_layer else weight.hf[0].name.split(".")[-2]
+
+
+def modules(architecture: Architecture, *, per_layer: bool) -> list[str]:
+    """List the modules of the decoder by which freezing knows weights of layers, or those outside of layers."""
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    ours = (weight for weight in weights if weight.stack is Stack.DECODER and weight.per_layer == per_layer)
+    return list(dict.fromkeys(map(module_of, ours)))
+
+
+def trained_weights(architecture: Architecture, selection: Selection) -> Iterator[tuple[Weight, int]]:
+    """Yield each trained weight with its layer, 0 outside of layers."""
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        for layer in layers_of(weight, architecture):
+            if is_trained(weight, layer, architecture, selection):
+                yield weight, layer
+
+
+def first_trained_layer(architecture: Architecture, selection: Selection) -> int:
+    """Return the first layer of the decoder of which a weight is trained: -1 where something before the layers is
+    trained, the number of layers where nothing before or in them is.
+
+    Gradients are computed for what comes after it: hidden states before it need none.
+    """
+    found = architecture.num_layers
+    for weight, layer in trained_weights(architecture, selection):
+        if weight.stack is Stack.DECODER and weight.per_layer:
+            found = min(found, layer)
+        elif weight.engine not in _BEHIND_LAYERS:
+            return -1
+    return found
