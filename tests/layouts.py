@@ -11,13 +11,14 @@ from typing import Any
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.experts import ExpertSettings
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings, RunSettings, Settings
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and settings of `parallel` and of other groups that are not their defaults.
+    """How many ranks, and settings of `parallel` and of other groups that are not their defaults; nothing is frozen.
 
     Attributes:
         packed: rows hold several samples.
@@ -50,6 +51,7 @@ class Layout:
             recompute=RecomputeSettings(**self.recompute),
             performance=PerformanceSettings(**self.performance),
             data=DataSettings(packing=self.packed),
+            finetuning=FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False),
         )
 
 

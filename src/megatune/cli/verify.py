@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatune.config.load import Loaded
     from megatune.config.settings import Settings
     from megatune.launch.world import World
+    from megatune.verify.samples import Sample
 
 # What a comparison depends on; any other setting would be without effect, and is refused.
 _GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="megatune verify MODEL [--samples N] [--length N] [--verbose] [SETTING ...] [--against 'SETTING ...']",
         description="Computes a Hugging Face checkpoint in a parallel layout and with plain Transformers, and compares "
         "the logits, the loss and the gradient of every parameter. Where they differ it says in which layer that "
-        "begins, and ends with 1.",
+        "begins, and ends with 1. Vision-language models are given images and videos, too.",
         epilog="SETTING is a layout, a precision, packing, recomputation or a kernel as in a settings file, as --key "
         "value or key=value: --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --bf16; also --seed and "
         "--num_processes. Without any: fp32 in one process.",
@@ -50,7 +51,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=8, metavar="N", help="rows of random tokens (8)")
-    parser.add_argument("--length", type=int, default=64, metavar="N", help="tokens of the longest row (64)")
+    parser.add_argument(
+        "--length", type=int, default=64, metavar="N", help="tokens of the longest row, pictures aside (64)"
+    )
     parser.add_argument("--verbose", action="store_true", help="show every parameter, not only the worst 10")
     parser.add_argument(
         "--against",
@@ -75,19 +78,16 @@ def run(args: argparse.Namespace) -> int:
     name, loaded, other = _read(args)
     model = open_model(name, loaded.settings.model.model_revision, loaded.settings.model.cache_dir)
     architecture = load_architecture(model.config_dir())
-    settings, world = _checked(loaded, architecture, args)
-    against = None if other is None else _checked(other, architecture, args)
+    samples = _samples(architecture, read_config(model.config_dir()), args, loaded.settings.run.seed)
+    longest = max(len(sample.input_ids) for sample in samples)
+    settings, world = _checked(loaded, architecture, args, longest)
+    against = None if other is None else _checked(other, architecture, args, longest)
 
     from megatune.verify.run import RanksFailed, show, verify_layout, verify_layouts
-    from megatune.verify.samples import random_samples, uneven_lengths
 
-    lengths = uneven_lengths(args.samples, args.length)
-    padding: Any = read_config(model.config_dir()).get("pad_token_id")
-    samples = random_samples(architecture.vocab_size, lengths, settings.run.seed, padding=padding)
     described = _describe(settings, world) + (f" against {_describe(*against)}" if against else "")
-    precision, rows = settings.precision.params_dtype, f"{args.samples} rows of {min(lengths)} to {max(lengths)} tokens"
     model_dir = model.fetch()
-    print(f"{name}: {described}, {precision}, {rows}", flush=True)
+    print(f"{name}: {described}, {settings.precision.params_dtype}, {_describe_samples(samples)}", flush=True)
     try:
         if against is None:
             verdict = verify_layout(model_dir, settings, samples, world)
@@ -96,6 +96,33 @@ def run(args: argparse.Namespace) -> int:
     except RanksFailed as failed:
         return int(failed.args[0])
     return show(verdict, verbose=args.verbose)
+
+
+def _samples(
+    architecture: Architecture, config: Mapping[str, Any], args: argparse.Namespace, seed: int
+) -> list[Sample]:
+    """Return rows of random tokens, for a vision-language model with pictures in some of them."""
+    from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
+
+    vision, text = architecture.vision, config.get("text_config") or config
+    return random_samples(
+        architecture.vocab_size,
+        uneven_lengths(args.samples, args.length),
+        seed,
+        padding=text.get("pad_token_id"),
+        pictures=random_pictures(args.samples, vision) if vision is not None else (),
+        vision=vision,
+    )
+
+
+def _describe_samples(samples: list[Sample]) -> str:
+    lengths, pictures = (
+        [len(sample.input_ids) for sample in samples],
+        [each for one in samples for each in one.pictures],
+    )
+    kinds = {kind: sum(picture.kind == kind for picture in pictures) for kind in ("image", "video")}
+    counted = [f"{count} {kind}s" for kind, count in kinds.items() if count]
+    return f"{len(samples)} rows of {min(lengths)} to {max(lengths)} tokens" + "".join(f", {each}" for each in counted)
 
 
 def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
@@ -188,11 +215,17 @@ def _world(settings: Settings) -> World:
     return world
 
 
-def _checked(loaded: Loaded, architecture: Architecture, args: argparse.Namespace) -> tuple[Settings, World]:
+def _checked(
+    loaded: Loaded, architecture: Architecture, args: argparse.Namespace, longest: int
+) -> tuple[Settings, World]:
     """Return the settings, after the rules of the layout have been held against the model, and the processes they
-    take."""
+    take. Nothing is frozen: gradients of all parameters are compared.
+
+    Args:
+        longest: tokens of the longest row.
+    """
     from megatune.config.rules import check
-    from megatune.config.settings import BatchSettings
+    from megatune.config.settings import BatchSettings, FinetuningSettings
 
     parallel, world = loaded.settings.parallel, _world(loaded.settings)
     # With virtual stages micro-batches come in rounds of one a stage; what the samples do not fill is padding.
@@ -201,11 +234,15 @@ def _checked(loaded: Loaded, architecture: Architecture, args: argparse.Namespac
         accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     batch = BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation)
     settings = loaded.settings.model_copy(update={"batch": batch})
+    if architecture.vision is not None:
+        all_trained = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
+        settings = settings.model_copy(update={"finetuning": all_trained})
     findings = check(settings, architecture, world.world_size, origins=loaded.origins, invalid=_NOT_HERE)
-    if args.length > architecture.max_position_embeddings:
-        limit = architecture.max_position_embeddings
-        findings.append(Finding(f"--length {args.length} is more than the model's {limit} positions",
-                                fix=f"--length {limit} or less"))  # fmt: skip
+    limit, of_pictures = architecture.max_position_embeddings, longest - args.length
+    if longest > limit:
+        with_pictures = f", with {of_pictures} tokens of pictures," if of_pictures else ""
+        what = f"--length {args.length}{with_pictures} is more than the model's {limit} positions"
+        findings.append(Finding(what, fix=f"--length {limit - of_pictures} or less"))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     return settings, world

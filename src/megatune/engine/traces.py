@@ -15,8 +15,8 @@ from megatune.engine.groups import replica_group, tensor_parallel_group
 from megatune.engine.model import Chunk
 from megatune.engine.sequences import Sequences, whole_rows
 
-# A name, a module, and what to take of its output: [s / cp (/ tp), b, ...], or [s / cp (/ tp) · b, ...].
-TracePoint = tuple[str, torch.nn.Module, Callable[[Any], Tensor]]
+# A name, a module, and what to take of its arguments and output: [s / cp (/ tp), b, ...], or [s / cp (/ tp) · b, ...].
+TracePoint = tuple[str, torch.nn.Module, Callable[[Any, Any], Tensor]]
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def _watch(
         sequences[:] = [kwargs["sequences"]]
 
     @torch.no_grad()
-    def collect(name: str, take: Callable[[Any], Tensor], module: torch.nn.Module, args: Any, output: Any) -> None:
-        sb = take(output).detach().contiguous()
+    def collect(name: str, take: Callable[[Any, Any], Tensor], module: torch.nn.Module, args: Any, output: Any) -> None:
+        sb = take(args, output).detach().contiguous()
         if sb.dim() == 2:
             sb = sb.view(-1, len(sequences[0].is_padding), sb.shape[-1])
         if decoder.config.sequence_parallel:

@@ -18,17 +18,20 @@ from torch import Tensor, nn
 from megatune.verify.compare import SIXTEEN_BIT_PARAMETER_ROOM, WHOLE_GRADIENT, Difference, relative
 from megatune.verify.numbers import Trace
 
+VISION = "vision encoder"
 EMBEDDING = "embedding"
 FINAL_NORM = "final norm"
 LOGITS = "logits"
 LOSS = "loss"
 HEAD = "head"
 
-# A name, a module, and what to take of its output: hidden states, or what a router says of each token.
-Place = tuple[str, nn.Module, Callable[[Any], Tensor]]
+# A name, a module, and what to take of its arguments and output: hidden states, or what a router says of each token.
+Place = tuple[str, nn.Module, Callable[[Any, Any], Tensor]]
 
 _IN_LAYER = ("attention", "router", "experts", "MLP")
 _LAYER = re.compile(r"layer (\d+) (.+)")
+_LAYER_WEIGHT = r"model\.(?:language_model\.)?layers\.(\d+)\."
+_BEGINNINGS = (VISION, EMBEDDING)
 _ENDS = (FINAL_NORM, HEAD, LOGITS, LOSS)
 
 # fp32, relative L2 of all tokens: another order of the same sums. One wrong token in a thousand makes 3e-2.
@@ -95,7 +98,7 @@ def _compare(computed: Trace, truth: Trace, place: str) -> Difference:
 def _gradients(differences: Sequence[Difference]) -> tuple[Difference, ...]:
     """Return the worst weight of each place, in the order of the backward pass."""
     weights = [one for one in differences if one.name not in (LOGITS, LOSS, WHOLE_GRADIENT)]
-    routers = (re.match(r"model\.layers\.(\d+)\.mlp\.gate\.", one.name) for one in weights)
+    routers = (re.match(_LAYER_WEIGHT + r"mlp\.gate\.", one.name) for one in weights)
     sparse = {int(match[1]) for match in routers if match}
     worst: dict[str, Difference] = {}
     for one in weights:
@@ -111,15 +114,15 @@ def forward_order(place: str) -> tuple[int, int, int]:
     """Sort places in the order in which they compute."""
     if match := _LAYER.fullmatch(place):
         return 1, int(match[1]), _IN_LAYER.index(match[2])
-    return (0, 0, 0) if place == EMBEDDING else (2, _ENDS.index(place), 0)
+    return (0, _BEGINNINGS.index(place), 0) if place in _BEGINNINGS else (2, _ENDS.index(place), 0)
 
 
 def engine_places(decoder: Any) -> Iterator[Place]:
     """Yield the places of one pipeline chunk, an `engine.model.DecoderModel`."""
-    if decoder.pre_process:
-        yield EMBEDDING, decoder.embedding, _hidden_states
     for layer in decoder.decoder.layers:
         number = layer.layer_number - 1
+        if number == 0:
+            yield EMBEDDING, layer.input_layernorm, _argument
         yield f"layer {number} attention", layer.self_attention, _hidden_states
         yield from _feed_forward(number, layer.mlp, "router")
     if decoder.decoder.final_layernorm is not None:
@@ -128,11 +131,13 @@ def engine_places(decoder: Any) -> Iterator[Place]:
 
 def reference_places(model: Any) -> Iterator[Place]:
     """Yield the places of a Transformers model."""
-    yield EMBEDDING, model.model.embed_tokens, _hidden_states
-    for number, layer in enumerate(model.model.layers):
+    decoder = getattr(model.model, "language_model", model.model)
+    # With the features of pictures in their places.
+    yield EMBEDDING, decoder.layers[0].input_layernorm, _argument
+    for number, layer in enumerate(decoder.layers):
         yield f"layer {number} attention", layer.self_attn, _hidden_states
         yield from _feed_forward(number, layer.mlp, "gate")
-    yield FINAL_NORM, model.model.norm, _hidden_states
+    yield FINAL_NORM, decoder.norm, _hidden_states
 
 
 def _feed_forward(number: int, mlp: nn.Module, router: str) -> Iterator[Place]:
@@ -144,11 +149,15 @@ def _feed_forward(number: int, mlp: nn.Module, router: str) -> Iterator[Place]:
         yield f"layer {number} MLP", mlp, _hidden_states
 
 
-def _hidden_states(output: Any) -> Tensor:
+def _hidden_states(arguments: Any, output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _weights_of_experts(num_experts: int, output: tuple[Tensor, ...]) -> Tensor:
+def _argument(arguments: tuple[Tensor, ...], output: Any) -> Tensor:
+    return arguments[0]
+
+
+def _weights_of_experts(num_experts: int, arguments: Any, output: tuple[Tensor, ...]) -> Tensor:
     """Return what a router says of each token, in one form: [tokens, experts], 0 for an expert that is not chosen.
 
     Args:
@@ -164,14 +173,15 @@ def place_of_weight(name: str, sparse_layers: Collection[int] = ()) -> str:
     Args:
         sparse_layers: layers whose feed-forward is experts.
     """
-    if match := re.match(r"model\.layers\.(\d+)\.(\w+)\.?(\w*)", name):
+    if match := re.match(_LAYER_WEIGHT + r"(\w+)\.?(\w*)", name):
         layer, block, part = int(match[1]), match[2], match[3]
         if block in ("self_attn", "input_layernorm"):
             return f"layer {layer} attention"
         if layer not in sparse_layers:
             return f"layer {layer} MLP"
         return f"layer {layer} {'router' if part == 'gate' else 'experts'}"
-    for prefix, place in (("model.embed_tokens", EMBEDDING), ("model.norm", FINAL_NORM)):
-        if name.startswith(prefix):
+    inside = name.removeprefix("model.").removeprefix("language_model.")
+    for prefix, place in (("visual", VISION), ("embed_tokens", EMBEDDING), ("norm", FINAL_NORM)):
+        if inside.startswith(prefix):
             return place
     return HEAD

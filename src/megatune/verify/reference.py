@@ -180,9 +180,9 @@ def write_reference_trace(
     architecture = _architecture(model)
     found: dict[str, list[Tensor]] = {}
 
-    def collect(place: str, take: Callable[[Any], Tensor]) -> Callable[[torch.nn.Module, Any, Any], None]:
+    def collect(place: str, take: Callable[[Any, Any], Tensor]) -> Callable[[torch.nn.Module, Any, Any], None]:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            found.setdefault(place, []).append(take(output).flatten(0, -2))
+            found.setdefault(place, []).append(take(args, output).flatten(0, -2))
 
         return hook
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -108,6 +108,22 @@ def _block(picture: SamplePicture, vision: Vision, time: Sequence[int]) -> list[
     token = vision.video_token_id if picture.kind == "video" else vision.image_token_id
     frame = [vision.vision_start_token_id, *[token] * (size // frames), vision.vision_end_token_id]
     return [*(time if apart else ()), *frame] * frames
+
+
+def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePicture, ...]]:
+    """Return pictures of rows, in turn: an image, none, two images of different size, a video."""
+    m = vision.spatial_merge_size
+    # Seconds between patches that make no whole number of positions.
+    kinds: tuple[tuple[SamplePicture, ...], ...] = (
+        (SamplePicture("image", (1, 4 * m, 6 * m), 0),),
+        (),
+        (SamplePicture("image", (1, 2 * m, 4 * m), 0), SamplePicture("image", (1, 6 * m, 2 * m), 1)),
+        (SamplePicture("video", (3, 4 * m, 2 * m), 0, seconds_per_grid=0.97),),
+    )
+    return [
+        tuple(replace(picture, seed=2 * row + picture.seed) for picture in kinds[row % len(kinds)])
+        for row in range(num_samples)
+    ]
 
 
 def uneven_lengths(num_samples: int, longest: int) -> list[int]:
