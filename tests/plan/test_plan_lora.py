@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from exact_state import rank_state
 from layouts import Layout
-from model_sizes import FAMILY_SIZES, SIZES
+from model_sizes import tiny_config
 
 from megatune.architecture import Architecture, Vision
 from megatune.config.groups.finetuning import FinetuningSettings
@@ -70,9 +69,9 @@ def test_adapters_are_as_many_as_peft_has(architecture, trainable, expected):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_every_linear_layer_of_transformers_has_an_adapter(family):
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILY_SIZES.get(family, {})})
+    config = tiny_config(family)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linear = [one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name != "lm_head"]
@@ -95,10 +94,8 @@ def test_tensor_parallelism_cuts_one_of_the_two_matrices():
 
 
 def test_experts_have_an_adapter_each():
-    sizes: dict[str, Any] = {**SIZES, **FAMILY_SIZES["qwen3_moe"], "num_hidden_layers": 2, "decoder_sparse_step": 1}
-    from transformers import AutoConfig
-
-    architecture = FAMILIES["qwen3_moe"].architecture(AutoConfig.for_model("qwen3_moe", **sizes).to_dict())
+    config = tiny_config("qwen3_moe", num_hidden_layers=2, decoder_sparse_step=1)
+    architecture = FAMILIES["qwen3_moe"].architecture(config.to_dict())
     layout = Layout(4, {"expert_model_parallel_size": 4})
     found = stage_parameters(planned(architecture, layout, LORA), 0)
     # Two layers of two local experts; gate, up and down of 64 by 40.

@@ -27,7 +27,12 @@ FAMILY = replace(
         keys={},
         dimensions=("hidden_size", "intermediate_size", "out_hidden_size"),
         read=None,
-        defaults={"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31), "tokens_per_second": 4},
+        defaults={
+            "hidden_act": "silu",
+            "window_size": 112,
+            "fullatt_block_indexes": (7, 15, 23, 31),
+            "tokens_per_second": 4,
+        },
         constants={"gated": True},
     ),
 )

@@ -23,6 +23,7 @@ VISION = VisionDeclaration(
     # What later families call out_hidden_size is hidden_size here.
     keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
     dimensions=("embed_dim", "hidden_size", "mlp_ratio"),
+    defaults={"hidden_act": "quick_gelu"},
     read=lambda vision: {"intermediate_size": vision["embed_dim"] * vision["mlp_ratio"]},
     mrope=MultimodalRope(section=(16, 24, 24), interleaved=False),
 )

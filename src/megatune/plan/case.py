@@ -32,7 +32,8 @@ class Case:
             from them.
         world_size: processes of the whole run; a multiple of settings.parallel.smallest_world.
         document_length: tokens of the mean document of a packed row; None where a row is one document.
-        image_tokens: tokens of a row that stand for images.
+        image_tokens: tokens of a row that stand for pictures; None for one image of image_max_pixels, where the model
+            reads any.
     """
 
     model: PlannedModel
@@ -40,7 +41,22 @@ class Case:
     world_size: int
     machine: Machine
     document_length: float | None = None
-    image_tokens: int = 0
+    image_tokens: int | None = None
+
+    @property
+    def tokens_of_image(self) -> int:
+        """Tokens of an image of image_max_pixels: one for each square of merged patches; 0 for a language model."""
+        if (vision := self.model.architecture.vision) is None:
+            return 0
+        return max(1, self.settings.data.image_max_pixels // (vision.patch_size * vision.spatial_merge_size) ** 2)
+
+    @property
+    def picture_tokens(self) -> int:
+        """Tokens of a row that stand for pictures."""
+        if self.model.architecture.vision is None:
+            return 0
+        asked = self.tokens_of_image if self.image_tokens is None else self.image_tokens
+        return min(asked, self.settings.data.cutoff_len)
 
     @property
     def dp_size(self) -> int:

@@ -217,6 +217,19 @@ def slow_precision(question: Question) -> str:
     return f"({key}: true computes {ratio:.3g} times as fast on this device)" if ratio >= 1.5 else ""
 
 
+def picture_words(case: Case) -> str:
+    """Say which pictures rows are taken to hold; "" for a language model."""
+    tokens, image = case.picture_tokens, case.tokens_of_image
+    if case.model.architecture.vision is None:
+        return ""
+    if not tokens:
+        return "rows are taken to hold no pictures"
+    pixels = f"{case.settings.data.image_max_pixels:,} pixels"
+    if tokens <= image:
+        return f"each row is taken to hold one image of {pixels}: {count(tokens, 'token')}"
+    return f"each row is taken to hold {count(tokens, 'token')} of images of {pixels}, {image:,} each"
+
+
 def trained_words(case: Case) -> str:
     """Say what is trained, and in which precision."""
     trainable = case.settings.finetuning

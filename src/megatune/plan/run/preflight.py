@@ -20,7 +20,16 @@ from megatune.plan.changes.fixes import OVERLAPS, Changes, Fix, fix, less_recomp
 from megatune.plan.changes.variation import setting_of, smaller_micro_batch, with_settings, written
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
-from megatune.plan.pages.words import fullest, largest_part, layout_words, parts, percent, seconds, size
+from megatune.plan.pages.words import (
+    fullest,
+    largest_part,
+    layout_words,
+    parts,
+    percent,
+    picture_words,
+    seconds,
+    size,
+)
 from megatune.plan.search import TIGHT
 from megatune.plan.uncertainty import least_and_most
 
@@ -92,18 +101,22 @@ def preflight(
     return Preflight(settings=settings, planned=planned, lines=lines)
 
 
-def _plan_lines(planned: Estimate) -> tuple[str, str]:
-    """Return layout and batch, and below them memory and time."""
+def _plan_lines(planned: Estimate) -> Iterator[str]:
+    """Yield layout and batch, below them memory and time, and what was assumed of pictures."""
     case, time = planned.case, planned.time
     runs = case.machine.calibration.num_runs
     fitted = f", fitted to {runs} run{'s' * (runs > 1)}" if runs else ""
     rows = f"{case.micro_batch_size} × {case.num_micro_batches} × dp {case.dp_size} = {case.global_batch_size} rows"
-    return (
+    yield (
         f"plan       {layout_words(case)} on {case.world_size} × {case.machine.device.name}; {rows} a step, of up to"
-        f" {case.sequence_length:,} tokens",
-        f"plan       {fullest(planned)} ({parts(planned.fullest)}); about {seconds(time.total)} a step"
-        f" ±{percent(time.uncertainty)}{fitted}",
+        f" {case.sequence_length:,} tokens"
     )
+    yield (
+        f"plan       {fullest(planned)} ({parts(planned.fullest)}); about {seconds(time.total)} a step"
+        f" ±{percent(time.uncertainty)}{fitted}"
+    )
+    if pictures := picture_words(case):
+        yield f"plan       {pictures}"
 
 
 def longest_row(planned: Estimate) -> int:
