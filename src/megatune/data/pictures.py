@@ -4,10 +4,9 @@
     FOLDER/sources.bin   how each was measured, and its file's name, or its bytes where it has no file
 
 No pixel is stored: a picture is measured from its header when rows are prepared, and decoded when a step trains it.
-What rows depend on is its size in pixels, with which its number of tokens changes. So they hold the bytes that each
-file had: `TokenRows.is_current` compares them before prepared rows are used again, and a decoder refuses a picture of
-another size than it was measured with. Times are no part of it, since copies of a file on several machines differ in
-them.
+What rows depend on is its size in pixels, with which its number of tokens changes. So they hold how many bytes each
+file had: `are_current` compares them before prepared rows are used again, and a decoder refuses a picture of another
+size than it was measured with. Times of files are left out, since copies on several machines differ in them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import TypeAdapter
 
-if TYPE_CHECKING:
-    from megatune.data.media.processor import Measured
-    from megatune.data.media.sources import PictureSource
+from megatune.data.media.processor import Measured
+from megatune.data.media.sources import PictureSource
 
 PICTURES_FILE = "pictures.bin"
 SOURCES_FILE = "sources.bin"
@@ -66,26 +63,16 @@ class DocumentPicture(NamedTuple):
 
 def packed(source: PictureSource, measured: Measured) -> bytes:
     """Return what a picture is decoded from, as bytes."""
-    measures = TypeAdapter(type(measured)).dump_json(measured)
+    measures = measured.to_json().encode()
     return _HEADER.pack(_num_bytes(source), len(measures)) + measures + source.to_bytes()
 
 
 def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
     """Return what `packed` was given."""
-    from megatune.data.media.processor import Measured
-    from megatune.data.media.sources import PictureSource
-
     _, size = _HEADER.unpack_from(content)
     stop = _HEADER.size + size
-    measured = TypeAdapter(Measured).validate_json(bytes(content[_HEADER.size : stop]))
+    measured = Measured.from_json(bytes(content[_HEADER.size : stop]).decode())
     return PictureSource.from_bytes(bytes(content[stop:])), measured
-
-
-def place_of(source: PictureSource) -> str:
-    """Name a picture's file; one without a file by what it is."""
-    if source.frames:
-        return f"the frames from {place_of(source.frames[0])} on"
-    return source.path if source.path is not None else f"{source.kind} of {len(source.data or b''):,} bytes in a row"
 
 
 def _num_bytes(source: PictureSource) -> int:
@@ -96,7 +83,15 @@ def _num_bytes(source: PictureSource) -> int:
     """
     if source.frames is not None:
         return sum(map(_num_bytes, source.frames))
-    return os.stat(source.path).st_size if source.path is not None else len(source.data or b"")
+    if source.data is not None:
+        return len(source.data)
+    assert source.path is not None
+    return os.stat(source.path).st_size
+
+
+def are_current(folder: Path) -> bool:
+    """Return whether all pictures of a folder of token rows have the files that they were measured from."""
+    return not (folder / PICTURES_FILE).exists() or PictureTable(folder).is_current()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +101,14 @@ class PictureCounts:
     Attributes:
         tokens: of all of them.
         largest: tokens of the largest one.
+        of_row: tokens of pictures in the row that has most.
     """
 
     images: int = 0
     videos: int = 0
     tokens: int = 0
     largest: int = 0
+    of_row: int = 0
 
     def words(self) -> str:
         """Write the counts as the end of a line about token rows, "" where there is no picture."""
@@ -158,6 +155,12 @@ class PictureTable:
         sums = (int(uses[~videos].sum()), int(uses[videos].sum()), int((uses * tokens).sum()))
         return PictureCounts(*sums, int(tokens[uses > 0].max(initial=0)))
 
+    def tokens_between(self, spans: np.ndarray) -> np.ndarray:
+        """Return tokens of pictures of each document, int64 [documents], of int [documents, 2] as `TokenRows.spans`."""
+        tokens = np.concatenate(([0], np.cumsum(self._records["num_tokens"], dtype=np.int64)))
+        first, last = (tokens[np.searchsorted(self._tokens, spans[:, column])] for column in (0, 1))
+        return last - first
+
     def is_current(self) -> bool:
         """Return whether every picture's file is there with as many bytes as when it was measured."""
         parts = np.array_split(np.arange(len(self)), -(-len(self) // 4096) or 1)
@@ -176,7 +179,7 @@ class PictureTable:
         seconds = float(record["seconds_per_grid"])
         t, h, w = record["grid"].tolist()
         return DocumentPicture(
-            start=int(record["token"]) - start,
+            start=int(record["token"] - start),
             num_tokens=int(record["num_tokens"]),
             grid=(t, h, w),
             seconds_per_grid=None if np.isnan(seconds) else seconds,

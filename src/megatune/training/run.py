@@ -6,22 +6,27 @@ import gc
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer
+from megatune.data.pictures import PictureCounts
+from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext
 from megatune.plan.case import Case
+from megatune.plan.run.preflight import with_pictures
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import TrainState, load_checkpoint
+from megatune.training.decoding import loader_workers
 from megatune.training.feed import RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loop import Trainer
@@ -69,6 +74,7 @@ def _train(
     source = model_on_node(context, settings, model_dir, resumed)
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
+            on_rank_0(lambda: _plan_pictures(output_dir, case, data.pictures, resumed))
             trainer = _build_trainer(context, settings, source, data, resumed, memory)
             return _run(trainer, resumed, notes)
     finally:
@@ -91,6 +97,16 @@ def _note_plan(output_dir: Path, case: Case | None, resumed: Path | None) -> Non
             begin_record(output_dir, case, (checkpoint_step(resumed) or 0) if resumed is not None else 0)
 
 
+def _plan_pictures(output_dir: Path, case: Case | None, pictures: PictureCounts | None, resumed: Path | None) -> None:
+    """Plan again with the pictures that rows have, which nobody knew before."""
+    if case is None or pictures is None or case.model.architecture.vision is None:
+        return
+    checked = with_pictures(case, pictures.of_row, pictures.largest)
+    assert checked.planned is not None
+    print("\n".join(checked.lines), flush=True)
+    _note_plan(output_dir, checked.planned.case, resumed)
+
+
 def _build_trainer(
     context: RankContext, settings: Settings, source: Path, data: RunData, resumed: Path | None, memory: MemoryLog
 ) -> Trainer:
@@ -110,19 +126,26 @@ def _build_trainer(
     tokenizer = load_tokenizer(source)
     # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
     paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    vision = load_vision_input(source, tokenizer, settings.data)
+    num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
+    callbacks = CallbackList()
+    if context.rank == 0:
+        callbacks = build_callbacks(settings, output_dir, state.step, feed.quarantine)
     return Trainer(
         settings=settings,
         assembly=assembly,
-        feed=feed,
+        feed=feed if note is None else replace(feed, lines=[*feed.lines, note]),
         schedule=schedule,
         state=state,
         learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
-        callbacks=build_callbacks(settings, output_dir, state.step) if context.rank == 0 else CallbackList(),
+        callbacks=callbacks,
         store=CheckpointStore(output_dir),
         context=context,
         source=source,
         pad_token_id=next(int(token) for token in paddings if token is not None),
         memory=memory,
+        vision=vision,
+        num_workers=num_workers,
     )
 
 

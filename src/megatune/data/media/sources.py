@@ -19,7 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DATA_URL = re.compile(r"data:(image|video)/[\w.+-]+;base64,")
 # How files of pictures begin in base64: JPEG, PNG, GIF, RIFF (WebP, AVI), Matroska, BMP, TIFF, and boxes of up to 255
 # bytes (MP4, AVIF). No path of this length begins so.
-_BASE64 = re.compile(r"/9j/|iVBORw0KGgo|R0lGOD|UklGR|GkXfo|Qk0|SUkqA|TU0AK|AAAA")
+_BASE64 = re.compile(r"/9j/|iVBORw0KGgo|R0lGOD|UklGR|GkXfo|Qk[0-3]|SUkqA|TU0AK|AAAA")
 _LEAST_BASE64 = 64  # characters
 
 
