@@ -75,6 +75,7 @@ def test_a_megatron_file_for_eight_processes_is_read_unchanged(tmp_path):
 OFF = [
     "packing=false", "neat_packing=false", "streaming=false", "mix_strategy=concat", "interleave_probs=null",
     "tokenized_path=null", "overwrite_cache=false", "image_max_pixels=null", "freeze_language_model=false",
+    "image_do_pan_and_scan=false", "crop_to_patches=false", "use_audio_in_video=false",
     "preprocessing_batch_size=1000",
     "context_parallel_size=1", "expert_model_parallel_size=1", "expert_tensor_parallel_size=1",
     "expert_tensor_parallel_size=null", "recompute_granularity=null", "moe_grouped_gemm=false",
@@ -94,8 +95,8 @@ def test_a_value_that_asks_for_nothing_passes(override):
 
 
 REFUSED = [
-    "preprocessing_batch_size=64", "image_max_pixels=262144",
-    "video_fps=2", "media_dir=data", "finetuning_type=lora", "report_to=wandb",
+    "preprocessing_batch_size=64", "image_do_pan_and_scan=true", "crop_to_patches=true", "use_audio_in_video=true",
+    "finetuning_type=lora", "report_to=wandb",
     "report_to=tensorboard,swanlab", "trust_remote_code=true", "transformer_impl=transformer_engine",
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "lora_rank=8", "lora_target=all", "use_dora=true",
@@ -153,8 +154,8 @@ def test_the_last_value_decides_whether_a_key_is_refused(tmp_path):
 
 def test_reading_data_refuses_what_is_not_built(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("model_name_or_path: m\ndataset: d\nimage_max_pixels: 512\n")
-    with pytest.raises(MegatuneError, match=r"run\.yaml:3: image_max_pixels: 512 is not supported"):
+    path.write_text("model_name_or_path: m\ndataset: d\nlora_rank: 8\n")
+    with pytest.raises(MegatuneError, match=r"run\.yaml:3: lora_rank: 8 is not supported"):
         load(path).require_valid(rules=DATA_RULES)
 
 

@@ -11,9 +11,9 @@ from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import copy_bad_rows
 from megatune.data.prepare import Prepared, prepare
 from megatune.errors import ExitCode, MegatuneError
+from megatune.training.quarantine import Quarantine
 
 TOKENIZER = qwen_tokenizer()
 
@@ -63,9 +63,8 @@ def test_quarantined_rows_are_kept_with_their_reasons(folder: Path) -> None:
     assert len(prepared(folder, **options).train) == 2
     output_dir = folder / "out"
     output_dir.mkdir()
-    copy = copy_bad_rows(prepared(folder, **options), output_dir)
-    assert copy == output_dir / "bad_rows.jsonl"
-    text = copy.read_text(encoding="utf-8").replace(f"{folder}/", "")
+    assert Quarantine(output_dir, keep=False).copy(prepared(folder, **options).directory)
+    text = (output_dir / "bad_rows.jsonl").read_text(encoding="utf-8").replace(f"{folder}/", "")
     assert "café \\ud800" in text
     assert "今天" in text
     kept = [json.loads(line) for line in text.splitlines()]
@@ -88,9 +87,9 @@ def test_a_run_that_asks_for_skipped_rows_finds_them_prepared(folder: Path) -> N
     skipped = prepared(folder)
     quarantined = prepared(folder, on_bad_row="quarantine")
     assert quarantined.directory == skipped.directory
-    copy = copy_bad_rows(quarantined, folder)
-    assert copy is not None
-    assert len(copy.read_text(encoding="utf-8").splitlines()) == skipped.report.datasets[0].dropped.total()
+    assert Quarantine(folder, keep=False).copy(quarantined.directory)
+    lines = (folder / "bad_rows.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == skipped.report.datasets[0].dropped.total()
 
 
 def test_every_bad_row_is_found_before_one_is_refused(folder: Path) -> None:

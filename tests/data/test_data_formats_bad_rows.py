@@ -205,7 +205,8 @@ def test_bad_conversations(row: dict[str, Any], message: str) -> None:
         ),
         (
             openai(said("user", [{"type": "file", "id": 1}])),
-            'bad-content-part: a part of a message is not text, an image or a video (message 1 has {"type": "file", "id": 1})',
+            "bad-content-part: a part of a message is not text, an image or a video "
+            '(message 1 has {"type": "file", "id": 1})',
         ),
         (
             openai(said("user", ["hi"])),

@@ -131,7 +131,7 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_with_its_block(
     settings = streamed(model, data, tmp_path / "out")
     stream = open_stream(context, settings, model, None)
     try:
-        follower = StreamFollower(stream, context, settings, RunSchedule(8, None, 1, 0, 0), 100, resumed=False)
+        follower = StreamFollower(stream, context, settings, RunSchedule(8, None, 1, 0, 0), 100, None)
         with pytest.raises(MegatuneError, match=r"token id \d+ is beyond the model's vocabulary of 100") as refusal:
             follower.before(0)
     finally:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
-    from megatune.data.prepare import Prepared
     from megatune.data.samples import Sample
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
@@ -117,12 +115,3 @@ class BadRows:
                 findings += [*named, Finding(f"{more}{count} of {num_read} {what}", fix=fix)]
         if findings:
             raise MegatuneError(findings, ExitCode.DATA)
-
-
-def copy_bad_rows(prepared: Prepared, output_dir: Path) -> Path | None:
-    """Copy the rows that were left out beside the run's other files, whether or not this run prepared them.
-
-    Returns the copy, None where nothing was quarantined; an OSError where it cannot be written.
-    """
-    kept = prepared.directory / BAD_ROWS_FILE
-    return Path(shutil.copyfile(kept, output_dir / BAD_ROWS_FILE)) if kept.exists() else None

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from megatune.data.bad_rows import RowError
-from megatune.data.pictures import place_of, unpacked
+from megatune.data.media.dealing import deal
+from megatune.data.media.positions import rotary_position_ids
+from megatune.data.pictures import unpacked
 
 if TYPE_CHECKING:
-    from megatune.data.media.processor import PictureProcessor
     from megatune.data.rows import Document
+    from megatune.data.vision import VisionInput
 
 
 class Share(NamedTuple):
@@ -29,14 +31,15 @@ class Unreadable(NamedTuple):
 
     Attributes:
         document: its number in `Batch.lengths`.
-        place: the file, in words.
-        code, reason: as a `RowError` has them.
+        where: the file, in words.
+        code, reason, detail: as a `RowError` has them.
     """
 
     document: int
-    place: str
+    where: str
     code: str
     reason: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Pictures:
 
 
 def collate_pictures(
-    processor: PictureProcessor,
+    model: VisionInput,
     documents: Sequence[Document],
     starts: np.ndarray,
     input_ids: np.ndarray,
@@ -76,33 +79,32 @@ def collate_pictures(
         starts: where documents begin in the flattened rows, and their end behind the last.
         input_ids, position_ids: [b, s].
     """
-    from megatune.data.media.dealing import deal
-    from megatune.data.media.positions import rotary_position_ids
-
     numbered = [(number, each) for number, document in enumerate(documents) for each in document.pictures]
     grids = np.array([each.grid for _, each in numbered], dtype=np.int64)
     sizes = grids.prod(axis=1).tolist()  # patches
     owners = deal(sizes, share.size) if share is not None else [0] * len(sizes)
     mine = [place for place, owner in enumerate(owners) if share is not None and owner == share.rank]
-    pixels = np.zeros((sum(sizes[place] for place in mine), processor.patch_channels), dtype=np.float32)
+    vision = model.vision
+    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = np.zeros((sum(sizes[place] for place in mine), channels), dtype=np.float32)
     unreadable, stop = [], 0
     for place in mine:
         number, picture = numbered[place]
         start, stop = stop, stop + sizes[place]
         source, measured = unpacked(picture.packed)
         try:
-            pixels[start:stop] = processor.pixels(source, measured)
+            pixels[start:stop] = model.processor.pixels(source, measured)
         except RowError as error:
-            unreadable.append(Unreadable(number, place_of(source), error.code, str(error)))
+            unreadable.append(Unreadable(number, source.name, error.code, error.reason, error.detail))
     ids = np.stack([position_ids.reshape(-1)] * 3)
     for document, start, end in zip(documents, starts, starts[1:], strict=False):
         if document.pictures:
             measures = [(each.grid, each.seconds_per_grid) for each in document.pictures]
-            own = rotary_position_ids(document.input_ids, measures, processor.vision)
+            own = rotary_position_ids(document.input_ids, measures, vision)
             size = own.shape[1]
             ids[:, start : start + size] = own
             ids[:, start + size : end] = own.max() + 1 + np.arange(end - start - size)
-    flat, vision = input_ids.reshape(-1), processor.vision
+    flat = input_ids.reshape(-1)
     places = np.flatnonzero((flat == vision.image_token_id) | (flat == vision.video_token_id))
     found = (pixels, grids, np.array(owners, dtype=np.int64), places, ids.reshape(3, *input_ids.shape))
     return Pictures(*map(torch.from_numpy, found)), tuple(unreadable)

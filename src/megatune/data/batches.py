@@ -13,7 +13,7 @@ from megatune.data.batch_pictures import Pictures, Share, Unreadable, collate_pi
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 
 if TYPE_CHECKING:
-    from megatune.data.media.processor import PictureProcessor
+    from megatune.data.vision import VisionInput
 
 
 class Extra(Protocol):
@@ -124,7 +124,7 @@ class Collator:
     sequence_multiple: int  # the length of a micro-batch is a multiple of this
     document_multiple: int  # packed, every document begins at a multiple of this, which divides sequence_multiple
     pad_token_id: int
-    processor: PictureProcessor | None = None  # of a vision-language model
+    vision: VisionInput | None = None  # of a vision-language model
 
     def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
         """Return the shortest length, s, of a micro-batch that holds documents of these lengths."""
@@ -170,9 +170,9 @@ class Collator:
         pictures: Pictures | None = None
         unreadable: tuple[Unreadable, ...] = ()
         if any(document.pictures for document in documents):
-            assert self.processor is not None, "rows with pictures for a model that takes none"
+            assert self.vision is not None, "rows with pictures for a model that takes none"
             rows = input_ids.reshape(shape), position_ids.reshape(shape)
-            pictures, unreadable = collate_pictures(self.processor, documents, starts, *rows, share)
+            pictures, unreadable = collate_pictures(self.vision, documents, starts, *rows, share)
         return Batch(
             input_ids=torch.from_numpy(input_ids).view(shape),
             labels=torch.from_numpy(labels).view(shape),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megatune.data.bad_rows import LengthError, RowError
-from megatune.data.conversation import Conversation, Example, PreferencePair
+from megatune.data.conversation import Example, PreferencePair
+from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
 from megatune.data.templates.turns import TurnTokens, needs_whole_text, tokens_of_whole_texts
-from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns
+from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns, unnumbered
+from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -39,8 +41,21 @@ class Encoded:
     length: int = 0
 
 
-# The documents of one example as stretches, whether it was cut, and its tokens before.
-_Planned = tuple[list[list[Stretch]], bool, int]
+class _Rendered(NamedTuple):
+    """An example with text in place of its tags, and the turns of its conversations, one or two."""
+
+    example: Example
+    pictures: tuple[Placed, ...]
+    turns: list[list[Turn]]
+
+
+class _Plan(NamedTuple):
+    """The documents of one example as stretches, whether it was cut, and its tokens before."""
+
+    documents: list[list[Stretch]]
+    truncated: bool
+    length: int
+    pictures: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ class Encoder:
         mask_history: train the last completion only; with "budget", earlier turns are the first to be cut.
         preserve_thinking: keep the reasoning of earlier completions that are masked.
         whole_text: tokenise conversations as a whole: see `needs_whole_text`.
+        vision: None for a language model; text of its conversations that reads as a tag is no tag.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -66,33 +82,39 @@ class Encoder:
     enable_thinking: bool | None = True
     preserve_thinking: bool = False
     whole_text: bool = False
+    vision: VisionInput | None = None
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason."""
         rendered = [self._rendered(example) for example in examples]
-        texts = [turns for whole in rendered if not isinstance(whole, RowError) for turns in whole]
+        texts = [turns for each in rendered if isinstance(each, _Rendered) for turns in each.turns]
         tokens = iter(self._tokenise(texts))
         plans = [
-            turns if isinstance(turns, RowError) else self._planned(example, turns, [next(tokens) for _ in turns])
-            for example, turns in zip(examples, rendered, strict=True)
+            self._planned(each, [next(tokens) for _ in each.turns]) if isinstance(each, _Rendered) else each
+            for each in rendered
         ]
-        planned = [stretches for plan in plans if not isinstance(plan, RowError) for stretches in plan[0]]
-        documents = iter(_documents(planned))
+        planned = [
+            (stretches, plan.pictures) for plan in plans if isinstance(plan, _Plan) for stretches in plan.documents
+        ]
+        documents = self._documents(planned)
         return [
-            plan if isinstance(plan, RowError) else Encoded(tuple(next(documents) for _ in plan[0]), *plan[1:])
+            Encoded(tuple(next(documents) for _ in plan.documents), plan.truncated, plan.length)
+            if isinstance(plan, _Plan)
+            else plan
             for plan in plans
         ]
 
-    def _rendered(self, example: Example) -> list[list[Turn]] | RowError:
+    def _rendered(self, example: Example) -> _Rendered | RowError:
         """Render the turns of a conversation, or of both conversations of a pair."""
         if isinstance(example, str):
-            return [[Turn((), (example,))]]
+            return _Rendered(example, (), [[Turn((), (example,))]])
         assert self.template is not None
-        conversations = example.conversations() if isinstance(example, PreferencePair) else (example,)
-        drop_history = (len(conversations) == 2 or self.mask_history) and not self.preserve_thinking
+        drop_history = (isinstance(example, PreferencePair) or self.mask_history) and not self.preserve_thinking
         thinking = Thinking(self.enable_thinking, drop_history=drop_history)
         try:
-            return [self.template.render(conversation, thinking) for conversation in conversations]
+            placed, pictures = (example, ()) if self.vision is None else self.vision.place(example)
+            conversations = placed.conversations() if isinstance(placed, PreferencePair) else (placed,)
+            return _Rendered(placed, pictures, [self.template.render(each, thinking) for each in conversations])
         except RowError as error:
             return error
 
@@ -140,20 +162,23 @@ class Encoder:
         known = {"_bos": self._bos, **({"_text_ends": self._text_ends} if self.template is None else {})}
         return {**self.__dict__, **known, "tokenizer": None}
 
-    def _planned(self, example: Example, rendered: list[list[Turn]], tokens: list[TurnTokens]) -> _Planned | RowError:
+    def _planned(self, rendered: _Rendered, tokens: list[TurnTokens]) -> _Plan | RowError:
+        example = rendered.example
         try:
+            if self.vision is not None:
+                tokens = [self.vision.expanded(each, rendered.pictures) for each in tokens]
             if isinstance(example, str):
                 before, after = self._text_ends
                 text = [*before, *tokens[0][0][1], *after]
                 _check_trained([(text, True)], len(text), truncated=False)
-                return [[(text, True)]], False, len(text)
-            if isinstance(example, Conversation):
-                return self._conversation(rendered[0], tokens[0])
-            return self._pair(tokens)
+                return _Plan([[(text, True)]], False, len(text))
+            is_pair = isinstance(example, PreferencePair)
+            plan = self._pair(tokens) if is_pair else self._conversation(rendered.turns[0], tokens[0])
+            return plan._replace(pictures=rendered.pictures)
         except RowError as error:
             return error
 
-    def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Planned:
+    def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Plan:
         turns = []
         for number, (turn, (prompt, completion)) in enumerate(zip(rendered, tokens, strict=True), start=1):
             trained = turn.trained and (number == len(rendered) or not self.mask_history)
@@ -166,9 +191,9 @@ class Encoder:
             options = {"last_first": self.mask_history, "keep_first": keep_first}
             stretches = cut_turns(turns, self.cutoff_len, self.truncation, **options)
         _check_trained(stretches, length, truncated=truncated)
-        return [stretches], truncated, length
+        return _Plan([stretches], truncated, length)
 
-    def _pair(self, tokens: list[TurnTokens]) -> _Planned:
+    def _pair(self, tokens: list[TurnTokens]) -> _Plan:
         """Plan both documents of a pair; where thoughts make its prompts differ, they belong to the completions."""
         prompts = [_context(turns) for turns in tokens]
         differing = (i for i, (chosen, rejected) in enumerate(zip(*prompts, strict=False)) if chosen != rejected)
@@ -186,10 +211,27 @@ class Encoder:
         documents: list[list[Stretch]] = [[(prompt, False), (completion, True)] for completion in completions]
         for stretches in documents:
             _check_trained(stretches, length, truncated=truncated)
-        return documents, truncated, length
+        return _Plan(documents, truncated, length)
+
+    def _documents(self, planned: Sequence[tuple[list[Stretch], tuple[Placed, ...]]]) -> Iterator[Document]:
+        """Make the arrays of all documents at once: numpy's cost is by the call."""
+        stretches = [stretch for document, _ in planned for stretch in document]
+        tokens = np.array([token for ids, _ in stretches for token in ids], dtype=np.int64)
+        trained = np.repeat([trained for _, trained in stretches], [len(ids) for ids, _ in stretches])
+        ids, numbers = unnumbered(tokens)
+        labels = np.where(trained & (numbers < 0), ids, IGNORE_INDEX).astype(np.int32)
+        ids = ids.astype(np.int32)
+        stop = 0
+        for document, pictures in planned:
+            start, stop = stop, stop + sum(len(tokens) for tokens, _ in document)
+            found: tuple[DocumentPicture, ...] = ()
+            if pictures:
+                assert self.vision is not None
+                found = self.vision.left(ids[start:stop], numbers[start:stop], pictures)
+            yield Document(ids[start:stop], labels[start:stop], found)
 
 
-def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Encoder:
     """Make the encoder that settings ask for.
 
     Raises:
@@ -204,7 +246,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Enco
     options = (data.truncation_strategy, data.train_on_prompt, data.mask_history)
     thinking = (data.enable_thinking, data.preserve_thinking)
     whole_text = template is not None and needs_whole_text(template, tokenizer)
-    return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text=whole_text)
+    return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text, vision)
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -257,17 +299,3 @@ def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool
 
 def _lost(reason: str, length: int) -> LengthError:
     return LengthError("nothing-left", f"{reason} after cutting to cutoff_len", f"{length} tokens", length)
-
-
-def _documents(planned: list[list[Stretch]]) -> list[Document]:
-    """Make the arrays of all documents at once: numpy's cost is by the call."""
-    stretches = [stretch for document in planned for stretch in document]
-    tokens = np.array([token for ids, _ in stretches for token in ids], dtype=np.int32)
-    trained = np.repeat([trained for _, trained in stretches], [len(ids) for ids, _ in stretches])
-    labels = np.where(trained, tokens, np.int32(IGNORE_INDEX))
-    documents, start = [], 0
-    for document in planned:
-        stop = start + sum(len(ids) for ids, _ in document)
-        documents.append(Document(tokens[start:stop], labels[start:stop]))
-        start = stop
-    return documents

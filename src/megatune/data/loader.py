@@ -91,6 +91,8 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
             batch_size=None,
             sampler=range(self.start_step, self.stop_step),
             num_workers=self.num_workers,
+            # Steps that each process makes ahead: of pictures they take much memory.
+            prefetch_factor=None if not self.num_workers else 2 if self.collator.vision is None else 1,
             pin_memory=self.pin_memory and torch.accelerator.is_available(),
             timeout=WORKER_TIMEOUT if self.num_workers else 0,
             # A generator of its own: the default draws from torch's global one, which would make a model's dropout

@@ -4,10 +4,9 @@
     FOLDER/sources.bin   how each was measured, and its file's name, or its bytes where it has no file
 
 No pixel is stored: a picture is measured from its header when rows are prepared, and decoded when a step trains it.
-What rows depend on is its size in pixels, with which its number of tokens changes. So they hold the bytes that each
-file had: `TokenRows.is_current` compares them before prepared rows are used again, and a decoder refuses a picture of
-another size than it was measured with. Times are no part of it, since copies of a file on several machines differ in
-them.
+What rows depend on is its size in pixels, with which its number of tokens changes. So they hold how many bytes each
+file had: `are_current` compares them before prepared rows are used again, and a decoder refuses a picture of another
+size than it was measured with. Times of files are left out, since copies on several machines differ in them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import TypeAdapter
 
-if TYPE_CHECKING:
-    from megatune.data.media.processor import Measured
-    from megatune.data.media.sources import PictureSource
+from megatune.data.media.processor import Measured
+from megatune.data.media.sources import PictureSource
 
 PICTURES_FILE = "pictures.bin"
 SOURCES_FILE = "sources.bin"
@@ -66,26 +63,16 @@ class DocumentPicture(NamedTuple):
 
 def packed(source: PictureSource, measured: Measured) -> bytes:
     """Return what a picture is decoded from, as bytes."""
-    measures = TypeAdapter(type(measured)).dump_json(measured)
+    measures = measured.to_json().encode()
     return _HEADER.pack(_num_bytes(source), len(measures)) + measures + source.to_bytes()
 
 
 def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
     """Return what `packed` was given."""
-    from megatune.data.media.processor import Measured
-    from megatune.data.media.sources import PictureSource
-
     _, size = _HEADER.unpack_from(content)
     stop = _HEADER.size + size
-    measured = TypeAdapter(Measured).validate_json(bytes(content[_HEADER.size : stop]))
+    measured = Measured.from_json(bytes(content[_HEADER.size : stop]).decode())
     return PictureSource.from_bytes(bytes(content[stop:])), measured
-
-
-def place_of(source: PictureSource) -> str:
-    """Name a picture's file; one without a file by what it is."""
-    if source.frames:
-        return f"the frames from {place_of(source.frames[0])} on"
-    return source.path if source.path is not None else f"{source.kind} of {len(source.data or b''):,} bytes in a row"
 
 
 def _num_bytes(source: PictureSource) -> int:
@@ -96,7 +83,15 @@ def _num_bytes(source: PictureSource) -> int:
     """
     if source.frames is not None:
         return sum(map(_num_bytes, source.frames))
-    return os.stat(source.path).st_size if source.path is not None else len(source.data or b"")
+    if source.data is not None:
+        return len(source.data)
+    assert source.path is not None
+    return os.stat(source.path).st_size
+
+
+def are_current(folder: Path) -> bool:
+    """Return whether all pictures of a folder of token rows have the files that they were measured from."""
+    return not (folder / PICTURES_FILE).exists() or PictureTable(folder).is_current()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +109,14 @@ class PictureCounts:
     largest: int = 0
 
     def words(self) -> str:
-        """Write the counts as the end of a line about token rows, "" where there is no picture."""
+        """Write the counts in words, "" where there is no picture."""
         number = self.images + self.videos
         if not number:
             return ""
-        kinds = ((self.images, "images"), (self.videos, "videos"))
-        what = " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+        kinds = ((self.images, "image"), (self.videos, "video"))
+        what = " and ".join(f"{count:,} {kind}{'s' * (count > 1)}" for count, kind in kinds if count)
         mean = self.tokens / number
-        return f"; {what} with {self.tokens} tokens, {mean:.0f} each and {self.largest} at most"
+        return f"{what} with {self.tokens:,} tokens, {mean:,.0f} each and {self.largest:,} at most"
 
 
 class PictureTable:
@@ -176,7 +171,7 @@ class PictureTable:
         seconds = float(record["seconds_per_grid"])
         t, h, w = record["grid"].tolist()
         return DocumentPicture(
-            start=int(record["token"]) - start,
+            start=int(record["token"] - start),
             num_tokens=int(record["num_tokens"]),
             grid=(t, h, w),
             seconds_per_grid=None if np.isnan(seconds) else seconds,

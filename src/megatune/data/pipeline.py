@@ -19,7 +19,8 @@ from megatune.data.build import RowShape
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.report import DatasetReport
 from megatune.data.samples import Sample, read_samples, stream_samples
-from megatune.data.sources import DatasetSource, SourcePosition, resolve_datasets
+from megatune.data.sources import DatasetSource, SourcePosition, media_dir_of, resolve_datasets
+from megatune.data.vision import VisionInput
 from megatune.data.workers import Result, encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -52,8 +53,11 @@ class Pipeline:
     evaluation: Sequence[DatasetSource]  # that `eval_dataset` names
 
     @classmethod
-    def of(cls, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Pipeline:
+    def of(cls, settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Pipeline:
         """Return the pipeline that settings ask for.
+
+        Args:
+            vision: None for a language model, which is not trained on pictures.
 
         Raises:
             MegatuneError: a data set or a template is not there, or the tokenizer does not fit (exit codes 64 and 66).
@@ -61,7 +65,7 @@ class Pipeline:
         data, stage = settings.data, settings.run.stage
         training = resolve_datasets(data.dataset, data.dataset_dir, stage)
         evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
-        return cls(settings, make_encoder(settings, tokenizer), training, evaluation)
+        return cls(settings, make_encoder(settings, tokenizer, vision), training, evaluation)
 
     @property
     def shape(self) -> RowShape:
@@ -93,7 +97,12 @@ class Pipeline:
         """Return the arguments that `read_samples` and `stream_samples` have in common."""
         data = self.settings.data
         placeholders = {"{{name}}": data.model_name, "{{author}}": data.model_author}
-        return {"stage": self.settings.run.stage, "max_samples": data.max_samples, "placeholders": placeholders}
+        return {
+            "stage": self.settings.run.stage,
+            "max_samples": data.max_samples,
+            "placeholders": placeholders,
+            "media_dir": media_dir_of(data) if self.encoder.vision is not None else None,
+        }
 
 
 class DatasetReader:

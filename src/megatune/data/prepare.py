@@ -1,7 +1,8 @@
 """Prepared rows: every sample is read and tokenised once, before the run, by one process of each machine.
 
-val_size holds rows out by rank, a hash of the seed and a row's own texts. So the split does not move when rows are
-added or sorted, nor with the template, the tokenizer, cutoff_len or other data sets: only how many are held out does.
+val_size holds rows out by rank, a hash of the seed and a row's own texts and pictures. So the split does not move when
+rows are added or sorted, nor with the template, the tokenizer, cutoff_len or other data sets: only how many are held
+out does.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatune.config.settings import Settings
+    from megatune.data.vision import VisionInput
 
 TRAIN_FOLDER = "train"
 EVALUATION_FOLDER = "evaluation"
@@ -55,12 +57,16 @@ class Prepared:
 
 
 def prepare(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, extras: Mapping[str, ExtraSource] | None = None
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    extras: Mapping[str, ExtraSource] | None = None,
+    vision: VisionInput | None = None,
 ) -> Prepared:
     """Make the token rows of a run, or open them where they are made already.
 
     Args:
         extras: values to keep beside the rows, by name; the loader puts them into `Batch.extras`.
+        vision: what makes pictures into tokens; None for a language model.
 
     Raises:
         MegatuneError: settings that do not fit the data (exit code 64), a data set without one usable row, rows that
@@ -68,8 +74,8 @@ def prepare(
             not fit (66), a full or read-only disk (73).
     """
     extras = extras or {}
-    key = prepared_key(settings, tokenizer, {name: source.digest for name, source in extras.items()})
-    folder = built(settings, key.name, lambda folder: _build(Pipeline.of(settings, tokenizer), folder, extras))
+    key = prepared_key(settings, tokenizer, {name: source.digest for name, source in extras.items()}, vision)
+    folder = built(settings, key.name, lambda folder: _build(Pipeline.of(settings, tokenizer, vision), folder, extras))
     return replace(open_prepared(folder), key_parts=key.parts)
 
 
@@ -172,8 +178,10 @@ class Split:
 
 def rank(example: Example, seed: int) -> int:
     """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
-    said = "\0".join((str(seed), *texts(example)))
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little")
+    state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
+    for picture in () if isinstance(example, str) else example.pictures:
+        state.update(picture.to_bytes())
+    return int.from_bytes(state.digest(), "little")
 
 
 def hold_out(ranks: np.ndarray, val_size: float) -> Split:

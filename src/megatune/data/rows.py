@@ -152,10 +152,6 @@ class TokenRows:
         """Count the pictures of all rows."""
         return self._pictures.count(self._documents)
 
-    def is_current(self) -> bool:
-        """Return whether the files of all pictures are as they were when the rows were made."""
-        return self._pictures.is_current()
-
     def _content_digest(self) -> str:
         state = xxhash.xxh3_128(self.arrangement.encode())
         extras = (column.values for column in self._extras.values())

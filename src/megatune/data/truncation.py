@@ -1,4 +1,10 @@
-"""Truncation: cut a sample that is longer than cutoff_len, or drop it."""
+"""Truncation: cut a sample that is longer than cutoff_len, or drop it.
+
+No picture is cut: it is kept whole, or left out whole. Its tokens carry its number, so that every cut sees where it
+begins and ends, and it shows what is left of a sample. A cut that falls into a picture leaves it out, with what lies
+behind the cut. With "budget" an answer is not trained without the pictures that it was asked with: a turn keeps all
+of its prompt's, or is left out; there is no sample where that is its first one.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,26 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
 
+import numpy as np
+
 from megatune.data.bad_rows import TOO_LONG, LengthError
 
 Strategy = Literal["budget", "drop", "left", "right", "error"]
 # Tokens, and whether they are trained.
 Stretch = tuple[list[int], bool]
+
+_SHIFT = 32  # bits of a token id
+
+
+def numbered(token: int, picture: int) -> int:
+    """Return a token of a picture as a negative number that holds both, until it has been cut."""
+    return -1 - (picture << _SHIFT | token)
+
+
+def unnumbered(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of tokens, int64 [T], and the number of the picture that each belongs to, -1 for text."""
+    held = np.where(tokens < 0, -1 - tokens, tokens)
+    return held & ((1 << _SHIFT) - 1), np.where(tokens < 0, held >> _SHIFT, -1)
 
 
 def share_budget(prompt_length: int, completion_length: int, budget: int) -> tuple[int, int]:
@@ -40,7 +61,7 @@ def cut_turns(
         keep_first: with "left", the first token stays.
 
     Raises:
-        LengthError: the strategy is "drop" or "error".
+        LengthError: the strategy is "drop" or "error", or there is no room for pictures.
     """
     stretches = [stretch for turn in turns for stretch in turn]
     if strategy == "budget":
@@ -48,14 +69,14 @@ def cut_turns(
     if strategy == "right":
         starts = accumulate((len(tokens) for tokens, _ in stretches), initial=0)
         rooms = (max(0, cutoff_len - start) for start in starts)
-        return [(tokens[:room], trained) for (tokens, trained), room in zip(stretches, rooms, strict=False)]
+        return [(_start(tokens, room), trained) for (tokens, trained), room in zip(stretches, rooms, strict=False)]
     if strategy == "left":
         kept: list[Stretch] = []
         head = [(tokens[:1], trained) for tokens, trained in stretches if tokens][: int(keep_first)]
         room = cutoff_len - len(head)
         for tokens, trained in reversed(stretches):
-            kept.append((tokens[max(0, len(tokens) - room) :], trained))
-            room -= len(kept[-1][0])
+            kept.append((_end(tokens, room), trained))
+            room = room - len(tokens) if len(kept[-1][0]) == len(tokens) else 0
         return head + kept[::-1]
     length = sum(len(tokens) for tokens, _ in stretches)
     raise LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
@@ -75,13 +96,13 @@ def cut_pair(
         keep_first: with "left", the first token stays.
 
     Raises:
-        LengthError: the strategy is "drop" or "error".
+        LengthError: as `cut_turns`.
     """
     longest = max(completions, key=len)
     turn = ((prompt, False), (longest, True))
     *kept, (cut, _) = cut_turns([turn], cutoff_len, strategy, last_first=False, keep_first=keep_first)
     size = len(cut)
-    short = [ids[max(0, len(ids) - size) :] if strategy == "left" else ids[:size] for ids in completions]
+    short = [(_end if strategy == "left" else _start)(ids, size) for ids in completions]
     return [token for tokens, _ in kept for token in tokens], short
 
 
@@ -92,6 +113,47 @@ def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first
         if budget <= 0:
             break
         prompt_length, completion_length = share_budget(len(prompt), len(completion), budget)
-        kept.append(((prompt[:prompt_length], prompt_trained), (completion[:completion_length], completion_trained)))
+        with_pictures = _pictures_end(prompt)
+        if with_pictures > prompt_length:
+            if with_pictures >= budget:
+                break
+            prompt_length = with_pictures
+            completion_length = min(completion_length, budget - prompt_length)
+        completion = _start(completion, completion_length)
+        kept.append(((prompt[:prompt_length], prompt_trained), (completion, completion_trained)))
         budget -= prompt_length + completion_length
+    if not kept:
+        length = sum(len(tokens) for turn in turns for tokens, _ in turn)
+        detail = f"{length} tokens, cutoff_len is {budget}"
+        raise LengthError("picture-too-long", "no room in cutoff_len for the pictures of a turn", detail, length)
     return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
+
+
+def _start(tokens: list[int], size: int) -> list[int]:
+    """Return at most `size` tokens from the start, with no part of a picture."""
+    stop = min(size, len(tokens))
+    while _is_in_picture(tokens, stop):
+        stop -= 1
+    return tokens[:stop]
+
+
+def _end(tokens: list[int], size: int) -> list[int]:
+    """Return at most `size` tokens from the end, with no part of a picture."""
+    start = max(0, len(tokens) - size)
+    while _is_in_picture(tokens, start):
+        start += 1
+    return tokens[start:]
+
+
+def _pictures_end(tokens: list[int]) -> int:
+    """Return how many tokens there are up to the end of the last picture."""
+    if min(tokens, default=0) >= 0:
+        return 0
+    return next(size for size in range(len(tokens), 0, -1) if tokens[size - 1] < 0)
+
+
+def _is_in_picture(tokens: list[int], place: int) -> bool:
+    """Return whether the tokens before and at a place belong to one picture."""
+    if not 0 < place < len(tokens) or max(tokens[place - 1], tokens[place]) >= 0:
+        return False
+    return (-1 - tokens[place - 1]) >> _SHIFT == (-1 - tokens[place]) >> _SHIFT

@@ -21,6 +21,7 @@ import numpy as np
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Example
 from megatune.data.encode import Encoded, Encoder
+from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import Document
 from megatune.data.samples import Sample
 from megatune.errors import ExitCode, MegatuneError
@@ -28,15 +29,18 @@ from megatune.errors import ExitCode, MegatuneError
 T = TypeVar("T")
 
 CHUNK_ROWS = 256
+CHUNK_BYTES = 2**24  # of pictures that rows hold
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
 CHUNKS_AT_ONCE = 2  # in one process
 CHUNKS_AHEAD = 4  # for each process, so that memory stays bounded
 PARENT_LOOK_SECONDS = 1.0  # between looks whether the parent is there
 
 Result = tuple[Sample, Encoded | RowError]
-# What a worker sends: tokens and labels of all documents, their lengths, and for each example its number of documents,
-# whether it was cut and its length before; or why it has none.
-_Compact = tuple[np.ndarray, np.ndarray, list[int], list[tuple[int, bool, int] | RowError]]
+# What a worker sends: tokens and labels of all documents, their lengths and pictures, and for each example its number
+# of documents, whether it was cut and its length before; or why it has none.
+_Compact = tuple[
+    np.ndarray, np.ndarray, list[int], list[tuple[DocumentPicture, ...]], list[tuple[int, bool, int] | RowError]
+]
 
 
 def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) -> Generator[Result, None, None]:
@@ -46,7 +50,7 @@ def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) ->
         MegatuneError: a worker process died or hung (exit code 76).
     """
     iterator = iter(samples)
-    chunks = iter(lambda: list(islice(iterator, CHUNK_ROWS)), [])
+    chunks = iter(lambda: _chunk(iterator), [])
     # Objects come by the million here: the garbage collector's passes over them must not look at every module, too.
     # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
     frozen_here = gc.get_freeze_count() == 0
@@ -62,6 +66,18 @@ def encode_all(encoder: Encoder, samples: Iterable[Sample], num_workers: int) ->
     finally:
         if frozen_here:
             gc.unfreeze()
+
+
+def _chunk(samples: Iterator[Sample]) -> list[Sample]:
+    """Take the next samples, fewer where their rows hold the content of large pictures."""
+    chunk, size = [], 0
+    for sample in islice(samples, CHUNK_ROWS):
+        chunk.append(sample)
+        if not isinstance(sample.example, RowError | str):
+            size += sum(len(picture.data or b"") for picture in sample.example.pictures)
+        if size > CHUNK_BYTES:
+            break
+    return chunk
 
 
 def _encode_in_threads(encoder: Encoder, chunks: Iterator[list[Sample]]) -> Iterator[Result]:
@@ -123,6 +139,7 @@ def _encode_chunk(examples: list[Example]) -> _Compact:
         np.concatenate([none, *(document.input_ids for document in documents)]),
         np.concatenate([none, *(document.labels for document in documents)]),
         [len(document.input_ids) for document in documents],
+        [document.pictures for document in documents],
         [
             result if isinstance(result, RowError) else (len(result.documents), result.truncated, result.length)
             for result in results
@@ -131,9 +148,9 @@ def _encode_chunk(examples: list[Example]) -> _Compact:
 
 
 def _unpacked(future: Future[_Compact], timeout: float) -> list[Encoded | RowError]:
-    tokens, labels, sizes, results = future.result(timeout)
-    spans = pairwise(accumulate(sizes, initial=0))
-    documents = (Document(tokens[start:stop], labels[start:stop]) for start, stop in spans)
+    tokens, labels, sizes, pictures, results = future.result(timeout)
+    spans = zip(pairwise(accumulate(sizes, initial=0)), pictures, strict=True)
+    documents = (Document(tokens[start:stop], labels[start:stop], found) for (start, stop), found in spans)
     return [
         result if isinstance(result, RowError) else Encoded(tuple(islice(documents, result[0])), *result[1:])
         for result in results

@@ -157,6 +157,13 @@ def gather(value: T) -> list[T]:
     return box
 
 
+def total(number: int) -> int:
+    """Return the sum of every rank's number, on every rank."""
+    box = torch.tensor(number, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(box)
+    return int(box)
+
+
 def post(key: str, text: str) -> None:
     """Leave a note that any rank can read with `posted`: for waits too long for a collective operation."""
     assert _store is not None, "join first"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import BAD_ROWS_FILE, copy_bad_rows
+from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.folder import cache_dir
 from megatune.data.cache.key import streamed_key
 from megatune.data.encode import load_tokenizer
@@ -27,13 +27,14 @@ from megatune.data.streaming.blocks import PART, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
 from megatune.data.streaming.stream import Stream
+from megatune.data.vision import load_vision_input
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
 from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
+from megatune.training.quarantine import Quarantine
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage.files import writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Feed:
     evaluation: TokenRows | None  # None where nothing is evaluated
     lines: Sequence[str]  # the report, for the banner
     follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
+    quarantine: Quarantine | None = None  # on rank 0, where on_bad_row asks for it
+    has_pictures: bool = True  # whether rows may have some
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
     """
     if not settings.data.streaming:
         prepared = _prepare_on_machine(context, settings, source)
-        yield RunData(prepared.key, len(prepared.train), partial(_prepared_feed, prepared, settings))
+        feed = partial(_prepared_feed, prepared, settings, resumed is not None)
+        yield RunData(prepared.key, len(prepared.train), feed)
         return
     with closing(open_stream(context, settings, source, resumed)) as stream:
         yield RunData(stream.key, None, partial(_streamed_feed, stream, context, settings, resumed is not None))
@@ -78,7 +82,10 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
 
 def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) -> Prepared:
     context.beat("data", 0, limit=float("inf"))
-    prepared = prepare(settings, load_tokenizer(source)) if context.local_rank == 0 else None
+    prepared = None
+    if context.local_rank == 0:
+        tokenizer = load_tokenizer(source)
+        prepared = prepare(settings, tokenizer, vision=load_vision_input(source, tokenizer, settings.data))
     folder = wait_for_machines(context, "rows", str(prepared.directory.absolute()) if prepared else None)
     contents: dict[str, str | int] = {}
     if prepared is not None:
@@ -90,34 +97,42 @@ def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) 
     return prepared or open_prepared(Path(folder))
 
 
-def _prepared_feed(prepared: Prepared, settings: Settings, schedule: RunSchedule, vocab_size: int) -> Feed:
-    assert settings.run.output_dir is not None
-    output_dir = Path(settings.run.output_dir)
-
-    def copy() -> Path | None:
-        with writing(output_dir):
-            return copy_bad_rows(prepared, output_dir)
-
-    parts = (prepared.report.train, prepared.report.evaluation)
-    _check_token_ids(max(part.largest_id for part in parts if part is not None), vocab_size)
+def _prepared_feed(
+    prepared: Prepared, settings: Settings, resumed: bool, schedule: RunSchedule, vocab_size: int
+) -> Feed:
+    quarantine = _quarantine(settings, resumed)
+    parts = [part for part in (prepared.report.train, prepared.report.evaluation) if part is not None]
+    _check_token_ids(max(part.largest_id for part in parts), vocab_size)
     lines = list(prepared.report.lines())
-    if settings.data.on_bad_row == "quarantine" and (copied := on_rank_0(copy)) is not None:
-        lines.append(f"the rows left out are in {copied}")
+    if on_rank_0(lambda: quarantine is not None and quarantine.copy(prepared.directory)):
+        lines.append(f"the rows left out are in {Path(settings.run.output_dir or '') / BAD_ROWS_FILE}")
     rows = PreparedSteps.from_settings(prepared.train, settings, schedule.global_batch_size)
-    return Feed(rows, prepared.evaluation, lines)
+    has_pictures = any(part.pictures.tokens for part in parts)
+    return Feed(rows, prepared.evaluation, lines, quarantine=quarantine, has_pictures=has_pictures)
 
 
 def _streamed_feed(
     stream: Stream, context: RankContext, settings: Settings, resumed: bool, schedule: RunSchedule, vocab_size: int
 ) -> Feed:
     size, data = schedule.global_batch_size, settings.data
-    follower = StreamFollower(stream, context, settings, schedule, vocab_size, resumed=resumed)
+    quarantine = _quarantine(settings, resumed)
+    follower = StreamFollower(stream, context, settings, schedule, vocab_size, quarantine)
     evaluation = follower.evaluation()
     order = "in the order of the data" if data.disable_shuffling else "shuffled"
     lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]
     if stream.held_out is not None:
         lines += stream.held_out.lines()
-    return Feed(stream.steps(size, is_packed=settings.packing), evaluation, lines, follower)
+    return Feed(stream.steps(size, is_packed=settings.packing), evaluation, lines, follower, quarantine)
+
+
+def _quarantine(settings: Settings, resumed: bool) -> Quarantine | None:
+    """Open the run's file of bad rows, on rank 0 where on_bad_row asks for it. Collective."""
+    assert settings.run.output_dir is not None
+    if settings.data.on_bad_row != "quarantine":
+        return None
+    made: list[Quarantine] = []
+    on_rank_0(lambda: made.append(Quarantine(Path(settings.run.output_dir or ""), keep=resumed)))
+    return made[0] if made else None
 
 
 def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Stream:
@@ -136,8 +151,9 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
         check_same(context, "data to stream", None)
         return Stream(StreamFolder(Path(folder)), name, settings.run.ddp_timeout)
     tokenizer = load_tokenizer(tokenizer_dir)
-    pipeline = Pipeline.of(settings, tokenizer)
-    key = streamed_key(settings, tokenizer)
+    vision = load_vision_input(tokenizer_dir, tokenizer, settings.data)
+    pipeline = Pipeline.of(settings, tokenizer, vision)
+    key = streamed_key(settings, tokenizer, vision)
     made = StreamFolder.make(cache_dir() / "stream", key.name)
     left_off = read_state(resumed) if resumed is not None else None
     state = None
@@ -158,7 +174,7 @@ class StreamFollower:
 
     Args:
         vocab_size: of the model.
-        resumed: whether the run resumes from a checkpoint; what was quarantined before it stays.
+        quarantine: the run's file of bad rows; None where this rank keeps none.
     """
 
     def __init__(
@@ -168,15 +184,12 @@ class StreamFollower:
         settings: Settings,
         schedule: RunSchedule,
         vocab_size: int,
-        *,
-        resumed: bool,
+        quarantine: Quarantine | None,
     ) -> None:
-        assert settings.run.output_dir is not None
         self._stream, self._context, self.summary = stream, context, stream.summary
         self._size, self._last = schedule.global_batch_size, schedule.global_batch_size * schedule.total_steps
         self._vocab_size = vocab_size
-        bad_rows = Path(settings.run.output_dir) / BAD_ROWS_FILE
-        self._quarantine = _Quarantine(bad_rows, keep=resumed) if context.rank == 0 else None
+        self._quarantine = quarantine
 
     def evaluation(self) -> TokenRows | None:
         """Return the evaluation rows, once they are ready. Collective."""
@@ -197,7 +210,7 @@ class StreamFollower:
             what = f"rows in block {meta.number} of the stream, which step {step + 1} is the first to train"
             check_same(self._context, what, _rows_contents(meta.tokens, TokenRows(folder / PART)))
             _check_token_ids(meta.tokens.largest_id, self._vocab_size)
-            if self._quarantine is not None and (line := meta.line()) is not None:
+            if self._context.rank == 0 and (line := meta.line()) is not None:
                 print(line, flush=True)
                 self._keep_bad_rows(folder)
 
@@ -218,7 +231,7 @@ class StreamFollower:
 
     def _keep_bad_rows(self, folder: Path) -> None:
         if self._quarantine is not None:
-            self._quarantine.add(folder / BAD_ROWS_FILE)
+            self._quarantine.copy(folder)
 
 
 def _rows_contents(report: TokenReport, rows: TokenRows, part: str = "") -> dict[str, str | int]:
@@ -234,34 +247,3 @@ def _check_token_ids(largest: int, vocab_size: int) -> None:
         why = "the tokenizer and the weights belong to different models"
         fix = "use the tokenizer that was published with the weights"
         raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.INPUT)
-
-
-class _Quarantine:
-    """The run's file of bad rows, each once, however often it is read; `keep`s those of an earlier process."""
-
-    def __init__(self, path: Path, *, keep: bool) -> None:
-        self._path = path
-        self._kept: set[tuple[str, str]] = set()
-        with writing(path.parent):
-            if not keep:
-                path.unlink(missing_ok=True)
-            elif path.exists():
-                whole, _, _ = path.read_bytes().rpartition(b"\n")
-                self._kept = {_identity(line) for line in whole.splitlines()}
-                path.write_bytes(whole + b"\n" if whole else b"")
-
-    def add(self, bad_rows: Path) -> None:
-        """Copy what is new; nothing where there is no such file."""
-        if not bad_rows.exists():
-            return
-        with writing(self._path.parent), open(bad_rows, "rb") as rows, open(self._path, "ab") as file:
-            for line in rows:
-                identity = _identity(line)
-                if identity not in self._kept:
-                    self._kept.add(identity)
-                    file.write(line)
-
-
-def _identity(line: bytes) -> tuple[str, str]:
-    row = json.loads(line)
-    return row["where"], row["code"]

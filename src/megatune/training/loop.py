@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
+from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator
 from megatune.data.loader import StepLoader
 from megatune.data.steps import PreparedSteps, StepRows
+from megatune.data.vision import VisionInput
 from megatune.engine import device, groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
@@ -29,6 +32,7 @@ from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
+from megatune.training.unreadable import without_unreadable
 
 Outcome = Literal["finished", "stopped"]
 
@@ -42,6 +46,8 @@ class Trainer:
         schedule: which step ends an epoch, is saved, is evaluated, is the last.
         state: how far the run has come.
         source: the folder of the model that the run started from.
+        vision: what the model makes of pictures; None of a language model.
+        num_workers: processes that build batches ahead.
         memory: what this rank holds.
     """
 
@@ -57,6 +63,8 @@ class Trainer:
     source: Path
     pad_token_id: int
     memory: MemoryLog
+    vision: VisionInput | None = None
+    num_workers: int = 0
     _saved_step: int = field(default=-1, init=False)
 
     def run(self) -> Outcome:
@@ -99,11 +107,10 @@ class Trainer:
 
     def _train(self) -> Outcome:
         performance, interval = self.settings.performance, self.settings.run.check_agreement_interval
-        batch, data = self.settings.batch, self.settings.data
+        batch = self.settings.batch
         steps = range(self.state.step, self.schedule.total_steps)
         sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
-        workers = {"num_workers": data.dataloader_num_workers, "pin_memory": data.dataloader_pin_memory}
-        batches = iter(self._loader(self.feed.rows, *sizes, steps, **workers))
+        batches = iter(self._loader(self.feed.rows, *sizes, steps, self.num_workers))
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             profiler.begin(self.state.step)
             began = time.monotonic()  # of the step: when the work of the one before had ended
@@ -115,6 +122,7 @@ class Trainer:
                 _, micro_batches = next(batches)
                 waited = time.monotonic() - waiting
                 self.context.beat("train", step + 1)
+                micro_batches, unreadable = self._readable(micro_batches)
                 result = train_step(
                     self.assembly,
                     micro_batches,
@@ -123,7 +131,7 @@ class Trainer:
                     checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
                 )
                 ended = time.monotonic()
-                self._report(step, micro_batches, result, ended - began, waited)
+                self._report(step, micro_batches, result, ended - began, waited, unreadable)
                 began = ended
                 self.memory.stepped()
                 if self.feed.follower is not None:
@@ -143,9 +151,10 @@ class Trainer:
         return "finished"
 
     def _loader(
-        self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, **workers: Any
+        self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, num_workers: int
     ) -> StepLoader:
         parallel, place = self.settings.parallel, self.assembly.place
+        shared = place.tp_size * place.cp_size  # ranks of the first stage, which deal its pictures
         return StepLoader(
             rows,
             Collator(
@@ -154,6 +163,7 @@ class Trainer:
                 sequence_multiple=parallel.sequence_multiple,
                 document_multiple=parallel.document_multiple,
                 pad_token_id=self.pad_token_id,
+                vision=self.vision,
             ),
             data_parallel_rank=place.dp_rank,
             data_parallel_size=place.dp_size,
@@ -161,10 +171,24 @@ class Trainer:
             same_length=place.pp_size > 1,  # pipelines send one shape from stage to stage
             start_step=steps.start,
             stop_step=steps.stop,
-            **workers,
+            share=None if place.pp_rank else Share(place.cp_rank * place.tp_size + place.tp_rank, shared),
+            num_workers=num_workers,
+            pin_memory=self.settings.data.dataloader_pin_memory,
         )
 
-    def _report(self, step: int, batches: list[Batch], result: StepResult, seconds: float, waited: float) -> None:
+    def _readable(self, batches: list[Batch]) -> tuple[list[Batch], int]:
+        """Leave documents with unreadable pictures out of the loss; return also how many pictures these are."""
+        if self.vision is None:
+            return batches, 0
+        refuse = self.settings.data.on_bad_row == "error"
+        batches, unreadable = without_unreadable(batches, self.assembly.place, refuse=refuse)
+        if unreadable:
+            self.callbacks.on_unreadable(unreadable)
+        return batches, len(unreadable)
+
+    def _report(
+        self, step: int, batches: list[Batch], result: StepResult, seconds: float, waited: float, unreadable: int
+    ) -> None:
         skipped = not result.updated and self.settings.precision.fp16 and math.isfinite(result.totals.loss)
         if not result.updated and not skipped:
             raise self._not_finite(step, result)
@@ -185,6 +209,7 @@ class Trainer:
             num_input_tokens=sum(lengths),
             seconds=seconds,
             data_seconds=waited,
+            unreadable_pictures=unreadable,
             tokens_per_second=sum(lengths) / seconds,
             model_tflops=flops / 1e12,
             mfu=flops / peak if peak else None,
@@ -223,10 +248,20 @@ class Trainer:
         size = self.settings.batch.per_device_eval_batch_size
         place = self.assembly.place
         rows = PreparedSteps(self.feed.evaluation, size * place.pp_size * place.dp_size, shuffle=False)
-        loader = self._loader(rows, size, place.pp_size, range(rows.steps_per_epoch))
+        num_workers = self.num_workers if self.vision is not None else 0
+        loader = self._loader(rows, size, place.pp_size, range(rows.steps_per_epoch), num_workers)
+        unreadable = 0
+
+        def readable() -> Iterator[list[Batch]]:
+            nonlocal unreadable
+            for _, batches in loader:
+                batches, number = self._readable(batches)
+                unreadable += number
+                yield batches
+
         found = evaluate(
             self.assembly.model,
-            (batches for _, batches in loader),
+            readable(),
             on_step=lambda index: self.context.beat(f"evaluate batch {index}", step),
         )
         if self.state.best_loss is None or found.loss < self.state.best_loss:
@@ -238,6 +273,7 @@ class Trainer:
             perplexity=math.exp(min(found.loss, 700)),
             num_tokens=int(found.normalizer),
             seconds=time.monotonic() - began,
+            unreadable_pictures=unreadable,
             metrics=found.metrics,
         )
         self.callbacks.on_evaluate(report)

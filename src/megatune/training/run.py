@@ -6,12 +6,14 @@ import gc
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer
+from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext
@@ -22,6 +24,7 @@ from megatune.training.banner import banner
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import TrainState, load_checkpoint
+from megatune.training.decoding import loader_workers
 from megatune.training.feed import RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loop import Trainer
@@ -110,19 +113,26 @@ def _build_trainer(
     tokenizer = load_tokenizer(source)
     # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
     paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    vision = load_vision_input(source, tokenizer, settings.data)
+    num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
+    callbacks = CallbackList()
+    if context.rank == 0:
+        callbacks = build_callbacks(settings, output_dir, state.step, feed.quarantine)
     return Trainer(
         settings=settings,
         assembly=assembly,
-        feed=feed,
+        feed=feed if note is None else replace(feed, lines=[*feed.lines, note]),
         schedule=schedule,
         state=state,
         learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
-        callbacks=build_callbacks(settings, output_dir, state.step) if context.rank == 0 else CallbackList(),
+        callbacks=callbacks,
         store=CheckpointStore(output_dir),
         context=context,
         source=source,
         pad_token_id=next(int(token) for token in paddings if token is not None),
         memory=memory,
+        vision=vision,
+        num_workers=num_workers,
     )
 
 

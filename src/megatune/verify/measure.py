@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,9 +70,9 @@ def _batches(
     dp_size: int = 1,
 ) -> list[Batch]:
     """Return the micro-batches of all data-parallel ranks: the first of each, then the second of each."""
-    processor: Any = None if vision is None else _RandomPixels(vision)
+    inputs: Any = None if vision is None else SimpleNamespace(vision=vision, processor=_RandomPixels(vision))
     multiples = parallel.sequence_multiple, parallel.document_multiple
-    collator = Collator(micro_batch_size, packed, *multiples, 0, processor)
+    collator = Collator(micro_batch_size, packed, *multiples, 0, inputs)
     share = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
     # With virtual stages micro-batches come in rounds of one a pipeline stage.
     round_size = dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
@@ -112,10 +113,9 @@ class _RandomPixels:
 
     def __init__(self, vision: Vision) -> None:
         self.vision = vision
-        self.patch_channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
     def pixels(self, source: PictureSource, measured: Measured) -> np.ndarray:
-        """Return fp32 [patches, patch_channels]."""
+        """Return fp32 [patches, channels of a patch]."""
         return SamplePicture(source.kind, measured.grid, int(source.data or b"")).pixel_values(self.vision)
 
 

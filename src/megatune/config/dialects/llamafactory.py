@@ -38,6 +38,9 @@ NOT_BUILT: dict[str, Refused] = {
     "preprocessing_batch_size": Refused(
         "how many rows are tokenised together changes no result here, and is chosen by the program", off=(1000,)
     ),
+    "image_do_pan_and_scan": Refused("it belongs to Gemma 3, which is not built", off=(False,)),
+    "crop_to_patches": Refused("it belongs to InternVL, which is not built", off=(False,)),
+    "use_audio_in_video": Refused("training on audio is not built", off=(False,)),
     # Megatron.
     "calculate_per_token_loss": Refused(_TOKEN_MEAN, off=(True,)),
     "transformer_impl": Refused(

@@ -155,10 +155,12 @@ class DataSettings(Group):
     How: Rows are distributed to them in chunks of 256 and come back in order: their number changes no result. Each
     takes seconds to start.
     When: Raise it towards the machine's cores for data that takes minutes to prepare."""
-    dataloader_num_workers: Annotated[int, Field(ge=0), "processes"] = 0
-    """Processes, for each rank, that prepare batches ahead of the step. 0 prepares them in the rank's own process.
-    How: A batch is only copied from prepared rows: tokenising is long done. The number of processes changes no result.
-    When: 0 is nearly always right. Raise it to 1 or 2 where steps are very short."""
+    dataloader_num_workers: Annotated[int, Field(ge=0), "processes"] | None = None
+    """Processes, for each rank, that prepare batches ahead of the step. 0 prepares them in the rank's own process; null
+    is 0 for text, and up to 4 where rows have images or videos.
+    How: Text is only copied from prepared rows; images and videos are decoded and resized, which takes a core. null
+    takes no more than the machine has cores and shared memory for. The number of processes changes no result.
+    When: Raise it where the log shows that steps wait for data. For text 0 is nearly always right."""
     dataloader_pin_memory: bool = True
     """Keep batches in page-locked memory, from where copies to a GPU overlap with computing.
     How: It takes as much host memory as a few batches; without a GPU it does nothing.
@@ -170,29 +172,31 @@ class DataSettings(Group):
     image_max_pixels: Annotated[Count, "pixels"] = 768 * 768
     """Images of more pixels are made smaller, to this area.
     How: The encoder cuts an image into patches, and a square of them becomes a token: the tokens of a row, and the time
-    of the encoder, are in proportion.
-    When: Lower it where images need no detail. It can be planned; training with images is not built yet."""
+    of the encoder, are in proportion. The model's own processor then resizes to the bounds of its files.
+    When: Lower it where images need no detail, raise it for small print; `megatune data preview` shows sizes and
+    tokens."""
     image_min_pixels: Annotated[Count, "pixels"] = 32 * 32
     """Images of fewer pixels are made larger, to this area.
-    How: It is done before the image is cut into patches.
-    When: Seldom; training with images is not built yet."""
+    How: It is done before the image is cut into patches; the model's own processor has a least area, too.
+    When: Seldom."""
     video_max_pixels: Annotated[Count, "pixels"] = 256 * 256
     """Frames of a video with more pixels are made smaller, to this area.
     How: The tokens of a video are those of its frames.
-    When: Lower it for long videos; training with videos is not built yet."""
+    When: Lower it for long videos."""
     video_min_pixels: Annotated[Count, "pixels"] = 16 * 16
     """Frames of a video with fewer pixels are made larger, to this area.
     How: It is done before the frames are cut into patches.
-    When: Seldom; training with videos is not built yet."""
+    When: Seldom."""
     video_fps: Annotated[Positive, "frames per second"] = 2.0
     """Frames that are taken of each second of a video.
-    How: They are spread evenly, at most video_maxlen of them.
-    When: Raise it where motion matters; training with videos is not built yet."""
+    How: They are spread evenly, at most video_maxlen of them. Of a video that is a list of frames, these count as so
+    many a second.
+    When: Raise it where motion matters."""
     video_maxlen: Annotated[Count, "frames"] = 128
     """Frames that are taken of a video at most.
     How: Of a longer video they are spread evenly over all of it.
-    When: Lower it to bound the tokens of a row; training with videos is not built yet."""
+    When: Lower it to bound the tokens of a row."""
     media_dir: str | None = None
     """Folder that the images and videos of the data are named from. null takes dataset_dir.
-    How: Absolute paths in the data are taken as they are.
-    When: Set it where pictures lie apart from the data; training with them is not built yet."""
+    How: Absolute paths in the data are taken as they are, and so is a path that is no file there.
+    When: Set it where pictures lie apart from the data."""

@@ -15,16 +15,13 @@ _TYPE = Refused(
     values=("lora",),
     fix="write finetuning_type: full, or freeze",
 )
-_VISION = "vision-language models are not built yet; only text is read"
 _LORA = "LoRA is not built yet"
-_OF_VISION = "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen media_dir"
 _OF_LORA = (
     "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio loraplus_lr_embedding "
     "adapter_name_or_path"
 )
 NOT_BUILT: dict[str, Refused] = {
     "finetuning_type": _TYPE,
-    **{name: Refused(_VISION) for name in _OF_VISION.split()},
     **{name: Refused(_LORA) for name in _OF_LORA.split()},
     **{name: Refused(_LORA, off=(False,)) for name in ("use_rslora", "use_dora", "create_new_adapter")},
 }

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
+from megatune.data.pictures import are_current
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -109,7 +110,10 @@ class _Place:
         self._check_content()
         before = _identity(self.folder)
         if is_whole(self.folder, self.key) and not self.overwrite and self._is_trusted():
-            return self.folder
+            if are_current(self.folder):
+                return self.folder
+            _say(f"files of pictures are gone or changed: the prepared rows in {self.folder} are made again")
+            return replace(self, overwrite=True).made(build)
         with ExitStack() as stack:
             with _writing(self.folder):
                 self._make_parent()

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megatune.data.cache.folder import cache_dir
-from megatune.data.sources import resolve_datasets
+from megatune.data.sources import media_dir_of, resolve_datasets
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatune.config.settings import Settings
+    from megatune.data.vision import VisionInput
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 # Data settings that determine the rows by their values.
 BY_VALUE = frozenset((
@@ -34,6 +35,11 @@ BY_VALUE = frozenset((
 ))  # fmt: skip
 # Those that determine them by the content that they name.
 BY_CONTENT = frozenset({"dataset", "dataset_dir", "eval_dataset", "template", "packing", "on_bad_row"})
+# Those that determine the rows of a vision-language model: by its processor, and by the names of files.
+BY_PICTURES = frozenset((
+    "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
+    "media_dir",
+))  # fmt: skip
 
 _CHUNK_BYTES = 2**20
 _SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
@@ -81,6 +87,7 @@ def prepared_key(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
     extras: Mapping[str, str] | None = None,
+    vision: VisionInput | None = None,
     *,
     file_digest: Callable[[Path], str] = remembered_digest,
 ) -> RowsKey:
@@ -88,6 +95,8 @@ def prepared_key(
 
     Args:
         extras: digests of what is kept beside the rows, by name.
+        vision: what makes pictures into tokens; None for a language model. Files of pictures count by their names: the
+            rows know how many bytes each had (see `data.pictures`).
         file_digest: names the content of a file; by default see there.
 
     Raises:
@@ -116,18 +125,20 @@ def prepared_key(
         part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
-    made_by = {"tokenizer": _tokenizer_digest(tokenizer), "template": _template_content(data.template)}
+    pictures = {} if vision is None else {"pictures": [repr(vision.processor), media_dir_of(data)]}
+    made_by = {"tokenizer": _tokenizer_digest(tokenizer), "template": _template_content(data.template), **pictures}
     parts = {
         **{f"the file {file.name} of dataset {one.name}": files[file] for one in sources for file in one.files},
         "the tokenizer": made_by["tokenizer"],
         "the template": _name(made_by["template"]),
         "the settings of the data": _name([chosen, [source.name for source in sources]]),
+        **({"the processor of pictures": _name(pictures)} if pictures else {}),
         **{f"the extra {name}": digest for name, digest in (extras or {}).items()},
     }
     return RowsKey(_name({**chosen, **content, **made_by, **({"extras": extras} if extras else {})}), parts)
 
 
-def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> RowsKey:
+def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> RowsKey:
     """Return the key of streamed rows, whose files may be too large to read them for a name: of each its size, start
     and end.
 
@@ -135,7 +146,7 @@ def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Rows
         MegatuneError: as `prepared_key`.
     """
     data = settings.data
-    key = prepared_key(settings, tokenizer, file_digest=_ends_digest)
+    key = prepared_key(settings, tokenizer, vision=vision, file_digest=_ends_digest)
     return RowsKey(_name([key.name, data.buffer_size, data.disable_shuffling]), key.parts)
 
 

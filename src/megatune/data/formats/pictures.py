@@ -13,7 +13,7 @@ from megatune.data.media.sources import Kind, PictureSource, picture_source
 
 IMAGE, VIDEO = "<image>", "<video>"
 
-_TAG = re.compile(f"{IMAGE}|{VIDEO}")
+TAG = re.compile(f"{IMAGE}|{VIDEO}")
 _KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
 # Types of OpenAI's parts of messages, and of Transformers' chat templates.
 PARTS = {"image": IMAGE, "image_url": IMAGE, "input_image": IMAGE, "video": VIDEO, "video_url": VIDEO}
@@ -24,7 +24,7 @@ Inline = dict[int, list[object]]
 
 def tags_of(text: str) -> list[str]:
     """Return the tags in a text, in order."""
-    return _TAG.findall(text)
+    return TAG.findall(text)
 
 
 def part_value(part: Mapping[str, Any]) -> object:
@@ -65,8 +65,8 @@ def pictures_of(
     for tag, listed in files.items():
         check_count(tag, sum(each == (tag, None) for each in wanted), len(listed))
     left = {tag: iter(listed) for tag, listed in files.items()}
-    values = ((tag, next(left[tag]) if value is None else value) for tag, value in wanted)
-    return tuple(picture_source(value, _KINDS[tag], media_dir) for tag, value in values)
+    found = [(tag, next(left[tag]) if value is None else value) for tag, value in wanted]
+    return tuple(picture_source(value, _KINDS[tag], media_dir) for tag, value in found)
 
 
 def check_count(tag: str, tags: int, files: int) -> None:

@@ -6,15 +6,17 @@ LLaMA-Factory turns decoded columns and leaves files named by path as they are s
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from typing import BinaryIO
 
+import numpy as np
 from PIL import Image, ImageFile
 
 from megatune.data.bad_rows import RowError
@@ -22,10 +24,11 @@ from megatune.data.media.ends import is_whole
 from megatune.data.media.sources import PictureSource
 
 # Without those whose reading starts another program (EPS, by Ghostscript), and those of cameras and desktops.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO", "PPM", "JPEG2000", "AVIF", "ICO")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
 MOST_PIXELS = 2**28 // 3  # a quarter GiB of RGB: PIL warns from here on
 # A progressive JPEG is decoded once for each of its scans, of which a small file can have thousands.
 MOST_SCANNED_PIXELS = 100 * MOST_PIXELS
+_LEAST_SCAN = 10  # bytes of one
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -38,9 +41,10 @@ _UPRIGHT = {
 }
 _STDERR = threading.Lock()
 
-# What PIL warns of is refused here (too many pixels), or does not matter (metadata that cannot be read). A filter for
-# good, since catch_warnings is not for threads.
+# What PIL warns of, and logs, is refused here (too many pixels), or does not matter (metadata that cannot be read).
+# A filter for good, since catch_warnings is not for threads.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 def image_size(source: PictureSource) -> tuple[int, int]:
@@ -49,8 +53,9 @@ def image_size(source: PictureSource) -> tuple[int, int]:
     Raises:
         RowError: it cannot be read, is too large, or ends before its end; damage within shows only as it is decoded.
     """
-    with _opened(source) as (file, image):
+    with open_file(source) as file:
         check_end(file, source)
+        image = _opened(file, source)
         orientation, (width, height) = _orientation(image), image.size
         _check_depth(image, source)
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
@@ -62,7 +67,8 @@ def load_image(source: PictureSource) -> Image.Image:
     Raises:
         RowError: it cannot be read, is too large or damaged.
     """
-    with _opened(source) as (file, image):
+    with open_file(source) as file:
+        image = _opened(file, source)
         orientation = _orientation(image)
         if image.format in ("JPEG", "MPO"):
             _check_scans(file, image, source)
@@ -117,26 +123,22 @@ def check_end(file: BinaryIO, source: PictureSource) -> None:
 
 def damaged(source: PictureSource, error: Exception) -> RowError:
     """Return what says that decoding failed with this error."""
-    why = str(error) or type(error).__name__
+    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return RowError("damaged-picture", f"{source.kind}: the file is damaged", f"{source.name}: {why}")
 
 
-@contextmanager
-def _opened(source: PictureSource) -> Iterator[tuple[BinaryIO, ImageFile.ImageFile]]:
-    with open_file(source) as file:
-        try:
-            image = Image.open(file, formats=FORMATS)
-        except Image.DecompressionBombError as error:
-            raise RowError("picture-too-large", "image: too many pixels", f"{source.name}: {error}") from None
-        except Image.UnidentifiedImageError:
-            kinds = ", ".join(FORMATS)
-            raise RowError(
-                "not-a-picture", "image: not in a format that is read", f"{source.name}; formats: {kinds}"
-            ) from None
-        except Exception as error:  # PIL's readers of damaged headers raise anything
-            raise damaged(source, error) from None
-        check_pixels(*image.size, source)
-        yield file, image
+def _opened(file: BinaryIO, source: PictureSource) -> ImageFile.ImageFile:
+    try:
+        image = Image.open(file, formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise RowError("picture-too-large", "image: too many pixels", f"{source.name}: {error}") from None
+    except Image.UnidentifiedImageError:
+        detail = f"{source.name}; formats: {', '.join(FORMATS)}"
+        raise RowError("not-a-picture", "image: not in a format that is read", detail) from None
+    except Exception as error:  # PIL's readers of damaged headers raise anything
+        raise damaged(source, error) from None
+    check_pixels(*image.size, source)
+    return image
 
 
 def _decode(image: ImageFile.ImageFile, source: PictureSource) -> None:
@@ -153,15 +155,16 @@ def _check_depth(image: ImageFile.ImageFile, source: PictureSource) -> None:
     if not image.mode.startswith(("I", "F")):
         return
     _decode(image, source)
-    low, high = image.getextrema()
-    if image.mode == "F" or not 0 <= low <= high <= 255:  # type: ignore[operator]
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if image.mode == "F" or low < 0 or high > 255:
         detail = f"{source.name}: {low} to {high}; convert it to 8 bits"
         raise RowError("deep-picture", "image: grey values that are not whole numbers from 0 to 255", detail)
 
 
 def _check_scans(file: BinaryIO, image: Image.Image, source: PictureSource) -> None:
-    place = file.tell()
-    file.seek(0)
+    place, size = file.tell(), file.seek(0, SEEK_END)
+    file.seek(0 if size // _LEAST_SCAN * image.width * image.height > MOST_SCANNED_PIXELS else size)
     scans = sum(block.count(b"\xff\xda") for block in iter(lambda: file.read(2**24), b""))
     file.seek(place)
     if scans * image.width * image.height > MOST_SCANNED_PIXELS:

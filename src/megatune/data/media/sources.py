@@ -19,7 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DATA_URL = re.compile(r"data:(image|video)/[\w.+-]+;base64,")
 # How files of pictures begin in base64: JPEG, PNG, GIF, RIFF (WebP, AVI), Matroska, BMP, TIFF, and boxes of up to 255
 # bytes (MP4, AVIF). No path of this length begins so.
-_BASE64 = re.compile(r"/9j/|iVBORw0KGgo|R0lGOD|UklGR|GkXfo|Qk0|SUkqA|TU0AK|AAAA")
+_BASE64 = re.compile(r"/9j/|iVBORw0KGgo|R0lGOD|UklGR|GkXfo|Qk[0-3]|SUkqA|TU0AK|AAAA")
 _LEAST_BASE64 = 64  # characters
 
 
@@ -96,6 +96,7 @@ def picture_source(value: object, kind: Kind, media_dir: str) -> PictureSource:
     if not isinstance(value, str) or not value:
         what: Any = value if value is None or value == "" else type(value).__name__
         raise RowError("bad-picture", f"{kind}: neither a path, nor bytes, nor base64", f"it is {what!r}")
+    value = value.removeprefix("file://")
     if _DATA_URL.match(value):
         return PictureSource(kind, data=_from_base64(value.partition(",")[2], kind))
     if _URL.match(value) or value.startswith("data:"):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Without lists of segments (HLS, DASH, concat), which make FFmpeg open other files and addresses.
 FORMATS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,apng"
 MOST_DECODED_PIXELS = 2**38  # over an hour of 1920 x 1080 pixels, 30 times a second
+MOST_SECONDS = 24 * 60 * 60  # more is a wrong time in the file
 _BUFFER = 2**20
 _TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -73,9 +74,9 @@ def read_header(source: PictureSource) -> VideoHeader:
         num_frames, seconds = _counted(source)
     if seconds <= 0:
         seconds = num_frames / (rate or 1.0)
-    if num_frames * width * height > MOST_DECODED_PIXELS:
-        detail = f"{source.name}: {num_frames} frames of {width} x {height}"
-        raise RowError("long-video", "video: too much to decode", detail)
+    if num_frames * width * height > MOST_DECODED_PIXELS or seconds > MOST_SECONDS:
+        detail = f"{source.name}: {num_frames} frames of {width} x {height}, {seconds:.0f} s"
+        raise RowError("long-video", "video: too long", detail)
     return VideoHeader(num_frames, seconds, rate or num_frames / seconds, (width, height))
 
 
@@ -130,7 +131,7 @@ def _opened(source: PictureSource) -> Iterator[tuple[InputContainer, VideoStream
                 file, container_options={"format_whitelist": FORMATS}, metadata_errors="replace", buffer_size=_BUFFER
             )
         except Exception as error:
-            raise _no_video(source, str(error)) from None
+            raise _no_video(source, getattr(error, "strerror", None) or str(error)) from None
         with container:
             stream = next(iter(container.streams.video), None)
             if stream is None or stream.codec_context is None:
@@ -143,6 +144,8 @@ def _frames(container: InputContainer, stream: VideoStream, source: PictureSourc
     try:
         for frame in container.decode(stream):
             check_pixels(frame.width, frame.height, source)
+            if frame.is_corrupt:  # later ones are made from it
+                raise damaged(source, ValueError("FFmpeg marks a frame as corrupt"))
             yield frame
     except RowError:
         raise
@@ -163,7 +166,7 @@ def _counted(source: PictureSource) -> tuple[int, float]:
             raise damaged(source, error) from None
         times.discard(None)
         if len(times) < 2 or stream.time_base is None:
-            return count, 0.0
+            return max(count, 1), 0.0
         return count, float((max(times) - min(times)) * stream.time_base) * count / (count - 1)
 
 

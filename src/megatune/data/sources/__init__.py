@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatune.config.groups.data import DataSettings
 from megatune.data.formats import Form, detect
 from megatune.data.readers import Position, RawRow, data_suffix, read_rows
 from megatune.data.sources.data_files import hub_files, local_files
@@ -27,7 +28,7 @@ from megatune.data.sources.registry import (
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id, open_repository, use_modelscope
 
-__all__ = ["DATASET_INFO", "DatasetSource", "SourcePosition", "resolve_datasets"]
+__all__ = ["DATASET_INFO", "DatasetSource", "SourcePosition", "media_dir_of", "resolve_datasets"]
 
 ONLINE = "ONLINE"
 REMOTE = "REMOTE:"
@@ -98,6 +99,13 @@ def resolve_datasets(names: Sequence[str], dataset_dir: str | Path, stage: str) 
         findings = [finding for error in errors for finding in error.findings]
         raise MegatuneError(findings, min(error.exit_code for error in errors))
     return sources
+
+
+def media_dir_of(data: DataSettings) -> str:
+    """Return where relative paths of pictures begin: media_dir, else dataset_dir, "" where that is on a hub."""
+    if data.media_dir is not None:
+        return data.media_dir
+    return "" if data.dataset_dir == ONLINE or data.dataset_dir.startswith(REMOTE) else data.dataset_dir
 
 
 @dataclass(frozen=True, slots=True)

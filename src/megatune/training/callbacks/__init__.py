@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
+from megatune.data.batch_pictures import Unreadable
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
@@ -21,12 +22,15 @@ _logger = logging.getLogger(__name__)
 _PACE_STEPS = 20
 
 
-def build_callbacks(settings: Settings, output_dir: Path, resume_step: int = 0) -> CallbackList:
+def build_callbacks(
+    settings: Settings, output_dir: Path, resume_step: int = 0, quarantine: Callback | None = None
+) -> CallbackList:
     """Build what the settings ask for, as one callback that the loop calls.
 
     Args:
         output_dir: with plan.json, where there is a plan to hold the run against (`begin_record`).
         resume_step: steps already done; what an earlier run logged beyond them is dropped.
+        quarantine: keeps the names of unreadable pictures, where on_bad_row asks for it.
     """
     run_name = settings.run.run_name or output_dir.absolute().name
     callbacks: list[Callback] = [
@@ -37,6 +41,8 @@ def build_callbacks(settings: Settings, output_dir: Path, resume_step: int = 0) 
     ]
     if (output_dir / PLAN_NAME).exists():
         callbacks.append(Prediction(output_dir))
+    if quarantine is not None:
+        callbacks.append(quarantine)
     if settings.logging.plot_loss:
         callbacks.append(LossPlot(output_dir))
     if "tensorboard" in settings.logging.report_to:
@@ -74,6 +80,9 @@ class CallbackList(Callback):
         if self._num_steps == 1 or report.step % self._logging_steps == 0 or report.step == report.total_steps:
             self._log()
 
+    def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
+        self._call("on_unreadable", pictures)
+
     def on_evaluate(self, report: EvalReport) -> None:
         self._call("on_evaluate", report)
 
@@ -107,7 +116,7 @@ class CallbackList(Callback):
 def _merged(steps: list[StepReport], *, elapsed_seconds: float, eta_seconds: float) -> LogReport:
     """Make one report of several steps, as `LogReport` says."""
     last = steps[-1]
-    sums = ("num_tokens", "num_input_tokens", "seconds", "data_seconds")
+    sums = ("num_tokens", "num_input_tokens", "seconds", "data_seconds", "unreadable_pictures")
     added: dict[str, Any] = {name: sum(getattr(step, name) for step in steps) for name in sums}
 
     def mean_over_time(name: str) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megatune.data.batch_pictures import Unreadable
 from megatune.plan.run.record import RankMemory
 from megatune.training.run_schedule import RunSchedule
 
@@ -26,6 +27,7 @@ class _Numbers:
         num_input_tokens: tokens the model has read, without padding.
         seconds: from the end of the last step to the end of this one, without evaluation and saving.
         data_seconds: of these, how long this rank has waited for the step's micro-batches.
+        unreadable_pictures: how many could not be decoded; their documents are left out of the loss.
         tokens_per_second: input tokens per second, over all devices.
         model_tflops: 10^12 model floating-point operations per second and device.
         mfu: share of the device's peak that model_tflops is, 0 to 1; None where the peak is not known.
@@ -43,6 +45,7 @@ class _Numbers:
     num_input_tokens: int
     seconds: float
     data_seconds: float = 0.0
+    unreadable_pictures: int = 0
     tokens_per_second: float
     model_tflops: float
     mfu: float | None
@@ -98,6 +101,7 @@ class EvalReport:
         perplexity: exp(loss).
         num_tokens: those tokens.
         seconds: time it took.
+        unreadable_pictures: how many could not be decoded; their documents are left out.
         metrics: what the objective reports, by name.
     """
 
@@ -107,6 +111,7 @@ class EvalReport:
     perplexity: float
     num_tokens: int
     seconds: float
+    unreadable_pictures: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -136,6 +141,9 @@ class Callback:
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         """Before the first step of this process."""
+
+    def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
+        """Before a step, or a step of an evaluation, with pictures that could not be decoded."""
 
     def on_step_end(self, report: StepReport) -> None:
         """After every optimizer step."""

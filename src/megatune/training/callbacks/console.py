@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from megatune.data.bad_rows import MOST_NAMED
+from megatune.data.batch_pictures import Unreadable
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.run_schedule import RunSchedule
 
@@ -38,6 +40,7 @@ class Console(Callback):
         self._progress: Progress | None = None
         self._num_steps = 0  # of this process
         self._warned = False
+        self._unreadable: set[str] = set()  # files that were named
         self._seconds = self._data_seconds = 0.0  # of the steps after those that warm up
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
@@ -58,6 +61,13 @@ class Console(Callback):
             self._data_seconds += report.data_seconds
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=report.step)
+
+    def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
+        for each in pictures:
+            if each.where not in self._unreadable and len(self._unreadable) < MOST_NAMED:
+                self._unreadable.add(each.where)
+                detail = f" ({each.detail})" if each.detail else ""
+                self._print(f"warning: left out of the loss: {each.where}: {each.reason}{detail}")
 
     def on_log(self, report: LogReport) -> None:
         self._print(log_line(report))
@@ -108,6 +118,8 @@ def log_line(report: LogReport) -> str:
     parts += _metrics(report.metrics)
     if report.data_seconds > _NOTABLE_WAIT * report.seconds:
         parts.append(f"data {report.data_seconds / report.seconds:.0%}")
+    if report.unreadable_pictures:
+        parts.append(f"unreadable pictures {report.unreadable_pictures}")
     if report.num_skipped:
         parts.append(f"skipped {report.num_skipped}")
     return "  ".join([*parts, f"eta {_duration(report.eta_seconds)}"])
@@ -116,7 +128,10 @@ def log_line(report: LogReport) -> str:
 def evaluation_line(report: EvalReport) -> str:
     """step 20  eval_loss 2.1234  perplexity 8.36  12,345 tokens in 3.2 s"""
     parts = [f"step {report.step}  eval_loss {report.loss:.4f}  perplexity {report.perplexity:.4g}"]
-    return "  ".join([*parts, *_metrics(report.metrics), f"{report.num_tokens:,} tokens in {report.seconds:.1f} s"])
+    parts += _metrics(report.metrics)
+    if report.unreadable_pictures:
+        parts.append(f"unreadable pictures {report.unreadable_pictures}")
+    return "  ".join([*parts, f"{report.num_tokens:,} tokens in {report.seconds:.1f} s"])
 
 
 def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:

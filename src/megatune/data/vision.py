@@ -1,0 +1,176 @@
+"""Images and videos of examples: tags in the text become tokens, and each picture the entry of a document.
+
+A tag is replaced by the text that the model's processor puts in its place, but with one placeholder for a whole run of
+them; runs get their length as tokens. Text with thousands of placeholders would be rendered and tokenised for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatune.architecture import Vision
+from megatune.config.groups.data import DataSettings
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Conversation, Message, PreferencePair
+from megatune.data.formats.pictures import IMAGE, TAG, VIDEO, check_count, tags_of
+from megatune.data.media.load import load_processor
+from megatune.data.media.processor import Measured, PictureProcessor
+from megatune.data.media.sources import PictureSource
+from megatune.data.pictures import DocumentPicture, packed
+from megatune.data.templates.turns import TurnTokens
+from megatune.data.truncation import numbered
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_Example = Conversation | PreferencePair
+_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")  # as processors write them
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A picture whose tag is replaced.
+
+    Attributes:
+        entry: without its place in a document.
+        runs: placeholder tokens of each of its runs.
+    """
+
+    entry: DocumentPicture
+    runs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionInput:
+    """What a vision-language model makes of images and videos; picklable."""
+
+    vision: Vision
+    processor: PictureProcessor
+
+    def place(self, example: _Example) -> tuple[_Example, tuple[Placed, ...]]:
+        """Measure the pictures of an example, and replace their tags.
+
+        Raises:
+            RowError: a picture cannot be read, or there are more or fewer tags than pictures.
+            MegatuneError: a video cannot be read here (exit code 66).
+        """
+        messages = example.messages if isinstance(example, Conversation) else example.prompt
+        tags = [tag for message in messages for tag in tags_of(message.content)]
+        for tag, kind in ((IMAGE, "image"), (VIDEO, "video")):
+            check_count(tag, tags.count(tag), sum(source.kind == kind for source in example.pictures))
+        if not tags:
+            return example, ()
+        placed, texts = [], []
+        for source in example.pictures:
+            measured = self.processor.measure(source)
+            num_tokens = measured.num_patches // self.processor.merge_size**2
+            num_runs = len(measured.timestamps) or 1
+            placed.append(Placed(_entry(source, measured, num_tokens), (num_tokens // num_runs,) * num_runs))
+            pad = _TOKENS[source.kind == "video"]
+            texts.append(self.processor.placeholder(measured).replace(pad * placed[-1].runs[0], pad))
+        replaced = _with_texts(messages, iter(texts))
+        if isinstance(example, PreferencePair):
+            return replace(example, prompt=replaced), tuple(placed)
+        return replace(example, messages=replaced), tuple(placed)
+
+    def expanded(self, turns: TurnTokens, pictures: Sequence[Placed]) -> TurnTokens:
+        """Give every run its length, and the tokens of each picture its number (see `truncation.numbered`).
+
+        Raises:
+            RowError: there are more or fewer runs than the pictures have.
+        """
+        runs = iter([
+            (number, size, run == 0, run == len(picture.runs) - 1)
+            for number, picture in enumerate(pictures)
+            for run, size in enumerate(picture.runs)
+        ])  # fmt: skip
+        expanded = [(self._expanded(prompt, runs), self._expanded(completion, runs)) for prompt, completion in turns]
+        if next(runs, None) is not None:
+            raise RowError("picture-left-out", "the template leaves out an image or video")
+        return expanded
+
+    def left(self, tokens: np.ndarray, numbers: np.ndarray, pictures: Sequence[Placed]) -> tuple[DocumentPicture, ...]:
+        """Return the pictures that are left in a document after it was cut.
+
+        Args:
+            tokens, numbers: int64 [T], see `truncation.unnumbered`.
+            pictures: of the example.
+        """
+        pads = (tokens == self.vision.image_token_id) | (tokens == self.vision.video_token_id)
+        left = []
+        for number in np.unique(numbers[pads]).tolist():
+            places, entry = np.flatnonzero(pads & (numbers == number)), pictures[number].entry
+            assert len(places) == entry.num_tokens, "a picture was cut"
+            left.append(entry._replace(start=int(places[0])))
+        return tuple(left)
+
+    def _expanded(self, tokens: list[int], runs: Iterator[tuple[int, int, bool, bool]]) -> list[int]:
+        pads = (self.vision.image_token_id, self.vision.video_token_id)
+        if not any(pad in tokens for pad in pads):
+            return tokens
+        expanded: list[int] = []
+        number: int | None = None  # of the picture that has begun
+        is_last = False
+        for token in tokens:
+            if token in pads:
+                run = next(runs, None)
+                if run is None or not expanded:
+                    what = "the text has the model's own tokens of images or videos"
+                    raise RowError("placeholder-in-text", what, "write <image> or <video>, and name a file for each")
+                number, size, is_first, is_last = run
+                if is_first:
+                    expanded[-1] = numbered(expanded[-1], number)
+                expanded += [numbered(token, number)] * size
+            elif number is None:
+                expanded.append(token)
+            else:
+                expanded.append(numbered(token, number))
+                if is_last and token == self.vision.vision_end_token_id:
+                    number = None
+        return expanded
+
+
+def _entry(source: PictureSource, measured: Measured, num_tokens: int) -> DocumentPicture:
+    try:
+        content = packed(source, measured)
+    except OSError as error:
+        raise RowError("unreadable-picture", f"{source.kind}: cannot be read", f"{source.name}: {error}") from error
+    return DocumentPicture(-1, num_tokens, measured.grid, measured.seconds_per_grid, source.kind == "video", content)
+
+
+def load_vision_input(
+    model_dir: str | Path, tokenizer: PreTrainedTokenizerBase, data: DataSettings
+) -> VisionInput | None:
+    """Read what a model makes of pictures; None of a language model, and of one that is no model of ours.
+
+    Raises:
+        MegatuneError: INPUT; the processor's files are not there, or the tokenizer has not the model's tokens.
+    """
+    try:
+        vision = load_architecture(model_dir).vision
+    except MegatuneError:
+        return None  # said where the model is read: looking at data needs only the tokenizer
+    if vision is None:
+        return None
+    ids = [vision.image_token_id, vision.video_token_id, vision.vision_start_token_id, vision.vision_end_token_id]
+    found = [tokenizer.encode(token, add_special_tokens=False) for token in _TOKENS]
+    if found != [[token] for token in ids]:
+        what = "the tokenizer's tokens of images and videos are not those of the model"
+        why = f"{', '.join(_TOKENS)} are {found}, and {ids} in config.json"
+        fix = "use the tokenizer that was published with the weights"
+        raise MegatuneError(Finding(what, str(model_dir), why, fix), ExitCode.INPUT)
+    return VisionInput(vision, load_processor(model_dir, vision, data))
+
+
+def _with_texts(messages: Sequence[Message], texts: Iterator[str]) -> tuple[Message, ...]:
+    return tuple(
+        replace(message, content=TAG.sub(lambda _: next(texts), message.content)) if "<" in message.content else message
+        for message in messages
+    )
