@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from megatune.bridge.save import save_gradients
 from megatune.config.settings import ParallelSettings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator
+from megatune.data.media.processor import Measured
+from megatune.data.media.sources import PictureSource
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pictures import packed as packed_picture
 from megatune.data.rows import Document
@@ -30,10 +32,6 @@ from megatune.objectives.language_model import CrossEntropy
 from megatune.verify.localize import engine_places
 from megatune.verify.numbers import write_logits, write_loss, write_trace
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, sample_rows
-
-if TYPE_CHECKING:
-    from megatune.data.media.processor import Measured
-    from megatune.data.media.sources import PictureSource
 
 
 def shard_samples(
@@ -91,10 +89,6 @@ def _document(sample: Sample) -> Document:
 
 
 def _document_picture(picture: SamplePicture) -> DocumentPicture:
-    # They import Pillow, which models of text can do without.
-    from megatune.data.media.processor import Measured
-    from megatune.data.media.sources import PictureSource
-
     # Its bytes are the seed of its pixels.
     source = PictureSource(picture.kind, data=str(picture.seed).encode())
     measured = Measured(picture.grid, picture.seconds_per_grid, (), (), (0, 0))
