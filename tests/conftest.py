@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from model_sizes import FAMILY_SIZES, PICTURE_TOKENS, SIZES, VISION_SIZES
+from model_sizes import model_class, tiny_config
 from pool import RankPool
 
 MakeModel = Callable[..., Path]
@@ -44,8 +44,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """model_dir("qwen3", tied=True, vocab_size=130): a checkpoint as Transformers saves it, made once a session. Sizes
-    are the decoder's; vision_config has those of an encoder."""
+    """model_dir("qwen3", tied=True, vocab_size=130): a checkpoint as Transformers saves it, made once a session."""
     made: dict[tuple[Any, ...], Path] = {}
 
     def make(model_type: str, *, tied: bool = False, max_shard_size: str = "5GB", **sizes: Any) -> Path:
@@ -60,22 +59,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes: dict[str, Any]) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    auto: Any = AutoModelForCausalLM
-    arguments = {**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes}
-    if model_type in VISION_SIZES:
-        auto, no_tokens = AutoModelForImageTextToText, dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        vision = {**VISION_SIZES[model_type], **arguments.pop("vision_config", {})}
-        tied = arguments.pop("tie_word_embeddings", False)
-        text = {**arguments, **no_tokens}
-        arguments = {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied, **PICTURE_TOKENS}
-    config = AutoConfig.for_model(model_type, **arguments)
+    config = tiny_config(model_type, **sizes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = auto.from_config(config, dtype=torch.float32)
+        model = model_class(model_type).from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms are 1 and biases 0 at first: nothing would show that they are used
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -111,3 +111,28 @@ FAMILY_SIZES |= {
         "rope_parameters": {**_MROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True},
     },
 }
+
+
+def tiny_config(model_type: str, **sizes: Any) -> Any:
+    """Return Transformers' configuration of a tiny model.
+
+    Args:
+        sizes: of the decoder, in place of the usual ones; `vision_config` has those of the encoder.
+    """
+    from transformers import AutoConfig
+
+    text = {**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes}
+    if model_type not in VISION_SIZES:
+        return AutoConfig.for_model(model_type, **text)
+    vision, tied = {**VISION_SIZES[model_type], **text.pop("vision_config", {})}, text.get("tie_word_embeddings", False)
+    text |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"tie_word_embeddings": tied}
+    return AutoConfig.for_model(
+        model_type, text_config=text, vision_config=vision, tie_word_embeddings=tied, **PICTURE_TOKENS
+    )
+
+
+def model_class(model_type: str) -> Any:
+    """Return Transformers' class that makes models of the family."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if model_type in VISION_SIZES else AutoModelForCausalLM

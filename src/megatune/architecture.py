@@ -110,6 +110,7 @@ class Vision:
         depth: layers.
         hidden_size: of the encoder; the mergers' outputs are out_hidden_size wide, as the decoder's hidden states.
         gated: its feed-forward is SwiGLU; otherwise one matrix up, an activation and one matrix down.
+        hidden_act: the activation.
         patch_size, temporal_patch_size: a patch is patch_size² pixels of temporal_patch_size frames.
         spatial_merge_size: this many patches squared become one token of the decoder.
         num_position_embeddings: rows of its table of positions; 0 where it has rotary embeddings alone.
@@ -135,6 +136,7 @@ class Vision:
     temporal_patch_size: int = 2
     in_channels: int = 3
     gated: bool = False
+    hidden_act: str = "gelu_pytorch_tanh"
     num_position_embeddings: int = 0
     deepstack_visual_indexes: tuple[int, ...] = ()
     window_size: int | None = None

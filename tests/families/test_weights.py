@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_sizes import model_class
 
-from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
-from megatune.families import FAMILIES, load_architecture
+from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Vision
+from megatune.families import FAMILIES, load_architecture, read_config
+from megatune.families.forms import find_form
 from megatune.families.weights import (
     Slice,
     TensorLayout,
@@ -34,11 +36,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def declared_shapes(architecture: Architecture, *, buffers: bool = True) -> dict[str, tuple[int, ...]]:
+def trained_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return {
         name: shape
         for weight in FAMILIES[architecture.model_type].weight_map(architecture)
-        if buffers or not weight.is_buffer
+        if not weight.is_buffer
         for layer in layers_of(weight, architecture)
         for name, shape in hf_shapes(weight, architecture, layer).items()
     }
@@ -54,18 +56,19 @@ def test_weight_map_names_what_transformers_saves(model_dir, variant, tied):
     folder = model_dir(family, tied=tied, **sizes)
     with safe_open(folder / "model.safetensors", "pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert declared_shapes(load_architecture(folder)) == saved
+    architecture, version = load_architecture(folder), str(read_config(folder)["transformers_version"])
+    weights = FAMILIES[family].weight_map(architecture)
+    form = find_form(FAMILIES[family].forms, weights, architecture, saved, saved.__getitem__, version)
+    assert form.all_shapes(weights, architecture) == saved
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters_are_transformers_parameters(model_dir, variant):
     """What is declared to be trained is all that Transformers would train."""
-    from transformers import AutoModelForCausalLM
-
     family, sizes = VARIANTS[variant]
     folder = model_dir(family, **sizes)
-    trained = declared_shapes(load_architecture(folder), buffers=False).values()
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    trained = trained_shapes(load_architecture(folder)).values()
+    model = model_class(family).from_pretrained(folder)
     assert sum(element_count(shape) for shape in trained) == sum(p.numel() for p in model.parameters())
 
 
@@ -74,6 +77,16 @@ def element_count(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+@st.composite
+def encoders(draw: st.DrawFn) -> Vision:
+    sizes = {
+        name: draw(st.integers(1, 6))
+        for name in ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size",
+                     "spatial_merge_size", "temporal_patch_size", "num_position_embeddings")
+    }  # fmt: skip
+    return Vision(**sizes, deepstack_visual_indexes=tuple(range(draw(st.integers(0, 3)))))
 
 
 @st.composite
@@ -99,6 +112,7 @@ def architectures(draw: st.DrawFn) -> tuple[Architecture, Slice, Slice]:
         add_qkv_bias=family in ("qwen2", "qwen2_moe"),
         qk_layernorm=family in ("qwen3", "qwen3_moe"),
         tie_word_embeddings=draw(st.booleans()),
+        vision=draw(encoders()) if FAMILIES[family].vision else None,
     )
     if not any(weight.per_expert for weight in FAMILIES[family].weights):
         return architecture, Slice(tp_size), Slice()

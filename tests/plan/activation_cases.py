@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from layouts import Layout
-from measured_memory import DOCUMENTS
+from measured_memory import DOCUMENTS, GRID
+from model_sizes import tiny_config
 
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import BatchSettings, DataSettings, Settings
+from megatune.families import read_architecture
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.machine import Device, Link, Machine
 from megatune.plan.memory.activations import StageActivations, stage_activations
@@ -67,12 +70,30 @@ LATENT = architecture(
 )  # fmt: skip
 
 
+def vision_language(family: str, section: list[int], **sizes: int) -> Architecture:
+    """The same decoder with an encoder before it."""
+    encoder = {"hidden_size": 128, "intermediate_size": 352, "out_hidden_size": 256, "num_heads": 4}
+    if family == "qwen2_vl":
+        encoder = {"embed_dim": 128, "hidden_size": 256, "mlp_ratio": 4, "num_heads": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
+    config = tiny_config(
+        family, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+        vocab_size=4096, rope_parameters=rope, vision_config=encoder, **sizes,
+    )  # fmt: skip
+    return read_architecture(config.to_dict(), "config.json")
+
+
+QWEN2_VL = vision_language("qwen2_vl", [4, 6, 6])
+QWEN2_5_VL = vision_language("qwen2_5_vl", [4, 6, 6])
+QWEN3_VL = vision_language("qwen3_vl", [6, 5, 5])
+
 ALL = FinetuningSettings()
+WHOLE = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One line of the table: rows of `length` tokens, in `micro_batches` of `rows`."""
+    """One line of the table: rows of `length` tokens and of `images`, in `micro_batches` of `rows`."""
 
     model: str
     architecture: Architecture
@@ -82,12 +103,15 @@ class Measured:
     length: int = 512
     micro_batches: int = 1
     trainable: FinetuningSettings = ALL
+    images: int = 0
 
     @property
     def settings(self) -> Settings:
         settings = self.layout.settings(precision={"bf16": self.bf16})
         batch = BatchSettings(per_device_train_batch_size=self.rows, gradient_accumulation_steps=self.micro_batches)
-        data = DataSettings(cutoff_len=self.length, packing=self.layout.packed)
+        vision = self.architecture.vision
+        pixels = math.prod(GRID) * vision.patch_size**2 if vision else 1
+        data = DataSettings(cutoff_len=self.length, packing=self.layout.packed, image_max_pixels=pixels)
         return settings.model_copy(update={"batch": batch, "data": data, "finetuning": self.trainable})
 
     @property
@@ -98,6 +122,7 @@ class Measured:
             world_size=self.layout.world_size,
             machine=machine(),
             document_length=self.length / DOCUMENTS if self.layout.packed else None,
+            image_tokens=self.images * math.prod(GRID) // 4,
         )
 
 
@@ -280,4 +305,36 @@ def _freezing() -> dict[str, Measured]:
     return found
 
 
-CASES: dict[str, Measured] = _named((_dense(), _pipelines(), _experts(), _latent(), _adapters(), _freezing()))
+def _encoder(model: str, architecture: Architecture) -> dict[str, Measured]:
+    """One process, six images of 64 tokens in a row; everything is trained where nothing is said."""
+    found = _both("1", model, architecture, Layout(1), trainable=WHOLE, images=6)
+    for name, layout, bf16, trainable in (
+        ("encoder frozen, bf16", Layout(1), True, ALL),
+        ("projector trained, fp32", Layout(1), False, FinetuningSettings(freeze_multi_modal_projector=False)),
+        ("full, bf16", Layout(1, recompute=FULL), True, WHOLE),
+    ):
+        found[name] = Measured(model, architecture, layout, bf16, trainable=trainable, images=6)
+    return found
+
+
+def _dealt() -> dict[str, Measured]:
+    """Three images over two ranks, of which one has two."""
+    found = {
+        f"{name}, fp32": Measured("qwen3_vl", QWEN3_VL, layout, trainable=WHOLE, images=3)
+        for name, layout in {
+            "tp2": Layout(2, TP2),
+            "tp2 sp": Layout(2, TP2 | SP),
+            "tp2 sp, full": Layout(2, TP2 | SP, recompute=FULL),
+            "cp2": Layout(2, CP2),
+        }.items()
+    }
+    deep = vision_language("qwen3_vl", [6, 5, 5], num_hidden_layers=8)
+    shape: dict[str, Any] = {"rows": 2, "length": 256, "micro_batches": 4, "images": 2}
+    found["8 layers, pp2 vpp2, fp32"] = Measured("qwen3_vl", deep, Layout(2, PP2 | VPP2), trainable=WHOLE, **shape)
+    return found
+
+
+_TEXT = (_dense(), _pipelines(), _experts(), _latent(), _adapters(), _freezing())
+_MODELS = {"qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
+_PICTURES = (*(_encoder(model, architecture) for model, architecture in _MODELS.items()), _dealt())
+CASES: dict[str, Measured] = _named((*_TEXT, *_PICTURES))

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from live_bytes import LiveBytes
+from megatron.core import parallel_state
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
-from megatune.data.batches import Batch
+from megatune.data.batches import Batch, Pictures
+from megatune.data.media.dealing import deal
 from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.model import build_model
 from megatune.objectives.language_model import CrossEntropy
 
 DOCUMENTS = 4  # of a packed row
+GRID = (1, 16, 16)  # patches of an image
 
 
-def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings) -> int:
-    """On every rank: a step's most live bytes, with random weights, and every token trained."""
+def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings, images: int = 0) -> int:
+    """On every rank: a step's most live bytes, with random weights, every token trained, and so many images a row."""
     build(settings.parallel, seed=0, timeout=settings.run.ddp_timeout)
-    built = trainable if trainable.finetuning_type == "freeze" else FinetuningSettings()
+    # What the engine does not have yet, or refuses, is frozen below.
+    is_lora, text = trainable.finetuning_type == "lora", architecture.vision is None
+    built = FinetuningSettings() if is_lora or (text and trainable.freeze_language_model) else trainable
     model = build_model(architecture, settings.model_copy(update={"finetuning": built}))
     with torch.no_grad():
         for chunk in model:
             for parameter in chunk.parameters():
                 parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
     adapters = _freeze(model, trainable)
-    batches = [_batch(architecture, settings, index) for index in range(settings.batch.gradient_accumulation_steps)]
+    count = settings.batch.gradient_accumulation_steps
+    batches = [_batch(architecture, settings, images, index) for index in range(count)]
     with LiveBytes() as found:
         step.forward_backward(model, batches, CrossEntropy())
     del adapters
@@ -68,16 +75,39 @@ def _adapt(linear: Any, rank: int) -> list[torch.nn.Parameter]:
     return [down, up]
 
 
-def _batch(architecture: Architecture, settings: Settings, seed: int) -> Batch:
-    """Rows of cutoff_len tokens; packed, all rows of the micro-batch in one, as four documents each."""
+def _batch(architecture: Architecture, settings: Settings, images: int, seed: int) -> Batch:
+    """Rows of cutoff_len tokens, which begin with images; packed, all rows of the micro-batch in one, as four documents
+    each."""
     rows, length = settings.batch.per_device_train_batch_size, settings.data.cutoff_len
     generator = torch.Generator().manual_seed(seed)
     shape = (1, rows * length) if settings.packing else (rows, length)
     tokens = torch.randint(architecture.vocab_size, shape, generator=generator)
     if not settings.packing:
-        return Batch(tokens, tokens, torch.arange(length).repeat(rows, 1), (length,) * rows)
+        positions, lengths = torch.arange(length).repeat(rows, 1), (length,) * rows
+        pictures = _pictures(architecture, positions, images) if images else None
+        return Batch(tokens, tokens, positions, lengths, pictures=pictures)
     document = length // DOCUMENTS
     count = rows * DOCUMENTS
     starts = torch.arange(count + 1, dtype=torch.int32) * document
     positions = torch.arange(document).repeat(count)[None]
     return Batch(tokens, tokens, positions, (document,) * count, starts)
+
+
+def _pictures(architecture: Architecture, positions: torch.Tensor, images: int) -> Pictures:
+    """On every rank of the first stage the pixels that it encodes."""
+    vision, (rows, length), patches = architecture.vision, positions.shape, math.prod(GRID)
+    assert vision is not None
+    size = parallel_state.get_tensor_and_context_parallel_world_size()
+    owners = deal([patches] * images * rows, size)
+    mine = owners.count(parallel_state.get_tensor_and_context_parallel_rank())
+    if not parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        mine = 0
+    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    tokens = images * patches // vision.spatial_merge_size**2
+    return Pictures(
+        pixel_values=torch.ones(mine * patches, channels),
+        grids=torch.tensor([GRID] * images * rows),
+        owners=torch.tensor(owners),
+        places=(torch.arange(rows)[:, None] * length + torch.arange(tokens)).flatten(),
+        rotary_position_ids=positions.repeat(3, 1, 1),
+    )

@@ -34,7 +34,7 @@ def predicted(one: Measured, stage: int) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_bytes_are_those_that_are_measured(pool, table, name):
     one = CASES[name]
-    peaks = pool.run(one.layout.world_size, measure_step, one.architecture, one.settings, one.trainable)
+    peaks = pool.run(one.layout.world_size, measure_step, one.architecture, one.settings, one.trainable, one.images)
     stages = one.case.settings.parallel.pipeline_model_parallel_size
     # Ranks of a stage are neighbours.
     ranks = one.layout.world_size // stages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from model_sizes import model_class
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,15 +25,14 @@ def test_parameters_are_the_elements_of_the_checkpoint(model_dir, family, tied):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @EVERY_FAMILY
 def test_operations_are_those_that_transformers_computes(model_dir, family, tied):
-    from transformers import AutoModelForCausalLM
-
     folder, length = model_dir(family, tied=tied), 12
     architecture = load_architecture(folder)
     # Eager: torch counts matrix products and no fused kernels.
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+    model = model_class(family).from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.arange(length)[None])
-    angles = architecture.kv_channels * length  # Transformers multiplies positions and frequencies as matrices
+    # Transformers multiplies positions and frequencies as matrices; of multimodal rotary embedding three rows.
+    angles = architecture.kv_channels * length * (3 if architecture.mrope else 1)
     matmuls = 2 * num_matmul_parameters(architecture) * length
     # Nothing is left out where the mask is: twice the attention that a causal one needs.
     attention = 2 * (train_flops(architecture, [length]) / 3 - matmuls)

@@ -1,17 +1,14 @@
-"""Adapters and frozen parts: counts that are known, and what they leave of gradients and optimizer."""
+"""Adapters: counts that are known, and what they leave of gradients and optimizer."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from exact_state import rank_state
 from layouts import Layout
-from model_sizes import FAMILY_SIZES, SIZES
+from model_sizes import tiny_config
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
 from megatune.plan.case import Case, PlannedModel
@@ -36,16 +33,10 @@ LLAMA_3_8B = Architecture(
     num_query_groups=8, kv_channels=128, vocab_size=128256, max_position_embeddings=8192, norm_epsilon=1e-5,
     rotary_base=5e5,
 )  # fmt: skip
-TOWER = Vision(
-    depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=64, patch_size=14,
-    spatial_merge_size=2, num_parameters=1000, num_projector_parameters=300,
-)  # fmt: skip
 
 
-def planned(
-    architecture: Architecture, layout: Layout, trainable: FinetuningSettings, vision: Vision | None = None
-) -> Case:
-    model = PlannedModel(name="model", architecture=replace(architecture, vision=vision))
+def planned(architecture: Architecture, layout: Layout, trainable: FinetuningSettings) -> Case:
+    model = PlannedModel(name="model", architecture=architecture)
     return Case(
         model=model, settings=layout.settings({}, _BF16).model_copy(update={"finetuning": trainable}),
         world_size=layout.world_size, machine=_MACHINE,
@@ -70,9 +61,9 @@ def test_adapters_are_as_many_as_peft_has(architecture, trainable, expected):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_every_linear_layer_of_transformers_has_an_adapter(family):
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILY_SIZES.get(family, {})})
+    config = tiny_config(family)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linear = [one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name != "lm_head"]
@@ -95,10 +86,8 @@ def test_tensor_parallelism_cuts_one_of_the_two_matrices():
 
 
 def test_experts_have_an_adapter_each():
-    sizes: dict[str, Any] = {**SIZES, **FAMILY_SIZES["qwen3_moe"], "num_hidden_layers": 2, "decoder_sparse_step": 1}
-    from transformers import AutoConfig
-
-    architecture = FAMILIES["qwen3_moe"].architecture(AutoConfig.for_model("qwen3_moe", **sizes).to_dict())
+    config = tiny_config("qwen3_moe", num_hidden_layers=2, decoder_sparse_step=1)
+    architecture = FAMILIES["qwen3_moe"].architecture(config.to_dict())
     layout = Layout(4, {"expert_model_parallel_size": 4})
     found = stage_parameters(planned(architecture, layout, LORA), 0)
     # Two layers of two local experts; gate, up and down of 64 by 40.
@@ -118,29 +107,3 @@ def test_adapters_alone_have_gradients_and_an_optimizer(world_size):
     # One scalar on each rank.
     assert sum(one.optimizer_state for one in states) == 8 * trained + 4 * world_size
     assert max(one.optimizer_state for one in states) == state_bytes(case, 0).optimizer_state
-
-
-@pytest.mark.parametrize(
-    ("trainable", "trained"),
-    [
-        (FinetuningSettings(), "language"),
-        (FinetuningSettings(freeze_language_model=True), ""),
-        (FinetuningSettings(freeze_language_model=True, freeze_vision_tower=False), "tower"),
-        (FinetuningSettings(freeze_language_model=True, freeze_multi_modal_projector=False), "projector"),
-        (FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False), "language tower projector"),
-    ],
-)
-def test_frozen_parts_have_weights_only(trainable, trained):
-    layout = Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
-    case, plain = planned(LLAMA_3_8B, layout, trainable, TOWER), planned(LLAMA_3_8B, layout, FinetuningSettings())
-    first, last = state_bytes(case, 0), state_bytes(case, 1)
-    language = [state_bytes(plain, stage) for stage in (0, 1)]
-    # The tower is whole on every rank of the first stage, and nowhere else.
-    assert [first.weights, last.weights] == [language[0].weights + 2 * 1300, language[1].weights]
-    parts = {"tower": 1000, "projector": 300}
-    beside = sum(size for part, size in parts.items() if part in trained)
-    held = [one.gradients if "language" in trained else 0 for one in language]
-    assert [first.gradients, last.gradients] == [held[0] + 4 * beside, held[1]]
-    assert first.master_weights == first.gradients
-    whole = num_parameters(LLAMA_3_8B) if "language" in trained else 0
-    assert num_trained_parameters(case.model.architecture, trainable) == whole + beside

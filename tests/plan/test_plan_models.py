@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatune.architecture import Vision
 from megatune.errors import ExitCode, MegatuneError
-from megatune.families import VISION_FAMILIES, load_architecture
-from megatune.families.vision import vision_shapes
-from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import MODELS, find_model
 from megatune.plan.catalogue.models import _plain, _published, published_names
 from megatune.plan.flops import num_parameters
@@ -56,16 +51,9 @@ PUBLISHED = {
 }
 
 
-def whole_size(model: PlannedModel) -> int:
-    vision = model.architecture.vision
-    return num_parameters(model.architecture) + (
-        vision.num_parameters + vision.num_projector_parameters if vision else 0
-    )
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes(name: str) -> None:
-    assert whole_size(find_model(name)) == PUBLISHED[name]
+    assert num_parameters(find_model(name).architecture) == PUBLISHED[name]
 
 
 def test_every_model_has_a_published_size() -> None:
@@ -189,42 +177,18 @@ def count(module: Any) -> int:
     return sum(tensor.numel() for tensor in (*module.parameters(), *buffers))
 
 
-@pytest.mark.parametrize("repository", ["Qwen/Qwen2-VL-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-8B"])
+VISION = ["Qwen/Qwen2-VL-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-8B"]
+
+
+@pytest.mark.parametrize("repository", VISION)
 def test_parts_of_vision_models(repository: str) -> None:
-    config = _published()[repository][1]
-    architecture = find_model(repository).architecture
-    whole = built(config)
-    assert count(whole) - count(whole.model.visual) == num_parameters(architecture)
-    assert_tensors(config["model_type"], whole, architecture.vision)
-
-
-def test_an_encoder_before_experts(tmp_path: Path) -> None:
-    """Qwen3-VL-MoE, whose text_config has values of its own that Transformers does not read."""
-    text = {**_published()["Qwen/Qwen3-30B-A3B"][1], "num_hidden_layers": 2, "tie_word_embeddings": True,
-            "norm_topk_prob": False}  # fmt: skip
-    vision = {**_published()["Qwen/Qwen3-VL-8B"][1]["vision_config"], "out_hidden_size": text["hidden_size"]}
-    config = {"model_type": "qwen3_vl_moe", "text_config": {**text, "model_type": "qwen3_vl_moe_text"},
-              "vision_config": vision, "tie_word_embeddings": False}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    architecture = find_model(tmp_path).architecture
-    whole = built(config)
-    assert count(whole) - count(whole.model.visual) == num_parameters(architecture)
-    assert architecture.moe is not None
-    assert not architecture.moe.pre_softmax
-    assert_tensors("qwen3_vl_moe", whole, architecture.vision)
-
-
-def assert_tensors(model_type: str, whole: Any, vision: Vision | None) -> None:
-    """Every tensor of the encoder and its mergers is declared, with its shape."""
+    """The encoder without its mergers, and these."""
+    vision, visual = find_model(repository).architecture.vision, built(_published()[repository][1]).model.visual
     assert vision is not None
-    family = VISION_FAMILIES[model_type]
-    encoder, mergers = vision_shapes(family.encoder, vision), vision_shapes(family.mergers, vision)
-    found = {f"model.visual.{name}": tuple(each.shape) for name, each in whole.model.visual.named_parameters()}
-    assert found == encoder | mergers
-    assert set(mergers) == {name for name in found if "merger" in name}
-    assert vision.num_parameters == sum(map(math.prod, encoder.values()))
-    assert vision.num_projector_parameters == sum(map(math.prod, mergers.values()))
-    assert vision.num_mergers == 1 + len(getattr(whole.model.visual, "deepstack_merger_list", ()))
+    mergers = [visual.merger, *getattr(visual, "deepstack_merger_list", ())]
+    assert vision.num_projector_parameters == sum(map(count, mergers))
+    assert vision.num_parameters == count(visual) - vision.num_projector_parameters
+    assert vision.num_mergers == len(mergers)
 
 
 def test_windows_of_attention() -> None:
@@ -236,16 +200,6 @@ def test_windows_of_attention() -> None:
     assert (plain.hidden_size, plain.out_hidden_size, plain.window_size, plain.gated) == (1280, 3584, None, False)
 
 
-@pytest.mark.parametrize("model_type", VISION_FAMILIES)
-def test_vision_models_are_planned_and_not_loaded(model_type: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(MegatuneError, match="vision-language models are not built yet") as caught:
-        load_architecture(tmp_path)
-    assert caught.value.exit_code is ExitCode.INPUT
-    with pytest.raises(MegatuneError, match="'vision_config' is missing"):
-        find_model(tmp_path)
-
-
 @pytest.mark.parametrize(
     "repository",
     [
@@ -254,6 +208,7 @@ def test_vision_models_are_planned_and_not_loaded(model_type: str, tmp_path: Pat
         "Qwen/Qwen3-4B",
         "Qwen/Qwen1.5-MoE-A2.7B",
         "deepseek-ai/DeepSeek-V3",
+        *VISION,
     ],
 )
 def test_sizes_of_models_built(repository: str) -> None:

@@ -22,7 +22,7 @@ from layouts import (
     SEQUENCE_LAYOUTS,
     Layout,
 )
-from model_sizes import FAMILY_SIZES, SIZES
+from model_sizes import tiny_config
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
@@ -83,10 +83,7 @@ RULES = (*layout.RULES, *pipeline.RULES, *experts.RULES, memory.whole_rows)
 
 def architecture(family: str, **sizes: Any) -> Architecture:
     """Of a tiny model whose tensors are of odd sizes."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILY_SIZES.get(family, {}), **sizes})
-    return FAMILIES[family].architecture(config.to_dict())
+    return FAMILIES[family].architecture(tiny_config(family, **sizes).to_dict())
 
 
 @cache

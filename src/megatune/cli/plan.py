@@ -27,8 +27,7 @@ A model's folder, config.json or name is searched for its best layout:
     megatune plan ./my-model --gpus 8 --gpu a100-80g --seq 4096 --global_batch 64 --output best.yaml
 
 Settings are those of train, as key=value or --key value; a layout, batch or recomputation among them is planned as it
-is, as in a file. Keys of LoRA and of images can be planned, too: lora_rank, lora_target, freeze_vision_tower,
-freeze_multi_modal_projector, freeze_language_model, image_max_pixels. Without --gpu the plan is for this machine.
+is, as in a file. Keys of LoRA can be planned, too: lora_rank, lora_target. Without --gpu the plan is for this machine.
 
 exit codes: 0 it fits, 64 settings or an invalid layout, 66 an unknown model, device or file, 71 what is planned does
 not fit (all is printed nevertheless), 73 cannot write"""
@@ -64,7 +63,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("global_batch", "N", "rows of a step (those of the settings; 64, or one a device, for a bare model)")
     add("trainable", "full|lora", "what is trained (full)")
     add("document_length", "L", "tokens of the mean document of a packed row (those of the row)")
-    add("image_tokens", "N", "tokens of a row that stand for images (one image of image_max_pixels, or none)")
+    add("image_tokens", "N", "tokens of a row that stand for pictures (one image of image_max_pixels)")
     add("dataset_tokens", "N", "tokens of the whole run, such as 1B or 250M: says how long they take")
     add("top", "N", "layouts to list (10)")
     add("output", "FILE.yaml", "write the best layout as a settings file for megatune train")

@@ -19,8 +19,8 @@ from megatune.plan import trainable
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
-from megatune.plan.pages.words import amount, count
-from megatune.plan.question import Asked, Question, image_tokens, read_settings
+from megatune.plan.pages.words import count
+from megatune.plan.question import Asked, Question, read_settings
 
 if TYPE_CHECKING:
     from megatune.plan.case import PlannedModel
@@ -211,7 +211,7 @@ class QuestionReader:
             origins=asked.loaded.origins if self.file else {},
             global_batch_size=rows,
             document_length=self._documents(settings),
-            image_tokens=self._images(asked, model, settings),
+            image_tokens=self._images(model),
             plans_own=plans_own,
             dataset_tokens=self.options.dataset_tokens,
             notes=tuple(self.notes),
@@ -270,15 +270,8 @@ class QuestionReader:
             self.notes.append("each packed row counts as one document; shorter ones attend less (--document_length)")
         return length
 
-    def _images(self, asked: Asked, model: PlannedModel, settings: Settings) -> int:
+    def _images(self, model: PlannedModel) -> int | None:
         tokens: int | None = self.options.image_tokens
-        if model.architecture.vision is None:
-            if tokens:
-                self.notes.append(f"{model.name} reads no images: --image_tokens says nothing")
-            return 0
-        if tokens is None and (pixels := asked.image_pixels) is not None:
-            tokens = image_tokens(model, pixels)
-            self.notes.append(f"one image of {amount(pixels)}pixels a row: {tokens:,} tokens (--image_tokens)")
-        if tokens is None:
-            self.notes.append("rows hold no images (--image_tokens)")
-        return min(tokens or 0, settings.data.cutoff_len)
+        if tokens and model.architecture.vision is None:
+            self.notes.append(f"{model.name} reads no images: --image_tokens says nothing")
+        return tokens

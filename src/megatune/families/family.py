@@ -79,13 +79,11 @@ class Family:
 
     def check(self, config: Config, where: str) -> list[Finding]:
         """Find everything in config.json that keeps this engine from computing the model."""
-        if self.vision is not None:
-            fix = "use the config.json that was published with the weights"
-            if findings := _findings(self.vision.problems(config), where, fix):
-                return findings
+        published = "use the config.json that was published with the weights"
+        findings = _findings(self.vision.problems(config), where, published) if self.vision is not None else []
         written, config = config, self._filled(config)
-        findings = [
-            Finding(f"{key!r} is missing", where, fix="use the config.json that was published with the weights")
+        findings += [
+            Finding(f"{key!r} is missing", where, fix=published)
             if config.get(key) is None
             else Finding(f"{key} = {config[key]!r} is no whole number above 0", where)
             for key in (*_DIMENSIONS, *self.dimensions)
@@ -100,13 +98,12 @@ class Family:
         findings += _findings(_computation_problems(config), where, "train a checkpoint without it")
         fix = "remove rope_scaling to train at the published context length"
         findings += _findings(rope_problems(rope_parameters(config), self.rope_types), where, fix)
-        fix = "use the config.json that was published with the weights"
         if not findings and self.problems is not None:
-            findings += _findings(self.problems(config), where, fix)
+            findings += _findings(self.problems(config), where, published)
         if not findings:
             architecture = self.architecture(written)
-            findings += _findings(expert_problems(architecture), where, fix)
-            findings += _findings(_mrope_problems(architecture), where, fix)
+            findings += _findings(expert_problems(architecture), where, published)
+            findings += _findings(_vision_problems(architecture), where, published)
         return findings
 
     def architecture(self, config: Config) -> Architecture:
@@ -173,11 +170,23 @@ def _computation_problems(config: Config) -> Iterator[tuple[str, str]]:
         yield f"layer_types has {', '.join(others)}, which is not supported", "every layer attends to all tokens before"
 
 
-def _mrope_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    mrope, half = architecture.mrope, architecture.kv_channels // 2
+def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
+    mrope, vision, half = architecture.mrope, architecture.vision, architecture.kv_channels // 2
     if mrope is not None and sum(mrope.section) != half:
         why = f"a head of {architecture.kv_channels} channels has {half} frequencies"
         yield f"mrope_section = {list(mrope.section)} is impossible", why
+    if vision is None:
+        return
+    if vision.out_hidden_size != architecture.hidden_size:
+        why = f"the decoder's hidden states are {architecture.hidden_size} wide"
+        yield f"vision_config: tokens of pictures are {vision.out_hidden_size} wide", why
+    for layer in vision.deepstack_visual_indexes:
+        if layer not in range(vision.depth):
+            why = f"depth = {vision.depth}, counted from 0"
+            yield f"vision_config: deepstack_visual_indexes names layer {layer}, which is not there", why
+    if vision.hidden_size % vision.num_heads:
+        why = f"the encoder's hidden states are {vision.hidden_size} wide"
+        yield f"vision_config: num_heads = {vision.num_heads} is impossible", why
 
 
 def _findings(problems: Iterator[tuple[str, str]], where: str, fix: str) -> list[Finding]:

@@ -12,9 +12,9 @@ FAMILY = replace(
     weights=(
         *as_decoder(qwen2.FAMILY.weights),
         PATCHES,
-        *ATTENTION,
         part(Stack.VISION, f"{LAYER}.norm1.weight", "hidden_size"),
         part(Stack.VISION, f"{LAYER}.norm2.weight", "hidden_size"),
+        *ATTENTION,
         *with_bias(Stack.VISION, f"{LAYER}.mlp.gate_proj", "intermediate_size", "hidden_size"),
         *with_bias(Stack.VISION, f"{LAYER}.mlp.up_proj", "intermediate_size", "hidden_size"),
         *with_bias(Stack.VISION, f"{LAYER}.mlp.down_proj", "hidden_size", "intermediate_size"),
@@ -27,7 +27,12 @@ FAMILY = replace(
         keys={},
         dimensions=("hidden_size", "intermediate_size", "out_hidden_size"),
         read=None,
-        defaults={"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31), "tokens_per_second": 4},
+        defaults={
+            "hidden_act": "silu",
+            "window_size": 112,
+            "fullatt_block_indexes": (7, 15, 23, 31),
+            "tokens_per_second": 4,
+        },
         constants={"gated": True},
     ),
 )

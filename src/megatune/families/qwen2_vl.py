@@ -23,6 +23,7 @@ VISION = VisionDeclaration(
     # What later families call out_hidden_size is hidden_size here.
     keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
     dimensions=("embed_dim", "hidden_size", "mlp_ratio"),
+    defaults={"hidden_act": "quick_gelu"},
     read=lambda vision: {"intermediate_size": vision["embed_dim"] * vision["mlp_ratio"]},
     mrope=MultimodalRope(section=(16, 24, 24), interleaved=False),
 )
@@ -32,8 +33,8 @@ FAMILY = replace(
     weights=(
         *as_decoder(qwen2.FAMILY.weights),
         PATCHES,
-        *ATTENTION,
         *LAYER_NORMS,
+        *ATTENTION,
         *with_bias(Stack.VISION, f"{LAYER}.mlp.fc1", "intermediate_size", "hidden_size"),
         *with_bias(Stack.VISION, f"{LAYER}.mlp.fc2", "hidden_size", "intermediate_size"),
         *with_bias(Stack.PROJECTOR, "merger.ln_q", "hidden_size"),

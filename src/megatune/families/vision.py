@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -54,7 +54,8 @@ class VisionDeclaration:
             if not isinstance(vision.get(key), int) or vision[key] < 1:
                 yield f"vision_config: {key} = {vision.get(key)!r} is no whole number above 0", "it is a size"
         section = self._rope(config).get("mrope_section", self.mrope.section)
-        if len(section) != 3 or not all(isinstance(size, int) and size >= 0 for size in section):
+        sizes = section if isinstance(section, Sequence) else ()
+        if len(sizes) != 3 or not all(isinstance(size, int) and size >= 0 for size in sizes):
             yield f"mrope_section = {section!r} is impossible", "it is three numbers of frequencies"
 
     def text_config(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ class Case:
             from them.
         world_size: processes of the whole run; a multiple of settings.parallel.smallest_world.
         document_length: tokens of the mean document of a packed row; None where a row is one document.
-        image_tokens: tokens of a row that stand for images.
+        image_tokens: tokens of a row that stand for pictures; None for one image of image_max_pixels, where the model
+            reads any.
+        largest_picture: tokens of one picture at most; None for those of an image of image_max_pixels.
     """
 
     model: PlannedModel
@@ -40,7 +42,25 @@ class Case:
     world_size: int
     machine: Machine
     document_length: float | None = None
-    image_tokens: int = 0
+    image_tokens: int | None = None
+    largest_picture: int | None = None
+
+    @property
+    def tokens_of_picture(self) -> int:
+        """Tokens of one picture at most, one for each square of merged patches; 0 for a language model."""
+        if (vision := self.model.architecture.vision) is None:
+            return 0
+        if self.largest_picture is not None:
+            return self.largest_picture
+        return max(1, self.settings.data.image_max_pixels // (vision.patch_size * vision.spatial_merge_size) ** 2)
+
+    @property
+    def picture_tokens(self) -> int:
+        """Tokens of a row that stand for pictures."""
+        if self.model.architecture.vision is None:
+            return 0
+        asked = self.tokens_of_picture if self.image_tokens is None else self.image_tokens
+        return min(asked, self.settings.data.cutoff_len)
 
     @property
     def dp_size(self) -> int:

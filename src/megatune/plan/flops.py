@@ -14,7 +14,7 @@ from megatune.families.trained import is_trained
 from megatune.families.weights import Layers, Stack, hf_shape, hf_shapes, layers_of
 from megatune.plan.case import Case
 from megatune.plan.memory.tensors import layer_contents
-from megatune.plan.operators.vision import Images, images_of
+from megatune.plan.operators.vision import Images, attended_patches, images_of
 
 # Forward pass once, backward pass twice (towards the inputs, towards the weights).
 _PASSES = 3
@@ -99,12 +99,12 @@ def _document_flops(architecture: Architecture, trainable: FinetuningSettings, l
 
 
 def _vision_flops(images: Images) -> float:
-    """Return FLOP of a micro-batch's images: three times the forward pass of what is trained, once what is frozen."""
-    tower, merged = images.tower, images.merged
-    attention = 4 * tower.depth * tower.hidden_size * images.tokens_of_image * merged
-    of_tower = images.tokens * merged * (2 * tower.num_parameters + attention)
-    of_projectors = images.tokens * 2 * tower.num_projector_parameters
-    tower_passes, projector_passes = (
-        _PASSES if trained else 1 for trained in (images.tower_trained, images.projector_trained)
-    )
-    return tower_passes * of_tower + projector_passes * of_projectors
+    """Return FLOP of a micro-batch's pictures: forward once, and once more towards each of weights and inputs where
+    these, or what is before them, are trained."""
+    tower, patches = images.tower, images.tokens * images.tower.spatial_merge_size**2
+    attention = 4 * tower.depth * tower.hidden_size * attended_patches(images)
+    total = patches * (2 * tower.num_parameters + attention) * (_PASSES if images.tower_trained else 1)
+    of_merger = 2 * images.tokens * tower.num_projector_parameters / tower.num_mergers
+    for trained in (images.projector_trained, *[images.deepstack_trained] * tower.num_deepstack_mergers):
+        total += of_merger * (_PASSES if trained else 1 + images.tower_trained)
+    return total

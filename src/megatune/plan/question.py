@@ -36,7 +36,7 @@ class Question:
     origins: Mapping[str, str] = field(default_factory=dict)
     global_batch_size: int
     document_length: float | None = None
-    image_tokens: int = 0
+    image_tokens: int | None = None
     plans_own: bool = False
     dataset_tokens: float | None = None
     notes: tuple[str, ...] = ()
@@ -77,12 +77,6 @@ class Asked:
         """Whether a layout, a batch or recomputation is written."""
         return not self.written.isdisjoint(_LAYOUT_GROUPS)
 
-    @property
-    def image_pixels(self) -> int | None:
-        """image_max_pixels where it is written."""
-        pixels = self.loaded.settings.data.image_max_pixels
-        return pixels if "data.image_max_pixels" in self.loaded.written else None
-
 
 def read_settings(source: str | None, words: Arguments, trainable: str | None = None) -> Asked:
     """Read settings as `megatune train` does.
@@ -99,9 +93,3 @@ def read_settings(source: str | None, words: Arguments, trainable: str | None = 
         loaded = replace(loaded, settings=with_settings(loaded.settings, {"finetuning.finetuning_type": trainable}))
     found = loaded.check_rules(rules=finetuning.PLAN_RULES)
     return Asked(replace(loaded, findings=[*loaded.findings, *found]))
-
-
-def image_tokens(model: PlannedModel, pixels: int) -> int:
-    """Return tokens that an image of this many pixels becomes: one for each square of merged patches."""
-    assert model.architecture.vision is not None
-    return pixels // (model.architecture.vision.patch_size * model.architecture.vision.spatial_merge_size) ** 2

@@ -15,7 +15,7 @@ from megatune.plan.operators.decoder import Recompute, decoder_layer, embedding,
 from megatune.plan.operators.experts import saves_input_twice
 from megatune.plan.operators.operator import Memory, Operator, chain, memory_of, recomputed, repeat
 from megatune.plan.operators.shapes import Shapes, frozen, shapes_of
-from megatune.plan.operators.vision import Images, images_of, projectors, vision_layer
+from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, images_of, mergers, passing, placing
 from megatune.plan.schedule import in_flight
 
 T = TypeVar("T")
@@ -30,6 +30,13 @@ class StageActivations(NamedTuple):
     expert_imbalance: int
 
 
+class _Pictures(NamedTuple):
+    """Bytes of what makes pictures' features and places them, and of what deepstack adds to the first layers."""
+
+    memory: Memory
+    added: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Stage:
     """A stage's place in the pipeline, and what decides about its activations besides shapes."""
@@ -39,7 +46,7 @@ class _Stage:
     num_micro_batches: int
     chunks: tuple[ChunkContent, ...]
     recompute: Recompute
-    vision: Memory
+    pictures: _Pictures | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +88,20 @@ def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes
     contents = stage_chunks(parallel, case.model.architecture, case.settings.finetuning)
     shapes, images = shapes_of(case), images_of(case)
     even = shapes if shapes.imbalance == 1.0 else replace(shapes, imbalance=1.0)
-    vision = vision_memory(shapes, images) if images else Memory(0)
+    pictures = _picture_memory(shapes, images) if images else None
     pp, count = parallel.pipeline_model_parallel_size, case.num_micro_batches
-    places = (_Stage(pp, stage, count, contents[stage], recompute, vision) for stage in stages)
+    places = (_Stage(pp, stage, count, contents[stage], recompute, pictures) for stage in stages)
     return [ActivationBytes(case.machine.calibration.activations, even, shapes, place) for place in places]
 
 
 @lru_cache(16384)
 def _peak(shapes: Shapes, stage: _Stage) -> tuple[int, int]:
     """Return bytes at the peak, of all but output layer and loss, and what these add."""
-    passes = [_pass(shapes, chunk, stage.recompute, stage.vision, with_loss=False) for chunk in stage.chunks]
+    passes = [_pass(shapes, chunk, stage.recompute, stage.pictures, with_loss=False) for chunk in stage.chunks]
     bare = _fullest(shapes, stage, passes)
     if not stage.chunks[-1].loss:
         return bare, 0
-    passes[-1] = _pass(shapes, stage.chunks[-1], stage.recompute, stage.vision, with_loss=True)
+    passes[-1] = _pass(shapes, stage.chunks[-1], stage.recompute, stage.pictures, with_loss=True)
     return bare, max(_fullest(shapes, stage, passes) - bare, 0)
 
 
@@ -110,12 +117,18 @@ def _fullest(shapes: Shapes, stage: _Stage, passes: Sequence[Memory]) -> int:
 
 
 @lru_cache(16384)
-def _pass(shapes: Shapes, chunk: ChunkContent, recompute: Recompute, vision: Memory, *, with_loss: bool) -> Memory:
+def _pass(
+    shapes: Shapes, chunk: ChunkContent, recompute: Recompute, pictures: _Pictures | None, *, with_loss: bool
+) -> Memory:
     """Return a micro-batch through one virtual stage."""
-    memories = [inputs(shapes)]
-    if chunk.embedding:
-        memories += [vision, embedding(shapes).memory]
+    memories, added = [inputs(shapes)], 0
     groups, kept = _groups(chunk.layers, recompute)
+    if chunk.embedding and pictures is not None:
+        # What is recomputed saves what is added to it; otherwise that is gone after the forward pass.
+        added = 0 if groups else pictures.added
+        memories += [pictures.memory, Memory(pictures.added - added)]
+    elif chunk.embedding:
+        memories.append(embedding(shapes).memory)
     for group, times in groups:
         if all(layer.gradient == "none" for layer, _ in group):
             memories += _runs(shapes, group, ())
@@ -128,7 +141,8 @@ def _pass(shapes: Shapes, chunk: ChunkContent, recompute: Recompute, vision: Mem
     if chunk.loss:
         norm, *rest = (operator.memory for operator in head(shapes))
         memories += [norm, *(rest if with_loss else [Memory(0, shapes.hidden, shapes.hidden)])]
-    return chain(memories)
+    whole = chain(memories)
+    return whole._replace(forward=whole.forward + added)
 
 
 def _runs(shapes: Shapes, runs: _Runs, modules: tuple[str, ...]) -> list[Memory]:
@@ -169,12 +183,22 @@ def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memo
     return chain((_branch(shapes, norm.memory, each, modules) for each in branches), hold=shapes.hidden)
 
 
+def _picture_memory(shapes: Shapes, images: Images) -> _Pictures:
+    added = images.tower.num_deepstack_mergers * shapes.hidden
+    return _Pictures(chain((vision_memory(shapes, images), placing(shapes, images).memory)), added)
+
+
 def vision_memory(shapes: Shapes, images: Images) -> Memory:
-    """Fold the tower and its projectors."""
-    layer = memory_of(vision_layer(shapes, images))
-    if not images.tower_trained:
-        layer = Memory(0, layer.kept, 0)
-    return chain((repeat(layer, images.tower.depth), projectors(shapes, images).memory))
+    """Fold the encoder and its mergers, all but the last of which are before its last layers."""
+    layer, at_once = memory_of(encoder_layer(shapes, images)), passing(shapes, images)
+    if images.recomputed:
+        hidden = images.patches * images.tower.hidden_size * shapes.size
+        layer = recomputed(layer, hidden, hidden)._replace(forward=at_once - hidden)
+    elif not images.tower_trained:
+        layer = Memory(0, at_once, 0)
+    *deepstack, last = (operator.memory for operator in mergers(shapes, images))
+    before, after = encoder_inputs(shapes, images).memory, repeat(layer, images.tower.depth)
+    return chain((before, *deepstack, after, last))
 
 
 def _branch(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...]) -> Memory:

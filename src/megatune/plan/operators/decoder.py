@@ -60,8 +60,10 @@ def recompute_of(settings: Settings) -> Recompute:
 def inputs(shapes: Shapes) -> Memory:
     """Return bytes of cosine and sine of the positions, in the model's dtype, and of tokens, labels, positions and
     places of trained tokens where they are copied: to a GPU, or to a context-parallel rank."""
-    tables = 2 * shapes.length * shapes.architecture.kv_channels * shapes.size
-    return Memory(tables + (0 if shapes.on_cpu and shapes.cp == 1 else 33 * shapes.tokens))
+    copied, rows = 0 if shapes.on_cpu and shapes.cp == 1 else 33 * shapes.tokens, 1
+    if shapes.architecture.mrope is not None:  # the rows of a micro-batch have positions of their own, three a token
+        rows, copied = shapes.rows, copied + (24 * shapes.tokens if copied else 0)
+    return Memory(2 * rows * shapes.length * shapes.architecture.kv_channels * shapes.size + copied)
 
 
 @lru_cache(maxsize=4096)

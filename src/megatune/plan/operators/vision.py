@@ -1,98 +1,232 @@
-"""The vision tower of a vision-language model and its projectors, on the first stage.
+"""The vision encoder of a vision-language model and its mergers, on the first stage.
 
-Every rank of the stage computes the whole tower: tensor and context parallelism do not shard it. A layer is one of a
-plain transformer without causality, with LayerNorm and a flash kernel, all of whose operators keep their input.
+The pictures of a micro-batch are dealt over the tensor- and context-parallel ranks of the stage: each rank computes
+its share of them whole, and has the features of all. The encoder is Transformers' own module: its operators are not
+fused but for linear layers, LayerNorm, GELU and attention.
 
-Legend: p patches of a micro-batch's images, w hidden size and f feed-forward size of the tower, e bytes of a number.
+Legend: n patches of the fullest rank's share, w hidden size and f feed-forward size of the encoder, e bytes of a
+number; N tokens of all pictures of a micro-batch, k deepstack mergers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from megatune.architecture import Vision
+from megatune.architecture import Architecture, Vision
+from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.families.trained import trained_weights
+from megatune.families.weights import Stack
 from megatune.plan.case import Case
+from megatune.plan.operators.decoder import embedding
 from megatune.plan.operators.linear import elementwise, linear_work
-from megatune.plan.operators.operator import Attention, Memory, Operator
+from megatune.plan.operators.operator import Attention, Memory, Moved, Operator
 from megatune.plan.operators.shapes import Shapes
 
-# Tokens of one image at most: patches attend to those of their own image. Rows with more are taken to have several.
-_IMAGE_TOKENS = 1024
-_LAUNCHES = 12  # of a layer, besides its products
+_LAUNCHES = 30  # of a layer, besides its products
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """A tower, and what it computes in a micro-batch.
+    """An encoder, and what it computes in a micro-batch.
 
     Attributes:
-        tokens: of the language model, that images stand for.
-        tokens_of_image: of each of them.
-        tower_trained, projector_trained: whether they have gradients.
+        tokens: of the decoder, that pictures stand for.
+        share: those of them that the fullest rank computes.
+        patches_of_image: of each picture.
+        tower_trained, projector_trained, deepstack_trained: whether they have gradients.
+        recomputed: the backward pass computes each layer of a trained encoder again.
     """
 
     tower: Vision
     tokens: int
-    tokens_of_image: int
+    share: int
+    patches_of_image: int
     tower_trained: bool
     projector_trained: bool
+    deepstack_trained: bool
+    recomputed: bool
 
     @property
-    def merged(self) -> int:
-        """Patches of a token."""
-        return self.tower.spatial_merge_size**2
+    def patches(self) -> int:
+        """n: of the fullest rank's share."""
+        return self.share * self.tower.spatial_merge_size**2
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that have gradients."""
+        tower = self.tower
+        of_mergers = self.projector_trained + self.deepstack_trained * tower.num_deepstack_mergers
+        of_tower = tower.num_parameters if self.tower_trained else 0
+        return of_tower + tower.num_projector_parameters * of_mergers // tower.num_mergers
+
+    def features(self, shapes: Shapes) -> int:
+        """Return bytes of the features of all pictures, deepstack's among them."""
+        return self.tokens * self.tower.num_mergers * shapes.architecture.hidden_size * shapes.size
 
 
 def images_of(case: Case) -> Images | None:
-    """Return what a micro-batch has of images; None where nothing."""
-    tower, trainable = case.model.architecture.vision, case.settings.finetuning
-    if tower is None or not case.image_tokens:
+    """Return what a micro-batch has of pictures; None where nothing."""
+    tower, settings = case.model.architecture.vision, case.settings
+    tokens, parallel, trainable = case.picture_tokens, settings.parallel, settings.finetuning
+    if tower is None or not tokens:
         return None
-    full = trainable.finetuning_type == "full"
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    of_image, of_row = min(tokens, case.tokens_of_picture), -(-tokens // case.tokens_of_picture)
+    whole, share = case.micro_batch_size * tokens, -(-case.micro_batch_size * of_row // ranks) * of_image
+    trained = _trained_stacks(case.model.architecture, trainable)
     return Images(
         tower,
-        case.micro_batch_size * case.image_tokens,
-        min(case.image_tokens, _IMAGE_TOKENS),
-        full and not trainable.freeze_vision_tower,
-        full and not trainable.freeze_multi_modal_projector,
+        whole,
+        min(share, whole),
+        of_image * tower.spatial_merge_size**2,
+        Stack.VISION in trained,
+        Stack.PROJECTOR in trained,
+        Stack.DEEPSTACK in trained,
+        Stack.VISION in trained and settings.recompute.recompute_granularity == "full",
     )
 
 
-def vision_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
-    """Return one layer of the tower. What is frozen keeps nothing, and holds a layer's tensors while it computes."""
+@lru_cache(maxsize=64)
+def _trained_stacks(architecture: Architecture, trainable: FinetuningSettings) -> frozenset[Stack]:
+    return frozenset(weight.stack for weight, _ in trained_weights(architecture, trainable))
+
+
+def attended_patches(images: Images) -> float:
+    """Return patches that a patch attends to, itself among them, in the mean over layers."""
+    tower, whole = images.tower, images.patches_of_image
+    if tower.window_size is None:
+        return whole
+    window = min((tower.window_size // tower.patch_size) ** 2, whole)
+    num_whole = len([layer for layer in tower.fullatt_block_indexes if layer < tower.depth])
+    return window + num_whole / tower.depth * (whole - window)
+
+
+def encoder_inputs(shapes: Shapes, images: Images) -> Operator:
+    """Return the projection of patches, and what all layers take."""
+    tower, size, patches = images.tower, shapes.size, images.patches
     shapes = replace(shapes, weights_trained=images.tower_trained)
-    tower, size, patches = images.tower, shapes.size, images.tokens * images.merged
+    channels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    # Neighbours in the table of positions, and how much each weighs.
+    positions = 48 * patches if tower.num_position_embeddings else 0
+    hidden = patches * tower.hidden_size * size
+    # Pixels are fp32; where they are not copied, they are not the encoder's.
+    pixels = patches * channels * size if shapes.wide or not shapes.on_cpu else 0
+    kept = _tables(images) + positions + pixels
+    memory = Memory(kept, 0 if shapes.on_cpu else 4 * patches * channels, hidden)
+    if not images.tower_trained:
+        memory = Memory(0, kept + memory.forward, 0)
+    # Pixels have no gradient.
+    operator = Operator("vision", memory, *linear_work(shapes, patches, tower.hidden_size, channels))
+    return operator._replace(backward=())
+
+
+def encoder_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
+    """Return one layer of a trained encoder; of a frozen one without what only training does."""
+    shapes = replace(shapes, weights_trained=images.tower_trained)
+    tower, size, patches = images.tower, shapes.size, images.patches
     width, ffn = tower.hidden_size, tower.intermediate_size
     up = 2 * ffn if tower.gated else ffn
     hidden, inner = patches * width * size, patches * ffn * size
+    weight = width * up * size if shapes.weights_trained else 0
 
     def product(memory: Memory, columns: int, depth: int) -> Operator:
         return Operator("vision", memory, *linear_work(shapes, patches, columns, depth))
 
-    attention = (Attention(patches, images.tokens_of_image * images.merged, 1, 2 * width, "unmasked"),)
-    # Norms' inputs and outputs; q, k, v and the context; before and behind the activation, twice before with a gate.
-    # The peak is at the gradients of the widest operator: its output's, and its input's.
-    layer = (
-        product(Memory(2 * hidden), 3 * width, width),
-        Operator("vision", Memory(4 * hidden + 4 * patches * tower.num_heads), attention, attention, 3),
-        product(Memory(0), width, width),
-        product(Memory(2 * hidden), up, width),
-        product(Memory(inner * (4 if tower.gated else 2), 2 * inner + hidden, 2 * inner + hidden), width, ffn),
-        Operator("vision", Memory(0), *elementwise(shapes, patches * (10 * width + 3 * up), 2, 3, _LAUNCHES)),
+    norm = Operator("vision", _norm(shapes, images))
+    attention = (Attention(patches, attended_patches(images), 1, 2 * width, "unmasked"),)
+    # Queries, keys and values in one tensor, rotated queries and keys, the context, and a number a patch and head.
+    kept = 6 * hidden + 4 * patches * tower.num_heads
+    rotating = _rotating(shapes, images) - kept
+    operators = (
+        norm,
+        product(Memory(hidden, 3 * hidden, 4 * hidden), 3 * width, width),
+        Operator("vision", Memory(kept, max(rotating, 0), 6 * hidden), attention, attention, 3),
+        product(Memory(0, 2 * hidden, 2 * hidden), width, width),
+        norm,
+        product(Memory(hidden, inner, hidden + inner + weight), up, width),
+        # Gate, up, gate's activation and their product, or before and behind the activation.
+        product(Memory(_activations(tower) * inner, hidden, 2 * inner + hidden + weight), width, ffn),
+        Operator("vision", Memory(0), *elementwise(shapes, patches * (20 * width + 3 * up), 2, 3, _LAUNCHES)),
     )
-    return layer if images.tower_trained else tuple(operator._replace(backward=()) for operator in layer)
+    return operators if images.tower_trained else tuple(operator._replace(backward=()) for operator in operators)
 
 
-def projectors(shapes: Shapes, images: Images) -> Operator:
-    """Return norm, linear, GELU, linear on patches side by side, of which each projector makes one token.
+def passing(shapes: Shapes, images: Images) -> int:
+    """Return bytes that a layer holds at most while it computes and keeps nothing."""
+    tower, hidden = images.tower, images.patches * images.tower.hidden_size * shapes.size
+    inner = images.patches * tower.intermediate_size * shapes.size
+    # Queries, keys and values, rotated or not, the context, which a CPU joins of several, and the projection's output.
+    attending = (8 if shapes.on_cpu else 7) * hidden + 4 * images.patches * tower.num_heads
+    activating = (3 if tower.hidden_act in ("silu", "quick_gelu") else 2) * inner + hidden
+    # With it the layer's input and the norm's output; what came of the table of positions; what all layers take, which
+    # a trained encoder keeps anyway.
+    others = 3 if tower.num_position_embeddings else 2
+    tables = 0 if images.tower_trained else _tables(images)
+    return max(_rotating(shapes, images), attending, activating) + others * hidden + tables
 
-    All projectors' matrices are one product of as many multiply-adds.
-    """
-    tower, trained, hidden = images.tower, images.projector_trained, shapes.architecture.hidden_size
-    wide = images.tokens * images.merged * tower.hidden_size
-    merged = (4 * wide + images.tokens * hidden) * shapes.size
-    kept = merged * tower.num_mergers if trained or images.tower_trained else 0
-    shapes = replace(shapes, weights_trained=trained)
-    work = linear_work(shapes, images.tokens, tower.num_projector_parameters / hidden, hidden)
-    operator = Operator("projector", Memory(kept, merged, merged if kept else 0), *work)
-    return operator if trained else operator._replace(backward=())
+
+def _tables(images: Images) -> int:
+    """Return bytes of fp32 cosine and sine, once more where windows put patches in another order."""
+    tower = images.tower
+    return (2 if tower.window_size else 1) * 8 * images.patches * tower.hidden_size // tower.num_heads
+
+
+def _rotating(shapes: Shapes, images: Images) -> int:
+    """Return bytes of queries, keys and values while keys are rotated in fp32, after queries."""
+    numbers = images.patches * images.tower.hidden_size
+    return 3 * numbers * shapes.size + (6 if shapes.wide else 4) * 4 * numbers
+
+
+def _activations(tower: Vision) -> int:
+    """Return how many tensors of the feed-forward's width are kept."""
+    return {"silu": 4, "quick_gelu": 3}.get(tower.hidden_act, 2)
+
+
+def _norm(shapes: Shapes, images: Images) -> Memory:
+    """LayerNorm keeps its input and two numbers a vector; RMSNorm, operator by operator, its input in fp32 and what it
+    normalized."""
+    patches, numbers = images.patches, images.patches * images.tower.hidden_size
+    hidden, wide = numbers * shapes.size, 4 * numbers
+    if images.tower.gated:
+        return Memory(wide + hidden + 4 * patches, hidden + wide, 3 * wide)
+    return Memory(hidden + 2 * shapes.size * patches, hidden, 2 * hidden)
+
+
+def placing(shapes: Shapes, images: Images) -> Operator:
+    """Return the embedding of a row that holds pictures, whole on every tensor-parallel rank until features have taken
+    their places; what deepstack adds to the first layers is as wide as hidden states, once for each of its mergers."""
+    looked_up, parts, features = embedding(shapes), images.tower.num_mergers, images.features(shapes)
+    ranks = shapes.tp * shapes.cp
+    # Gathered, the fullest rank's share comes of every rank.
+    gathered = 0 if ranks == 1 else (ranks + 1) * features * images.share // images.tokens
+    placed = 2 * parts * shapes.whole_hidden + (parts * shapes.hidden if shapes.sequence_parallel else 0)
+    kept = looked_up.memory.kept + 8 * images.tokens + (features if images.num_trained else 0)
+    forward = features + max(gathered, placed)
+    returned = parts * shapes.whole_hidden + (features if images.num_trained else 0)
+    memory = Memory(kept, forward, looked_up.memory.backward + returned)
+    moved = (Moved(4.0 * features + 2 * placed),)
+    return looked_up._replace(memory=memory, forward=looked_up.forward + moved, launches=looked_up.launches + 10)
+
+
+def mergers(shapes: Shapes, images: Images) -> Iterator[Operator]:
+    """Yield deepstack's mergers and the last layer's: norm, linear, GELU, linear on patches side by side, of which a
+    merger makes one token."""
+    tower, size = images.tower, shapes.size
+    merged, columns = tower.merged_size, tower.num_projector_parameters / tower.num_mergers
+    wide, made = images.share * merged * size, images.share * shapes.architecture.hidden_size * size
+    for place in range(tower.num_mergers):
+        is_deepstack = place < tower.num_deepstack_mergers
+        trained = images.deepstack_trained if is_deepstack else images.projector_trained
+        of_merger = replace(shapes, weights_trained=trained)
+        work = linear_work(of_merger, images.share, columns / merged, merged)
+        # The norm's input, which the encoder's next layer keeps, too, of RMSNorm what it normalized, and its output;
+        # before and behind GELU.
+        both = trained and images.tower_trained
+        kept = (4 + (both and tower.gated) if trained else 2) * wide if trained or images.tower_trained else 0
+        kept -= wide if is_deepstack and images.tower_trained else 0
+        weight = merged**2 * size if trained else 0
+        memory = Memory(kept, 4 * wide + 2 * made - kept, 2 * wide + made + weight if kept else 0)
+        operator = Operator("projector", memory, *work)
+        yield operator if trained or images.tower_trained else operator._replace(backward=())

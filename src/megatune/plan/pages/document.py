@@ -15,7 +15,7 @@ from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, CPU_PROCESS, MEMORY_PARTS
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
-from megatune.plan.pages.words import count, layout_words, size
+from megatune.plan.pages.words import count, layout_words, picture_words, size
 from megatune.plan.question import Question
 from megatune.plan.schedule import bubble_share
 from megatune.plan.time.estimate import TIME_PARTS
@@ -36,6 +36,8 @@ def standing_notes(question: Question) -> Iterator[str]:
             f"takes {COMMUNICATOR >> 20:,} MiB for each group of more than one rank; neither was measured"
         )
     yield "fragments of freed memory are not counted"
+    if pictures := picture_words(question.case):
+        yield f"{pictures} (--image_tokens)"
     if (moe := question.model.architecture.moe) is not None:
         # By an example: of the settings' own expert-parallel ranks, or of eight.
         own, balanced = question.settings.parallel.expert_model_parallel_size, is_balanced(question.settings)
@@ -105,6 +107,7 @@ def document(found: Answer, top: int) -> str:
                 "lora_target": trainable.lora_layers,
                 "freeze_vision_tower": trainable.freeze_vision_tower,
                 "freeze_multi_modal_projector": trainable.freeze_multi_modal_projector,
+                "freeze_deepstack_mergers": trainable.freeze_deepstack_mergers,
                 "freeze_language_model": trainable.freeze_language_model,
             },
         },

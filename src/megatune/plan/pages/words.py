@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatune.config.groups.performance import RecomputeSettings
+from megatune.families.trained import frozen_parts
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
@@ -217,20 +218,30 @@ def slow_precision(question: Question) -> str:
     return f"({key}: true computes {ratio:.3g} times as fast on this device)" if ratio >= 1.5 else ""
 
 
+def picture_words(case: Case) -> str:
+    """Say which pictures rows are taken to hold; "" for a language model."""
+    tokens, image = case.picture_tokens, case.tokens_of_picture
+    if case.model.architecture.vision is None:
+        return ""
+    if not tokens:
+        return "rows are taken to hold no pictures" if case.largest_picture is None else "rows hold no pictures"
+    if case.largest_picture is not None:
+        return f"rows hold at most {count(tokens, 'token')} of pictures, of which one has {image:,}"
+    pixels = f"{case.settings.data.image_max_pixels:,} pixels"
+    if tokens <= image:
+        return f"each row is taken to hold one image of {pixels}: {count(tokens, 'token')}"
+    return f"each row is taken to hold {count(tokens, 'token')} of images of {pixels}, {image:,} each"
+
+
 def trained_words(case: Case) -> str:
     """Say what is trained, and in which precision."""
     trainable = case.settings.finetuning
-    is_lora, text = trainable.finetuning_type == "lora", "full fine-tuning"
-    if is_lora:
+    architecture = case.model.architecture
+    if trainable.finetuning_type == "lora":
         text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_layers)}"
-    if has_vision := case.model.architecture.vision is not None:
-        parts = {
-            "vision tower": trainable.freeze_vision_tower,
-            "projector": trainable.freeze_multi_modal_projector,
-            "language model": trainable.freeze_language_model,
-        }
-        frozen = ", ".join(name for name, is_frozen in parts.items() if is_frozen)
-        text += f", frozen: {frozen}" if frozen else ""
-    if is_lora or has_vision:
-        text += f", {amount(num_trained_parameters(case.model.architecture, trainable))} parameters"
+    else:
+        frozen = ", ".join(frozen_parts(architecture, trainable))
+        text = f"{trainable.finetuning_type} fine-tuning{f', frozen: {frozen}' if frozen else ''}"
+    if trainable.finetuning_type != "full" or architecture.vision is not None:
+        text += f", {amount(num_trained_parameters(architecture, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

@@ -44,7 +44,7 @@ class SearchRequest:
     settings: Settings = field(default_factory=Settings)
     global_batch_size: int | None = None
     document_length: float | None = None
-    image_tokens: int = 0
+    image_tokens: int | None = None
     keep: int = 20
 
     @property

@@ -21,6 +21,7 @@ from megatune.plan.memory.buffers import full_bucket
 from megatune.plan.memory.parameters import StageParameters
 from megatune.plan.operators.attention import keys_values_size
 from megatune.plan.operators.shapes import Shapes
+from megatune.plan.operators.vision import Images
 from megatune.plan.time.efficiency import EFFICIENCIES, Seconds
 
 # Of what collectives reach elsewhere: over PCIe they share switches, bridges and the hosts' memory. Eight RTX 5090 pass
@@ -122,10 +123,11 @@ class Exchange(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The groups of a case's layers."""
+    """The groups of a case's layers, and the one that pictures are dealt to."""
 
     tensor: Group
     context: Group
+    pictures: Group
     expert: Group
     expert_tensor: Group
 
@@ -137,6 +139,7 @@ def groups_of(case: Case) -> Groups:
     return Groups(
         group_of(case, tp, 1),
         group_of(case, parallel.context_parallel_size, tp),
+        group_of(case, tp * parallel.context_parallel_size, 1),
         group_of(case, parallel.expert_model_parallel_size, etp),
         group_of(case, etp, 1),
     )
@@ -219,6 +222,25 @@ def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float
     if loss:
         return whole + all_reduce(group, 8 * shapes.tokens), 2 * whole
     return (whole, whole) if shapes.sequence_parallel else (2 * whole, 0.0)
+
+
+def picture_exchange(shapes: Shapes, groups: Groups, images: Images) -> tuple[float, float]:
+    """Return the exchanges of the word embedding, which is summed whole, and of pictures' features, each of which one
+    rank has computed; backward their gradients come from all context-parallel ranks."""
+    features = images.features(shapes)
+    forward = all_reduce(groups.tensor, shapes.whole_hidden) + all_gather(groups.pictures, features)
+    backward = all_gather(groups.tensor, shapes.whole_hidden) if shapes.sequence_parallel else 0.0
+    if images.num_trained:
+        backward *= images.tower.num_mergers
+        backward += all_reduce(groups.context, features)
+    return forward, backward
+
+
+def sum_of_shares(case: Case, groups: Groups, images: Images | None) -> float:
+    """Return seconds in which tensor-parallel ranks add up, once a step, what each found of the encoder's gradients."""
+    if images is None or not images.num_trained:
+        return 0.0
+    return all_reduce(groups.tensor, images.num_trained * case.gradient_itemsize)
 
 
 class Reduction(NamedTuple):

@@ -21,7 +21,7 @@ from megatune.plan.memory.parameters import StageParameters, optimizer_rules
 from megatune.plan.operators.decoder import decoder_layer, embedding, head
 from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes
-from megatune.plan.operators.vision import Images, projectors, vision_layer
+from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
 
 # The host's memory and processor, of one rank, and the way there.
 _HOST_BANDWIDTH = 12e9
@@ -197,8 +197,9 @@ def end_seconds(shapes: Shapes, rates: Rates, loss: bool) -> Seconds:
 
 @lru_cache(maxsize=1024)
 def vision_seconds(shapes: Shapes, rates: Rates, images: Images) -> Seconds:
-    """Time a vision tower and its projectors."""
-    operators = [*vision_layer(shapes, images) * images.tower.depth, projectors(shapes, images)]
+    """Time an encoder and its mergers, and the word embedding that features take places in."""
+    layers = encoder_layer(shapes, images) * images.tower.depth
+    operators = encoder_inputs(shapes, images), *layers, *mergers(shapes, images), placing(shapes, images)
     return _add_up(rates, operators, both_ways=images.tower_trained)
 
 

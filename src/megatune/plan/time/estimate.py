@@ -24,8 +24,10 @@ from megatune.plan.time.communication import (
     group_of,
     groups_of,
     layer_exchange,
+    picture_exchange,
     reduction,
     send,
+    sum_of_shares,
 )
 from megatune.plan.time.efficiency import Rates, Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
 from megatune.plan.uncertainty import time_uncertainty
@@ -157,7 +159,8 @@ def step_time(case: Case) -> StepTime:
     return StepTime(
         compute=count * (total.forward + total.backward),
         recompute=count * total.recompute,
-        tensor_parallel=count * total.tensor,
+        tensor_parallel=count * total.tensor
+        + calibration.communication * sum_of_shares(case, rank.groups, rank.images),
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
         pipeline=bubble_seconds(times) + hops,
@@ -209,12 +212,20 @@ class _Rank(NamedTuple):
         for layer, count in Counter(content.layers).items():
             parts = parts.plus(self._layer(layer, again), count)
         if content.embedding:
-            parts = parts.plus(self._once(end_seconds(shapes, rates, False), end_exchange(shapes, tensor, False)))
-            if self.images:
-                parts = parts.plus(self._once(vision_seconds(shapes, rates, self.images), (0.0, 0.0)))
+            parts = parts.plus(self._begin())
         if content.loss:
             parts = parts.plus(self._once(end_seconds(shapes, rates, True), end_exchange(shapes, tensor, True)))
         return parts
+
+    def _begin(self) -> _Parts:
+        """Return the word embedding, with pictures in it."""
+        if self.images is None:
+            computed = end_seconds(self.shapes, self.rates, False)
+            return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
+        computed = vision_seconds(self.shapes, self.rates, self.images)
+        parts = self._once(computed, picture_exchange(self.shapes, self.groups, self.images))
+        again = self.calibration.compute * computed.recompute["vision"] if self.images.recomputed else 0.0
+        return parts._replace(recompute=again)
 
     def _once(self, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:
         """Return what is not recomputed."""

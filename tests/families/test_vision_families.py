@@ -1,0 +1,231 @@
+"""Vision-language families: config.json, the weight map against Transformers' modules, and forms of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import VISION_SIZES, model_class, tiny_config
+
+from megatune.architecture import Architecture, MultimodalRope
+from megatune.errors import MegatuneError
+from megatune.families import FAMILIES, load_architecture, read_architecture
+from megatune.families.forms import CheckpointForm, FileTensor, find_form
+from megatune.families.weights import Stack, Weight, hf_shapes, layers_of
+
+EVERY_FAMILY = pytest.mark.parametrize("family", VISION_SIZES)
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_EXPERTS = "model.language_model.layers.1.mlp.experts"
+
+
+def built(family: str, **sizes: Any) -> tuple[Any, Architecture, tuple[Weight, ...]]:
+    """Transformers' model without memory for it, its architecture and its weight map."""
+    config = tiny_config(family, **sizes)
+    with torch.device("meta"):
+        model = model_class(family).from_config(config)
+    architecture = read_architecture(config.to_dict(), "config.json")
+    return model, architecture, FAMILIES[family].weight_map(architecture)
+
+
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+
+
+@EVERY_FAMILY
+def test_every_parameter_of_transformers_modules_is_declared(family):
+    """Under the modules' own names; the modules of Qwen3-VL-MoE hold all experts' matrices in one."""
+    model, architecture, weights = built(family)
+    fused = next((form.fused for form in FAMILIES[family].forms if form.fused), ())
+    assert CheckpointForm(fused=fused).all_shapes(weights, architecture) == shapes_of(model)
+
+
+@EVERY_FAMILY
+def test_stacks_are_parts_of_the_encoder(family):
+    model, architecture, weights = built(family)
+    names = {
+        stack: {
+            name
+            for weight in weights
+            if weight.stack is stack
+            for layer in layers_of(weight, architecture)
+            for name in hf_shapes(weight, architecture, layer)
+        }
+        for stack in Stack
+    }
+    visual = {f"model.visual.{name}" for name, _ in model.model.visual.named_parameters()}
+    assert names[Stack.VISION] | names[Stack.PROJECTOR] | names[Stack.DEEPSTACK] == visual
+    assert names[Stack.PROJECTOR] == {name for name in visual if name.startswith("model.visual.merger.")}
+    assert names[Stack.DEEPSTACK] == {name for name in visual if name.startswith("model.visual.deepstack_merger_list.")}
+
+
+def found_form(family: str, names: Mapping[str, tuple[int, ...]], version: str = "5.17.0", **sizes: Any) -> Any:
+    _, architecture, weights = built(family, **sizes)
+    return find_form(FAMILIES[family].forms, weights, architecture, names, names.__getitem__, version)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("version", ["4.45.0", "5.17.0", ""])
+def test_both_generations_of_names_are_read(family, version):
+    modules = shapes_of(built(family)[0])
+    old = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): shape
+        for name, shape in modules.items()
+    }
+    assert found_form(family, old, version).file_name("model.visual.merger.mlp.0.bias") == "visual.merger.mlp.0.bias"
+    form = found_form(family, modules, version)
+    assert form == CheckpointForm()
+    assert found_form(family, old, version).file_name("lm_head.weight") == "lm_head.weight"
+
+
+@EVERY_FAMILY
+def test_of_an_incomplete_checkpoint_the_form_is_still_known(family):
+    """What is missing is then named as the other files have it."""
+    modules = shapes_of(built(family)[0])
+    some = {name: shape for name, shape in modules.items() if not name.startswith("model.visual.blocks.1.")}
+    assert found_form(family, some) == found_form(family, modules)
+
+
+def transposed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {name: (shape[0], shape[2], shape[1]) if ".experts." in name else shape for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("version", ["4.57.0", "5.17.0", ""])
+def test_arrangement_of_fused_experts_is_told_by_shape(version):
+    modules = shapes_of(built("qwen3_vl_moe")[0])
+    assert not found_form("qwen3_vl_moe", modules, version).transposed
+    assert found_form("qwen3_vl_moe", transposed(modules), version).transposed
+
+
+# Gate and up together are a square matrix, and down is one.
+@pytest.mark.parametrize("channels", [32, 64])
+@pytest.mark.parametrize(
+    ("version", "is_transposed"), [("4.57.0", True), ("5.17.0", False), ("10.0", False), ("", True)]
+)
+def test_square_experts_are_arranged_as_the_version_does(channels, version, is_transposed):
+    sizes = {"moe_intermediate_size": channels}
+    modules = shapes_of(built("qwen3_vl_moe", **sizes)[0])
+    files = transposed(modules) if is_transposed else modules
+    assert found_form("qwen3_vl_moe", files, version, **sizes).transposed == is_transposed
+
+
+def test_experts_one_by_one_are_read_too():
+    _, architecture, weights = built("qwen3_vl_moe")
+    apart = CheckpointForm().all_shapes(weights, architecture)
+    assert apart[f"{_EXPERTS}.7.up_proj.weight"] == (40, 64)
+    assert found_form("qwen3_vl_moe", apart) == CheckpointForm()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_places_in_a_fused_tensor_are_its_experts(is_transposed):
+    """Gate's rows before up's; matrices cut out at these places are those that went in."""
+    _, architecture, weights = built("qwen3_vl_moe")
+    form = next(each for each in FAMILIES["qwen3_vl_moe"].forms if each.fused and each.transposed == is_transposed)
+    generator = torch.Generator().manual_seed(0)
+    gate, up = torch.rand(2, 8, 40, 64, generator=generator)
+    file = torch.cat((gate, up), 1)
+    file = file.transpose(1, 2) if is_transposed else file
+    places = form.locate_all(weights, architecture)
+    assert form.all_shapes(weights, architecture)[f"{_EXPERTS}.gate_up_proj"] == tuple(file.shape)
+    for expert in range(8):
+        for name, expected in (("gate_proj", gate), ("up_proj", up)):
+            place = places[f"{_EXPERTS}.{expert}.{name}.weight"]
+            assert (place.name, place.expert) == (f"{_EXPERTS}.gate_up_proj", expert)
+            matrix = file[expert].t() if place.transposed else file[expert]
+            assert torch.equal(matrix[place.first_row : place.first_row + place.rows], expected[expert])
+    down = places[f"{_EXPERTS}.3.down_proj.weight"]
+    assert down == FileTensor(f"{_EXPERTS}.down_proj", 3, 0, 64, is_transposed)
+    assert places["lm_head.weight"] == FileTensor("lm_head.weight")
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@EVERY_FAMILY
+def test_what_is_read_is_what_transformers_builds(family, tmp_path):
+    """The encoder's own configuration builds it again, and ids of tokens are those of the file."""
+    from transformers import AutoConfig
+
+    config = tiny_config(family)
+    config.save_pretrained(tmp_path)
+    architecture = load_architecture(tmp_path)
+    vision = architecture.vision
+    assert vision is not None
+    again = AutoConfig.for_model(family, vision_config=json.loads(vision.config)).vision_config
+    assert again.to_dict() == config.vision_config.to_dict()
+    assert (vision.depth, vision.hidden_size, vision.out_hidden_size, vision.patch_size) == (4, 32, 64, 4)
+    assert (vision.image_token_id, vision.video_token_id) == (297, 298)
+    assert (vision.vision_start_token_id, vision.vision_end_token_id) == (299, 300)
+    assert vision.timestamps == family.startswith("qwen3")
+    assert vision.tokens_per_second == (2 if family == "qwen2_5_vl" else None)
+    interleaved = family.startswith("qwen3")
+    section = (6, 3, 3) if interleaved else (2, 3, 3)
+    assert architecture.mrope == MultimodalRope(section=section, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_flat_files_of_old_are_the_same_model(family, tmp_path):
+    """Beside vision_config, with rotary settings of type mrope: as on the hub."""
+    config = tiny_config(family).to_dict()
+    text, rope = config.pop("text_config"), config["vision_config"].pop("rope_parameters")
+    assert rope["rope_type"] == "axial"
+    sections = text.pop("rope_parameters")["mrope_section"]
+    scaling = {"type": "mrope", "mrope_section": sections}
+    flat = {**text, **config, "model_type": family, "rope_theta": 1e4, "rope_scaling": scaling}
+    flat["vision_config"]["in_chans"] = flat["vision_config"].pop("in_channels")
+    new = read_architecture(tiny_config(family).to_dict(), "config.json")
+    old = load_architecture(write(tmp_path, flat))
+    assert new.vision is not None
+    assert old.vision is not None
+    for name in ("num_layers", "hidden_size", "kv_channels", "rotary_base", "rope_scaling", "mrope", "vocab_size"):
+        assert getattr(old, name) == getattr(new, name)
+    assert old.vision.num_parameters == new.vision.num_parameters
+    assert old.vision.in_channels == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "root", "text", "tied"),
+    [
+        ("qwen2_vl", True, False, True),
+        ("qwen2_vl", False, True, True),  # files from before Transformers 5
+        ("qwen3_vl", True, True, True),
+        ("qwen3_vl_moe", False, True, False),  # text_config has a default of its own, which nothing reads
+        ("qwen3_vl_moe", True, False, True),
+    ],
+)
+def test_where_it_is_said_that_embeddings_are_tied(family, root, text, tied):
+    config = tiny_config(family).to_dict()
+    config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = root, text
+    assert read_architecture(config, "config.json").tie_word_embeddings == tied
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "said"),
+    [
+        (
+            "text_config",
+            {"rope_parameters": ROPE | {"mrope_section": [4, 4, 5]}},
+            "mrope_section = [4, 4, 5] is impossible",
+        ),
+        ("text_config", {"rope_parameters": ROPE | {"mrope_section": 12}}, "mrope_section = 12 is impossible"),
+        ("text_config", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("vision_config", {"out_hidden_size": 48}, "tokens of pictures are 48 wide"),
+        ("vision_config", {"num_heads": 3}, "num_heads = 3 is impossible"),
+        ("vision_config", {"deepstack_visual_indexes": [0, 4]}, "deepstack_visual_indexes names layer 4"),
+        ("vision_config", {"num_position_embeddings": 0}, "num_position_embeddings = 0 is no whole number"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(tmp_path, part, changes, said):
+    config = tiny_config("qwen3_vl").to_dict()
+    config[part] |= changes
+    with pytest.raises(MegatuneError) as caught:
+        load_architecture(write(tmp_path, config))
+    assert said in str(caught.value)
