@@ -78,10 +78,12 @@ def test_a_published_file_runs_as_it_is(name: str, pool: RankPool, data: Path, t
     before, after = tensors(model), tensors(output)
     assert {key: tensor.shape for key, tensor in before.items()} == {key: each.shape for key, each in after.items()}
     changed = {key for key, tensor in before.items() if not tensor.to(torch.bfloat16).equal(after[key])}
-    seen = {key for key in before if "visual." in key}
-    # LLaMA-Factory's defaults freeze encoder and merger; the other files say that everything is trained.
-    assert not changed & seen if family == "qwen2_vl" else len(changed & seen) > 0.9 * len(seen)
-    assert changed - seen
+    # Two steps are less than the rounding of norms, which are near 1.
+    matrices = {key for key, tensor in before.items() if tensor.dim() > 1}
+    if family == "qwen2_vl":  # LLaMA-Factory's defaults; the other files say that everything is trained
+        assert not {key for key in changed if "visual." in key}
+        matrices = {key for key in matrices if "visual." not in key}
+    assert matrices <= changed
     record = json.loads((output / "plan.json").read_text())["runs"][-1]["record"]
     assert record["case"]["image_tokens"] >= record["case"]["largest_picture"] > 0
     assert record["measured"]["picture_tokens"] > 0
