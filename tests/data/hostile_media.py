@@ -146,6 +146,9 @@ def _bombs(write: Write) -> None:
     content = encoded(picture(), "TIFF")
     content = content.replace(struct.pack("<HHII", 256, 4, 1, 97), struct.pack("<HHII", 256, 4, 1, 2**31))
     write("wide.tiff", content.replace(struct.pack("<HHII", 257, 4, 1, 61), struct.pack("<HHII", 257, 4, 1, 2**31)))
+    samples = struct.pack("<HHII", 277, 3, 1, 3)
+    assert samples in content
+    write("samples.tiff", content.replace(samples, struct.pack("<HHII", 277, 3, 1, 2048)))
     text = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**28), 9))
     write("text-bomb.png", png(8, 8, bytes(25 * 8), extra=text))
     profile = chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**28), 9))
@@ -183,8 +186,9 @@ def _others(write: Write) -> None:
 def _modes(write: Write) -> None:
     for mode in ("1", "L", "LA", "P", "RGBA"):
         write(f"mode-{mode}.png", encoded(picture(mode=mode), "PNG"), GOOD)
-    for mode in ("1", "L", "CMYK", "YCbCr", "LAB", "RGBA", "RGBX"):
-        write(f"mode-{mode}.tiff", encoded(picture(mode="RGB" if mode == "LAB" else mode), "TIFF"), GOOD)
+    for mode in ("1", "L", "CMYK", "YCbCr", "RGBA", "RGBX"):
+        write(f"mode-{mode}.tiff", encoded(picture(mode=mode), "TIFF"), GOOD)
+    write("mode-LAB.tiff", encoded(Image.merge("LAB", picture().split()), "TIFF"), GOOD)
     for mode in ("L", "CMYK"):
         write(f"mode-{mode}.jpg", encoded(picture(mode=mode), "JPEG"), GOOD)
     see_through = picture(mode="P")
@@ -198,6 +202,7 @@ def _modes(write: Write) -> None:
     for name, values, kind in (
         ("16.png", grey * 257, "PNG"),
         ("16.tiff", grey * 257, "TIFF"),
+        ("16-big-endian.tiff", (grey * 257).astype(">u2"), "TIFF"),
         ("32.tiff", grey.astype(np.int32) * 65537, "TIFF"),
         ("float.tiff", (grey / 255).astype(np.float32), "TIFF"),
     ):

@@ -136,7 +136,8 @@ def _others(folder: Path, write: Any) -> None:
     }.items():
         write(name, content, "not-a-video")
     write("empty.mp4", b"", "picture-empty")
-    write("box.mp4", b"\0\0\0\x10ftypisom\0\0\2\0", None)
+    write("segment.mkv", b"\x1aE\xdf\xa3\0" + b"\xff" * 8 + bytes(100))
+    write("box.mp4", b"\0\0\0\x10ftypisom\0\0\2\0")
     with wave.open(str(folder / "sound.wav"), "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", ""))
         sound.writeframes(bytes(16000))

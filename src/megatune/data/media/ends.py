@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from io import SEEK_END
+from io import BytesIO
 from typing import BinaryIO
 
 _TAIL = 2**24  # bytes that an end is looked for in, where something follows it
+_Read = Callable[[int, int], bytes]  # so many bytes, from this place on
 
 
 def is_whole(file: BinaryIO) -> bool:
-    """Return False if a file stops too early; True, too, where its format does not tell. The place in it is kept."""
-    place, size = file.tell(), file.seek(0, SEEK_END)
+    """Return False if a file stops too early; True, too, where its format does not tell. The place in it stays."""
+    read, size = _reader(file)
+    head = read(12, 0)
+    check = next((check for magic, at, check in _CHECKS if head[at : at + len(magic)] == magic), None)
     try:
-        file.seek(0)
-        head = file.read(12)
-        check = next((check for magic, at, check in _CHECKS if head[at : at + len(magic)] == magic), None)
-        return check is None or check(file, size)
-    except IndexError:
+        return check is None or check(read, size)
+    except (IndexError, ValueError, OverflowError, OSError):  # a length leads beyond the end
         return False
-    finally:
-        file.seek(place)
 
 
-def _has_marker(marker: bytes) -> Callable[[BinaryIO, int], bool]:
-    def check(file: BinaryIO, size: int) -> bool:
-        file.seek(max(size - len(marker), 0))
-        if file.read() == marker:
-            return True
-        file.seek(max(size - _TAIL, 0))
-        return marker in file.read()
+def _reader(file: BinaryIO) -> tuple[_Read, int]:
+    """Return what reads anywhere in the file, and the file's size."""
+    if isinstance(file, BytesIO):
+        content = file.getvalue()
+        return lambda size, at: content[at : at + size], len(content)
+    descriptor = file.fileno()
+    return lambda size, at: os.pread(descriptor, size, at), os.fstat(descriptor).st_size
+
+
+def _has_marker(marker: bytes) -> Callable[[_Read, int], bool]:
+    def check(read: _Read, size: int) -> bool:
+        return read(len(marker), size - len(marker)) == marker or marker in read(_TAIL, max(size - _TAIL, 0))
 
     return check
 
 
-def _has_riff(file: BinaryIO, size: int) -> bool:
+def _has_riff(read: _Read, size: int) -> bool:
     """WebP and AVI: their length is at their start."""
-    file.seek(4)
-    return int.from_bytes(file.read(4), "little") + 8 <= size
+    return int.from_bytes(read(4, 4), "little") + 8 <= size
 
 
-def _has_frame(file: BinaryIO, size: int) -> bool:
+def _has_frame(read: _Read, size: int) -> bool:
     """GIF: its first frame has an end; the others are not read."""
     if size > _TAIL:
         return True
-    file.seek(0)
-    content = file.read()
+    content = read(size, 0)
     at = 13 + _table_size(content[10])
     while content[at] == ord("!"):
         at = _behind_blocks(content, at + 2)
@@ -62,12 +64,11 @@ def _behind_blocks(content: bytes, at: int) -> int:
     return at + 1
 
 
-def _has_boxes(file: BinaryIO, size: int) -> bool:
+def _has_boxes(read: _Read, size: int) -> bool:
     """MP4, QuickTime and AVIF: boxes, one after the other, each with its length."""
     at = 0
     while at + 16 <= size:
-        file.seek(at)
-        head = file.read(16)
+        head = read(16, at)
         length, name = int.from_bytes(head[:4], "big"), head[4:8]
         if length == 1:
             length = int.from_bytes(head[8:], "big")
@@ -77,13 +78,11 @@ def _has_boxes(file: BinaryIO, size: int) -> bool:
     return at <= size
 
 
-def _has_segment(file: BinaryIO, size: int) -> bool:
+def _has_segment(read: _Read, size: int) -> bool:
     """Matroska and WebM: a header and a segment, each with its length, unless it is written as unknown."""
-    file.seek(4)
-    header, at = _ebml_length(file.read(8))
-    at += 4 + header
-    file.seek(at)
-    head = file.read(12)
+    header, bytes_of_header = _ebml_length(read(8, 4))
+    at = 4 + bytes_of_header + header
+    head = read(12, at)
     if head[:4] != b"\x18\x53\x80\x67":
         return True
     length, bytes_of_length = _ebml_length(head[4:])

@@ -6,15 +6,17 @@ LLaMA-Factory turns decoded columns and leaves files named by path as they are s
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from typing import BinaryIO
 
+import numpy as np
 from PIL import Image, ImageFile
 
 from megatune.data.bad_rows import RowError
@@ -26,6 +28,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF
 MOST_PIXELS = 2**28 // 3  # a quarter GiB of RGB: PIL warns from here on
 # A progressive JPEG is decoded once for each of its scans, of which a small file can have thousands.
 MOST_SCANNED_PIXELS = 100 * MOST_PIXELS
+_LEAST_SCAN = 10  # bytes of one
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -38,9 +41,10 @@ _UPRIGHT = {
 }
 _STDERR = threading.Lock()
 
-# What PIL warns of is refused here (too many pixels), or does not matter (metadata that cannot be read). A filter for
-# good, since catch_warnings is not for threads.
+# What PIL warns of, and logs, is refused here (too many pixels), or does not matter (metadata that cannot be read).
+# A filter for good, since catch_warnings is not for threads.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 def image_size(source: PictureSource) -> tuple[int, int]:
@@ -151,15 +155,16 @@ def _check_depth(image: ImageFile.ImageFile, source: PictureSource) -> None:
     if not image.mode.startswith(("I", "F")):
         return
     _decode(image, source)
-    low, high = image.getextrema()
-    if image.mode == "F" or not 0 <= low <= high <= 255:  # type: ignore[operator]
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if image.mode == "F" or low < 0 or high > 255:
         detail = f"{source.name}: {low} to {high}; convert it to 8 bits"
         raise RowError("deep-picture", "image: grey values that are not whole numbers from 0 to 255", detail)
 
 
 def _check_scans(file: BinaryIO, image: Image.Image, source: PictureSource) -> None:
-    place = file.tell()
-    file.seek(0)
+    place, size = file.tell(), file.seek(0, SEEK_END)
+    file.seek(0 if size // _LEAST_SCAN * image.width * image.height > MOST_SCANNED_PIXELS else size)
     scans = sum(block.count(b"\xff\xda") for block in iter(lambda: file.read(2**24), b""))
     file.seek(place)
     if scans * image.width * image.height > MOST_SCANNED_PIXELS:

@@ -191,7 +191,7 @@ class PictureProcessor:
         # In the mode of the file, in which a palette has no colours between: as LLaMA-Factory does it.
         for step in area_steps(image.size, *bounds.first, source.name):
             image = image.resize(step)
-        image = image.convert("RGB")
+        image = image if image.mode == "RGB" else image.convert("RGB")
         for step in side_steps(image.size):
             image = image.resize(step)
         _, h, w = measured.grid

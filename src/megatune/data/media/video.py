@@ -166,7 +166,7 @@ def _counted(source: PictureSource) -> tuple[int, float]:
             raise damaged(source, error) from None
         times.discard(None)
         if len(times) < 2 or stream.time_base is None:
-            return count, 0.0
+            return max(count, 1), 0.0
         return count, float((max(times) - min(times)) * stream.time_base) * count / (count - 1)
 
 
