@@ -17,11 +17,13 @@ from PIL import Image
 from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatune.data.batch_pictures import Unreadable
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog, read_json_lines
 from megatune.training.callbacks.plot import LossPlot, draw, smooth
+from megatune.training.quarantine import Quarantine
 from megatune.training.run_schedule import RunSchedule
 
 SCHEDULE = RunSchedule(16, steps_per_epoch=4, total_steps=12, save_every=0, evaluate_every=0)
@@ -226,6 +228,28 @@ def test_lines_of_steps_keep_their_keys(tmp_path: Path) -> None:
     run([Metrics(tmp_path)], range(1, 2))
     [line] = read_json_lines(tmp_path / "metrics.jsonl")
     assert (line["load_balancing_loss"], line["z_loss"], line["data_seconds"]) == (None, None, 0.0)
+
+
+def test_unreadable_pictures_are_named_once_and_counted(tmp_path: Path) -> None:
+    """The file keeps what an earlier process of the run wrote."""
+    output = io.StringIO()
+    for number in range(2):
+        every = CallbackList([Console("demo", 0, RichConsole(file=output)), Quarantine(tmp_path, keep=number > 0)])
+        every.on_train_begin(SCHEDULE)
+        for step_number in range(1, 4):
+            each = Unreadable(2, "a[b].jpg", "damaged-picture", "image: damaged", "at byte 5")
+            every.on_unreadable([each] if number == 0 else [each, each._replace(where="c.jpg")])
+            every.on_step_end(step(step_number, unreadable_pictures=1))
+        if number == 0:
+            lines = output.getvalue().splitlines()
+    warning = "warning: left out of the loss: a[b].jpg: image: damaged (at byte 5)"
+    assert [line for line in lines if "warning" in line] == [warning]
+    assert sum("unreadable pictures 1" in line for line in lines) == 3
+    kept = read_json_lines(tmp_path / "bad_rows.jsonl")
+    assert [row["where"] for row in kept] == ["a[b].jpg", "c.jpg"]
+    assert kept[0] == {
+        "where": "a[b].jpg", "code": "damaged-picture", "reason": "image: damaged", "detail": "at byte 5",
+    }  # fmt: skip
 
 
 def test_waiting_for_data_is_warned_of_once() -> None:

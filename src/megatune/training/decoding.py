@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 
@@ -16,7 +17,8 @@ _LEAST_SHARED = 2**30  # bytes for each rank; containers often have 64 MiB
 def loader_workers(settings: Settings, context: RankContext, has_pictures: bool) -> tuple[int, str | None]:
     """Return the processes that build batches for a rank, and what to say of them where nothing was written."""
     written = settings.data.dataloader_num_workers
-    if written is not None or not has_pictures:
+    # Python refuses daemonic processes children.
+    if written is not None or not has_pictures or multiprocessing.current_process().daemon:
         return written or 0, None
     cores = len(os.sched_getaffinity(0)) // context.local_world_size
     workers = max(0, min(MOST, cores - 1))
@@ -26,5 +28,6 @@ def loader_workers(settings: Settings, context: RankContext, has_pictures: bool)
         and shutil.disk_usage(_SHARED_MEMORY).free < _LEAST_SHARED * context.local_world_size
     ):
         workers, why = 0, f"{_SHARED_MEMORY} is small"
-    where = f"{workers} process{'es' * (workers > 1)} of each rank, ahead of the steps" if workers else "each rank itself, between its steps"
+    processes = f"{workers} process{'es' * (workers > 1)} of each rank, ahead of the steps"
+    where = processes if workers else "each rank itself, between its steps"
     return workers, f"pictures are decoded by {where} ({why}; dataloader_num_workers)"

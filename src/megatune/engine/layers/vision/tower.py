@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import typing
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.initialization import no_init_weights
 
@@ -64,7 +66,10 @@ def build_encoder(architecture: Architecture, config: TransformerConfig) -> torc
     # A convolution whose kernels lie side by side is a product with the flattened patches.
     encoder.patch_embed.proj.__class__ = PatchProjection
     if config.recompute_granularity == "full":
-        encoder.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        for layer in encoder.blocks:
+            # As Transformers' gradient_checkpointing_enable does, which also asks patches for a gradient.
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     return encoder  # type: ignore[no-any-return]
 
 

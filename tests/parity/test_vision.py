@@ -1,0 +1,173 @@
+"""Vision-language models against Transformers: logits, loss, and the gradient of every weight of encoder, mergers and
+decoder; rows with images, with videos, with text alone, mixed and packed; nothing is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+
+import pytest
+from computing import differences, failures, measure_in_layout
+from layouts import Layout
+
+from megatune.bridge.assemble import assemble
+from megatune.config.settings import Settings
+from megatune.families import load_architecture
+from megatune.training.train_step import train_step
+from megatune.verify.compare import WHOLE_GRADIENT, compare, judge
+from megatune.verify.measure import shard_samples
+from megatune.verify.numbers import Numbers
+from megatune.verify.samples import Sample, SamplePicture, random_samples
+
+# The first chunk of two stages with two virtual stages has two of them, as many as deepstack mergers feed.
+NUM_LAYERS = 5
+
+WIDE, SQUARE, TALL = (
+    SamplePicture("image", grid, seed) for seed, grid in enumerate(((1, 6, 10), (1, 4, 4), (1, 14, 6)))
+)
+# Frames that are no whole number of positions apart.
+CLIP, LONG = (SamplePicture("video", grid, 9, 0.97) for grid in ((3, 4, 6), (5, 2, 4)))
+LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
+CONTENTS: dict[str, Sequence[Sequence[SamplePicture]]] = {
+    "an image": [[WIDE], [SQUARE], [TALL], [WIDE], [SQUARE], [TALL], [WIDE], [SQUARE]],
+    "two images": [[WIDE, SQUARE], [SQUARE, TALL], [TALL, WIDE], [WIDE, TALL]] * 2,
+    "a video": [[CLIP], [LONG], [CLIP], [LONG]] * 2,
+    "mixed": [[WIDE], [], [SQUARE, TALL], [CLIP], [WIDE, LONG], [], [CLIP, SQUARE, LONG], []],
+    # With two data-parallel ranks and rows one by one the second rank has none.
+    "every other row": [[WIDE], [], [SQUARE, TALL], [], [CLIP], [], [SQUARE, LONG], []],
+}
+
+TP2, PP2, CP2 = (
+    {f"{kind}_size": 2} for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+)
+VPP2, SP, EP2 = (
+    {"virtual_pipeline_model_parallel_size": 2},
+    {"sequence_parallel": True},
+    {"expert_model_parallel_size": 2},
+)
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+FUSIONS = {"bias_activation_fusion": True, "apply_rope_fusion": True, "gradient_accumulation_fusion": True}
+FULL = {"recompute_granularity": "full"}
+BLOCK = FULL | {"recompute_method": "block", "recompute_num_layers": 1}
+AT_ONCE = FULL | {"recompute_num_layers": NUM_LAYERS}
+
+# Each with its content, None for another one in each family, and rows of a micro-batch. Of every family:
+LAYOUTS: dict[str, tuple[Layout, str | None, int]] = {
+    "1": (Layout(1), "mixed", 1),
+    "tp2 sp": (Layout(2, TP2 | SP), None, 1),
+    "pp2": (Layout(2, PP2), None, 1),
+    "pp2 vpp2": (Layout(2, PP2 | VPP2), None, 1),
+    "cp2": (Layout(2, CP2), None, 1),
+    "dp2, overlaps": (Layout(2, OVERLAPS), "every other row", 1),
+    "cp2 tp2 sp, packed": (Layout(4, CP2 | TP2 | SP, packed=True), "mixed", 1),
+    "tp2 pp2 dp2 sp, overlaps, fusions": (Layout(8, TP2 | PP2 | SP | OVERLAPS, performance=FUSIONS), "mixed", 1),
+    "tp2 sp, recompute full": (Layout(2, TP2 | SP, recompute=FULL), None, 1),
+}
+# Of the one with deepstack, and of the one with windows those that are not about layers.
+MORE_LAYOUTS: dict[str, tuple[Layout, str | None, int]] = {
+    "1, two rows, fusions": (Layout(1, performance=FUSIONS), "mixed", 2),
+    "tp2": (Layout(2, TP2), "mixed", 1),
+    "tp2 sp, two rows": (Layout(2, TP2 | SP), "mixed", 2),
+    "cp2 a2a, two rows": (Layout(2, CP2 | {"cp_comm_type": "a2a"}), "mixed", 2),
+    "packed": (Layout(1, packed=True), "mixed", 1),
+    "pp2 vpp2, recompute block": (Layout(2, PP2 | VPP2, recompute=BLOCK), "mixed", 1),
+    "cp2, packed, recompute full, all at once": (Layout(2, CP2, recompute=AT_ONCE, packed=True), "mixed", 1),
+}
+EXPERT_LAYOUTS: dict[str, tuple[Layout, str | None, int]] = {
+    "ep2": (Layout(2, EP2), "mixed", 1),
+    "ep2 etp1 tp2 sp, two rows": (Layout(2, EP2 | TP2 | SP | {"expert_tensor_parallel_size": 1}), "mixed", 2),
+    "ep2 pp2 vpp2 dp2, overlaps, recompute full": (Layout(4, EP2 | PP2 | VPP2 | OVERLAPS, recompute=FULL), "mixed", 1),
+    "cp2 ep2, packed": (Layout(2, CP2 | EP2, packed=True), "mixed", 1),
+}
+OF_FAMILY = {
+    "qwen2_vl": LAYOUTS,
+    "qwen2_5_vl": LAYOUTS | {name: each for name, each in MORE_LAYOUTS.items() if "recompute" not in name},
+    "qwen3_vl": LAYOUTS | MORE_LAYOUTS,
+    "qwen3_vl_moe": LAYOUTS | EXPERT_LAYOUTS,
+}
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Every family in its layouts, with contents that take turns."""
+    found = []
+    for turn, (family, layouts) in enumerate(OF_FAMILY.items()):
+        contents = islice(cycle(CONTENTS), turn, None)
+        found += [(family, name, content or next(contents)) for name, (_, content, _) in layouts.items()]
+    return found
+
+
+def samples_of(model: Path, content: str) -> list[Sample]:
+    return random_samples(301, LENGTHS, pictures=CONTENTS[content], vision=load_architecture(model).vision)
+
+
+@pytest.mark.parametrize(("family", "layout", "content"), cases())
+def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layout, content):
+    model = model_dir(family, num_hidden_layers=NUM_LAYERS)
+    samples = samples_of(model, content)
+    chosen, _, rows = OF_FAMILY[family][layout]
+    found = differences(pool, model, chosen, samples, reference(model, samples), tmp_path, rows)
+    assert not failures(found)
+    table.add(family, f"{layout}; {content}", found)
+
+
+def test_every_content_is_seen_in_every_family():
+    seen = {(family, content) for family, _, content in cases()}
+    assert seen == {(family, content) for family in OF_FAMILY for content in CONTENTS}
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("layout", ["tp2 sp", "dp2, overlaps", "pp2 vpp2", "cp2 tp2 sp, packed"])
+def test_text_alone_agrees(pool, model_dir, reference, tmp_path, family, layout):
+    """The encoder, which is trained, has a gradient of zeros; in Transformers it has none."""
+    model = model_dir(family, num_hidden_layers=NUM_LAYERS)
+    samples = random_samples(301, LENGTHS, vision=load_architecture(model).vision)
+    found = differences(pool, model, LAYOUTS[layout][0], samples, reference(model, samples), tmp_path)
+    of_encoder = [one for one in found if ".visual." in one.name]
+    assert of_encoder
+    assert all(not Numbers(tmp_path).gradient(one.name).any() for one in of_encoder)
+    assert not failures([one for one in found if one not in of_encoder and one.name != WHOLE_GRADIENT])
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, table, tmp_path, family):
+    """As the proof of text models, tests/parity/test_parity.py."""
+    model = model_dir(family, num_hidden_layers=NUM_LAYERS)
+    samples, layout = samples_of(model, "mixed"), LAYOUTS["tp2 sp"][0]
+    pool.run(2, measure_in_layout, model, layout.settings(precision={"bf16": True}), samples, tmp_path)
+    truth = reference(model, samples, "bfloat16")
+    stock = reference(model, samples, "bfloat16", "bfloat16")
+    errors, stock_errors = (compare(each, truth, experts_together=True) for each in (Numbers(tmp_path), stock))
+    found = judge(errors, stock_errors)
+    assert not failures(found)
+    table.add_sixteen_bits(family, "tp2 sp; mixed", found)
+
+
+def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_path):
+    model = model_dir("qwen3_vl", num_hidden_layers=NUM_LAYERS)
+    samples, layout = samples_of(model, "mixed"), LAYOUTS["cp2"][0]
+    pool.run(2, measure_in_layout, model, layout.settings(precision={"fp16": True}), samples, tmp_path)
+    truth = reference(model, samples, "float16")
+    stock = compare(reference(model, samples, "float16", "float16"), truth)
+    assert not failures(judge(compare(Numbers(tmp_path), truth), stock))
+
+
+def checked_steps(model: Path, settings: Settings, steps: list[list[Sample]]) -> None:
+    """On every rank: train, and compare copies of gradients and weights bit for bit."""
+    assembly = assemble(model, settings)
+    arguments = {"packed": settings.data.packing, "vision": assembly.architecture.vision}
+    for number, samples in enumerate(steps, 1):
+        batches = shard_samples(samples, assembly.place, settings.parallel, **arguments)
+        assert train_step(assembly, batches, learning_rate=1e-2, checked_step=number).updated
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2, overlaps", "tp2 sp", "cp2 tp2 sp, packed", "tp2 pp2 dp2 sp, overlaps, fusions"]
+)
+def test_copies_stay_the_same(pool, model_dir, layout):
+    """Gradients of an encoder whose pictures were dealt are the same on all ranks, and so are its weights; whatever
+    micro-batches of a step have pictures."""
+    model, (chosen, *_) = model_dir("qwen3_vl", num_hidden_layers=NUM_LAYERS), LAYOUTS[layout]
+    text = random_samples(301, LENGTHS, vision=load_architecture(model).vision)
+    steps = [samples_of(model, "mixed"), samples_of(model, "every other row"), text, samples_of(model, "a video")]
+    pool.run(chosen.world_size, checked_steps, model, chosen.settings(), steps)
