@@ -1,10 +1,13 @@
 """Three optimizer steps with a part of the model frozen: what is frozen stays as it was, bit for bit, and what is
-trained becomes what Transformers and torch.optim make of it with the same parameters frozen."""
+trained becomes what Transformers and torch.optim make of it with the same parameters frozen, each part at its own
+learning rate."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,20 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, 
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.save import save_weights
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.settings import Settings
+from megatune.config.settings import PrecisionSettings, Settings
 from megatune.engine.model import gather_parameters
+from megatune.engine.optimizer import load_scalars, scalars, step
+from megatune.engine.step import forward_backward
+from megatune.families import load_architecture
+from megatune.objectives.language_model import CrossEntropy
 from megatune.training.train_step import train_step
 from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors, compute_reference, load_reference_model
-from megatune.verify.samples import Sample, random_samples
+from megatune.verify.samples import Sample, SamplePicture, random_samples
 
 STEPS, ROWS, ACCUMULATION = 3, 8, 4
 NUM_LAYERS = 4
@@ -42,10 +50,36 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "last layer and words": FREEZE | {"freeze_trainable_layers": 1, "freeze_extra_modules": ["embed_tokens"]},
     "output layer alone": FREEZE | {"freeze_trainable_layers": 0, "freeze_extra_modules": ["lm_head"]},
 }
+# The eighth combination trains nothing, and is refused.
+SWITCHES = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
+COMBINATIONS = [values for values in product((False, True), repeat=3) if not all(values)]
+SELECTIONS |= {
+    f"frozen: {', '.join(name for name, is_frozen in zip(SWITCHES, values, strict=True) if is_frozen) or 'nothing'}":
+    dict(zip(SWITCHES, values, strict=True))
+    for values in COMBINATIONS
+}  # fmt: skip
+OF_PICTURES = list(SELECTIONS)[-len(COMBINATIONS) :]
+SELECTIONS |= {
+    "deepstack mergers alone": dict.fromkeys(SWITCHES, True) | {"freeze_deepstack_mergers": False},
+    "all but deepstack mergers": dict.fromkeys(SWITCHES, False) | {"freeze_deepstack_mergers": True},
+    "last layer, encoder and mergers": FREEZE | {"freeze_trainable_layers": 1} | dict.fromkeys(SWITCHES[:2], False),
+}
+RATES = {"vision_lr": 3e-4, "merger_lr": 2e-3}
 
 
 def trained_by_llamafactory(name: str, settings: FinetuningSettings) -> bool:
-    """LLaMA-Factory's _setup_freeze_tuning (model/adapter.py) for a parameter of Transformers, by whole modules."""
+    """LLaMA-Factory's _setup_full_tuning and _setup_freeze_tuning (model/adapter.py) for a parameter, by whole
+    modules."""
+    if (part := part_of(name)) != "language":
+        deepstack = settings.freeze_deepstack_mergers
+        frozen = {
+            "tower": settings.freeze_vision_tower,
+            "projector": settings.freeze_multi_modal_projector,
+            "deepstack": settings.freeze_vision_tower if deepstack is None else deepstack,
+        }
+        return not frozen[part]
+    if settings.finetuning_type == "full" or settings.freeze_language_model:
+        return not settings.freeze_language_model
     count = settings.freeze_trainable_layers
     if settings.use_llama_pro:
         stride = NUM_LAYERS // count
@@ -60,8 +94,18 @@ def trained_by_llamafactory(name: str, settings: FinetuningSettings) -> bool:
     return int(inside[1]) in layers and (asked == ["all"] or inside[2] in asked)
 
 
-def step_samples(index: int) -> list[Sample]:
-    return random_samples(301, [17 + index, 5, 30, 12, 9, 25 - index, 21, 8], seed=index)
+def part_of(name: str) -> str:
+    if "visual." not in name:
+        return "language"
+    return "deepstack" if "deepstack" in name else "projector" if ".merger." in name else "tower"
+
+
+def step_samples(index: int, vision: Vision | None = None) -> list[Sample]:
+    """Rows; of a vision-language model two images, none, a video, none, and then text alone."""
+    lengths = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8]
+    images = [SamplePicture("image", (1, 4, 6), seed=index), SamplePicture("image", (1, 2, 2), seed=index + 10)]
+    video = SamplePicture("video", (2, 4, 4), seed=index + 20, seconds_per_grid=1.0)
+    return random_samples(301, lengths, seed=index, pictures=(images, (), [video]), vision=vision)
 
 
 Tensors = dict[str, Tensor]
@@ -72,29 +116,38 @@ def plain_steps(model_dir) -> Iterator[Callable[..., tuple[Tensors, Tensors, set
     """Weights before and after the steps by Transformers, and the names of those that are trained; computed once."""
     made: dict[Any, tuple[Tensors, Tensors, set[str]]] = {}
 
-    def make(family: str, tied: bool, selection: str) -> tuple[Tensors, Tensors, set[str]]:
-        key = family, tied, selection
+    def make(family: str, tied: bool, selection: str, **rates: float) -> tuple[Tensors, Tensors, set[str]]:
+        key = family, tied, selection, *rates.items()
         if key not in made:
-            made[key] = _plain_steps(model_dir(family, tied=tied), FinetuningSettings(**SELECTIONS[selection]))
+            made[key] = _plain_steps(model_dir(family, tied=tied), FinetuningSettings(**SELECTIONS[selection]), rates)
         return made[key]
 
     return make
 
 
-def _plain_steps(model_dir: Path, selection: FinetuningSettings) -> tuple[Tensors, Tensors, set[str]]:
+def _plain_steps(
+    model_dir: Path, selection: FinetuningSettings, rates: dict[str, float]
+) -> tuple[Tensors, Tensors, set[str]]:
     model = load_reference_model(model_dir, torch.float32)
+    vision = load_architecture(model_dir).vision
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained_by_llamafactory(name, selection))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = checkpoint_tensors(model, {n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
     before = _copy(model)
+    rate_of = {"tower": "vision_lr", "projector": "merger_lr", "deepstack": "merger_lr", "language": "learning_rate"}
     groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": ADAM["weight_decay"]},
-        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+        {
+            "params": [parameter],
+            "weight_decay": ADAM["weight_decay"] if parameter.dim() > 1 else 0.0,
+            "lr": (ADAM | rates).get(rate_of[part_of(name)], ADAM["learning_rate"]),
+        }
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     ]
     optimizer = torch.optim.AdamW(groups, ADAM["learning_rate"], (0.9, ADAM["adam_beta2"]), ADAM["adam_epsilon"])
     for index in range(STEPS):
-        compute_reference(model, step_samples(index))
+        compute_reference(model, step_samples(index, vision))
         torch.nn.utils.clip_grad_norm_(trained, ADAM["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
@@ -113,7 +166,7 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> int:
     for index in range(STEPS):
         train(assembly, settings, index, checked=True)
     gather_parameters(assembly.model)
-    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place)
+    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
     parameters = [local.parameter for local in assembly.parameters]
     with_gradient = [one for one in parameters if hasattr(one, "main_grad")]
     assert with_gradient == [one for one in parameters if one.requires_grad]
@@ -123,9 +176,9 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> int:
 def train(assembly: Assembly, settings: Settings, index: int, *, checked: bool = False) -> None:
     accumulation = min(ACCUMULATION, ROWS // assembly.place.dp_size)
     rows = ROWS // (accumulation * assembly.place.dp_size)
-    packed = settings.data.packing
+    vision = assembly.architecture.vision
     batches = shard_samples(
-        step_samples(index), assembly.place, settings.parallel, micro_batch_size=rows, packed=packed
+        step_samples(index, vision), assembly.place, settings.parallel, micro_batch_size=rows, vision=vision
     )
     rate = settings.optimizer.learning_rate
     assert train_step(assembly, batches, learning_rate=rate, checked_step=index + 1 if checked else None).updated
@@ -187,6 +240,51 @@ def test_frozen_weights_stay_and_the_others_are_trained(
     assert_frozen_and_trained(saved(tmp_path), *plain_steps(family, tied, selection))
 
 
+def layer_passes(model_dir: Path, settings: Settings) -> dict[int, set[tuple[bool, bool]]]:
+    """On every rank: of passes through each layer, by its number from 0, whether autograd looked on and whether what
+    went in had a gradient."""
+    assembly = assemble(model_dir, settings)
+    seen: dict[int, set[tuple[bool, bool]]] = {}
+
+    def note(layer: Any, arguments: Any, named: dict[str, Any]) -> None:
+        passes = seen.setdefault(layer.layer_number - 1, set())
+        passes.add((torch.is_grad_enabled(), named["hidden_states"].requires_grad))
+
+    for chunk in assembly.model:
+        for layer in chunk.module.decoder.layers:
+            layer.register_forward_pre_hook(note, with_kwargs=True)
+    batches = shard_samples(random_samples(301, [12, 12]), assembly.place, settings.parallel)
+    forward_backward(assembly.model, batches, CrossEntropy())
+    return seen
+
+
+_NO_INPUT, _INPUT = {(True, False)}, {(True, True)}
+_RECOMPUTED = {(False, True), (True, True)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "selection", "expected"),
+    [
+        ("1", "last layer", [_NO_INPUT] * 4),
+        ("1", "second and fourth", [_NO_INPUT, _NO_INPUT, _INPUT, _INPUT]),
+        # What a stage receives has no gradient either.
+        ("pp2", "last layer", [_NO_INPUT] * 4),
+        ("pp4", "second and fourth", [_NO_INPUT, _NO_INPUT, _INPUT, _INPUT]),
+        ("recompute full", "last layer", [_NO_INPUT] * 3 + [_RECOMPUTED]),
+        ("recompute full, 2 layers", "last layer", [_NO_INPUT] * 2 + [_RECOMPUTED] * 2),
+        ("recompute full, 2 layers", "second and fourth", [_RECOMPUTED] * 4),
+        ("pp2, recompute full", "second and fourth", [_NO_INPUT] + [_RECOMPUTED] * 3),
+    ],
+)
+def test_layers_before_the_first_trained_one_take_no_part_in_the_backward_pass(
+    pool, model_dir, layout, selection, expected
+):
+    chosen = DENSE.get(layout) or LAYOUTS[layout]
+    settings = settings_of(chosen, selection)
+    answers = pool.run(chosen.world_size, layer_passes, model_dir("qwen2"), settings)
+    assert {layer: passes for answer in answers for layer, passes in answer.items()} == dict(enumerate(expected))
+
+
 EXPERTS = {
     **{name: EXPERT_LAYOUTS[name] for name in ("1", "ep2", "ep2 etp1 tp2 sp", "ep2 pp2 vpp2")},
     "ep2 pp2 dp4, overlaps, fusions": MORE_EXPERT_LAYOUTS["ep2 pp2 dp4, overlaps, fusions"],
@@ -209,3 +307,89 @@ def test_experts_are_frozen_and_trained(pool, model_dir, plain_steps, tmp_path, 
     found = saved(tmp_path)
     before, after, trained = plain_steps(family, False, selection)
     assert_frozen_and_trained({name: found[name] for name in before}, before, after, trained)
+
+
+def scaled_steps(model_dir: Path, settings: Settings) -> tuple[bool, float, bool, float]:
+    """On every rank: whether a step in fp16 in which one rank's gradient overflows updated, the loss scale after it,
+    whether the next one did, and its norm."""
+    assembly = assemble(model_dir, settings)
+    start = {"loss_scale": 2.0**12, "hysteresis_tracker": 1, "growth_tracker": 5}
+    load_scalars(assembly.optimizer, scalars(assembly.optimizer) | start)
+    batches = shard_samples(random_samples(301, [12] * 4), assembly.place, settings.parallel)
+    forward_backward(assembly.model, batches, CrossEntropy())
+    if assembly.place.rank == assembly.place.world_size - 1:
+        trained = next(local.parameter for local in assembly.parameters if local.parameter.requires_grad)
+        trained.main_grad.view(-1)[-1] = math.inf
+    updated, _ = step(assembly.optimizer, 1e-4)
+    scale = scalars(assembly.optimizer)["loss_scale"]
+    forward_backward(assembly.model, batches, CrossEntropy())
+    return updated, scale, *step(assembly.optimizer, 1e-4)
+
+
+@pytest.mark.parametrize("layout", [MORE_LAYOUTS["pp4"], Layout(4, _PP2), EXPERT_LAYOUTS["ep2 pp2"]])
+def test_stages_without_trained_weights_follow_the_loss_scale(pool, model_dir, layout):
+    settings = settings_of(layout, "last layer").model_copy(update={"precision": PrecisionSettings(fp16=True)})
+    found = pool.run(
+        4,
+        scaled_steps,
+        model_dir("qwen3_moe" if "expert_model_parallel_size" in layout.parallel else "qwen3"),
+        settings,
+    )
+    assert found == [found[0]] * 4
+    assert found[0][:3] == (False, 2.0**11, True)
+    assert 0 < found[0][3] < math.inf
+
+
+def biases(model_dir: Path, settings: Settings) -> dict[int, bool]:
+    """On every rank: whether the bias that a layer's experts are chosen by has moved in two steps."""
+    assembly = assemble(model_dir, settings)
+    held = {local.layer: local.parameter for local in assembly.parameters if local.weight.is_buffer}
+    before = {layer: bias.clone() for layer, bias in held.items()}
+    for index in range(2):
+        train(assembly, settings, index)
+    return {layer: not torch.equal(bias, before[layer]) for layer, bias in held.items()}
+
+
+def test_routers_of_frozen_layers_keep_their_bias(pool, model_dir):
+    layout = Layout(2, EXPERT_LAYOUTS["ep2"].parallel, experts={"moe_router_bias_update_rate": 0.01})
+    settings = settings_of(layout, "second and fourth")
+    assert pool.run(2, biases, model_dir("deepseek_v3"), settings) == [{1: True, 2: False, 3: True}] * 2
+
+
+PICTURES = {
+    **{name: LAYOUTS[name] for name in ("1", "tp2 sp", "pp2")},
+    "tp2 pp2 dp2 sp, overlaps, fusions": MORE_LAYOUTS["tp2 pp2 dp2 sp, overlaps, fusions"],
+    "cp2 p2p": SEQUENCE_LAYOUTS["cp2 p2p"],
+    "recompute full": Layout(1, recompute=FULL),
+}
+PICTURE_CASES = [
+    *(("qwen3_vl", selection, layout) for selection in OF_PICTURES
+      for layout in ("pp2", "tp2 pp2 dp2 sp, overlaps, fusions")),
+    *(("qwen3_vl", selection, layout) for selection in (OF_PICTURES[0], OF_PICTURES[-1])
+      for layout in ("1", "cp2 p2p", "recompute full")),
+    *((family, selection, "tp2 sp") for family in ("qwen2_vl", "qwen2_5_vl") for selection in OF_PICTURES),
+    *(("qwen3_vl", selection, layout) for selection in list(SELECTIONS)[-3:]
+      for layout in ("pp2", "tp2 pp2 dp2 sp, overlaps, fusions", "recompute full")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "selection", "layout"), PICTURE_CASES)
+def test_parts_of_vision_language_models(pool, model_dir, plain_steps, tmp_path, family, selection, layout):
+    settings = settings_of(PICTURES[layout], selection)
+    pool.run(PICTURES[layout].world_size, engine_steps, model_dir(family), settings, tmp_path)
+    assert_frozen_and_trained(saved(tmp_path), *plain_steps(family, False, selection))
+
+
+@pytest.mark.parametrize("selection", OF_PICTURES)
+def test_parts_of_a_vision_language_model_with_experts(pool, model_dir, plain_steps, tmp_path, selection):
+    settings = settings_of(EXPERT_LAYOUTS["ep2"], selection)
+    pool.run(2, engine_steps, model_dir("qwen3_vl_moe"), settings, tmp_path)
+    assert_frozen_and_trained(saved(tmp_path), *plain_steps("qwen3_vl_moe", False, selection))
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2 pp2 dp2 sp, overlaps, fusions"])
+def test_parts_have_learning_rates_of_their_own(pool, model_dir, plain_steps, tmp_path, layout):
+    """On a stage without an encoder, too, all ranks have the same groups of parameters."""
+    settings = settings_of(PICTURES[layout], "frozen: nothing", **RATES)
+    pool.run(PICTURES[layout].world_size, engine_steps, model_dir("qwen3_vl"), settings, tmp_path)
+    assert_frozen_and_trained(saved(tmp_path), *plain_steps("qwen3_vl", False, "frozen: nothing", **RATES))

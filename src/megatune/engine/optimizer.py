@@ -13,16 +13,24 @@ from typing import Any, TypeAlias
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    clip_grads,
+    distrib_optimizer,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
 from megatune.engine import groups
 from megatune.engine.adam import FusedAdam
+from megatune.families.weights import Stack
 
 # The optimizer as the rest of the project sees it.
 Optimizer: TypeAlias = ChainedOptimizer
@@ -96,7 +104,8 @@ def build_optimizer(
         use_distributed_optimizer=shards_optimizer(parallel),
         overlap_param_gather=parallel.overlap_param_gather,
     )
-    optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    overrides = get_standard_config_overrides(config) | dict(_own_learning_rates(settings))
+    optimizer = get_megatron_optimizer(config, model, overrides, use_gloo_process_groups=False)
     if precision.fp16:
         scale = SharedLossScale(config)
         for part in optimizer.chained_optimizers:
@@ -110,6 +119,17 @@ def build_optimizer(
     model[0].config.grad_scale_func = lambda loss: scale_loss()(loss)  # type: ignore[misc]
     _init_state(optimizer, settings)
     return optimizer
+
+
+def _own_learning_rates(settings: OptimizerSettings) -> Iterator[tuple[ParamKey, Any]]:
+    """Yield by which factor of the learning rate the parts that have their own one learn."""
+    for rate, stacks in (
+        (settings.vision_lr, {Stack.VISION}),
+        (settings.merger_lr, {Stack.PROJECTOR, Stack.DEEPSTACK}),
+    ):
+        if rate is not None:
+            is_ours = ParamPredicate(str(stacks), lambda parameter, stacks=stacks: parameter.stack in stacks)  # type: ignore[misc]
+            yield ParamKey(predicate=is_ours), {"lr_mult": rate / settings.learning_rate}
 
 
 def shards_optimizer(parallel: ParallelSettings) -> bool:

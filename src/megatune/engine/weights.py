@@ -57,5 +57,7 @@ def mark_weights(chunk: torch.nn.Module, architecture: Architecture) -> None:
         marked.tensor_model_parallel = weight.partition_dim is not None or weight.per_expert
         marked.partition_dim = -1 if weight.partition_dim is None else weight.partition_dim
         marked.partition_stride = len(weight.hf) if weight.layout is TensorLayout.GATE_UP else 1
+        # By which they may have a learning rate of their own.
+        marked.stack = weight.stack
         # Gradients of experts are summed over the ranks that hold the same ones, not over all replicas.
         marked.allreduce = not weight.per_expert

@@ -13,6 +13,12 @@ from megatune.families.weights import Stack, Weight, layers_of
 ALL_MODULES = "all"
 # Hidden states of the last layer come to these; all other weights outside of layers are before the first one.
 _BEHIND_LAYERS = (FINAL_NORM.engine, OUTPUT_LAYER.engine)
+_NAMES = {
+    Stack.VISION: "vision tower",
+    Stack.PROJECTOR: "projector",
+    Stack.DEEPSTACK: "deepstack mergers",
+    Stack.DECODER: "language model",
+}
 
 
 class Selection(Protocol):
@@ -104,4 +110,22 @@ def first_trained_layer(architecture: Architecture, selection: Selection) -> int
             found = min(found, layer)
         elif weight.engine not in _BEHIND_LAYERS:
             return -1
+    return found
+
+
+def frozen_parts(architecture: Architecture, selection: Selection) -> list[str]:
+    """Name the stacks that are frozen; of a decoder that is trained in part, what of it is not."""
+    stacks = {weight.stack for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
+    trained = {weight.stack for weight, _ in trained_weights(architecture, selection)}
+    found = [name for stack, name in _NAMES.items() if stack in stacks - trained]
+    if selection.finetuning_type == "freeze" and Stack.DECODER in trained:
+        layers = _trained_layers(architecture.num_layers, selection)
+        numbers = f"{layers[0]} to {layers[-1]}" if layers[2:] and layers.step == 1 else ", ".join(map(str, layers))
+        asked = selection.freeze_trainable_modules
+        inside = "" if ALL_MODULES in asked else f" ({', '.join(asked)})"
+        kept = [
+            *([f"layer{'s' * (len(layers) > 1)} {numbers}{inside}"] if layers and asked else []),
+            *selection.freeze_extra_modules,
+        ]
+        found.append(f"{_NAMES[Stack.DECODER]} but for {', '.join(kept)}")
     return found

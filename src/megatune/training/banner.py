@@ -15,8 +15,10 @@ from megatune.engine import device
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.attention.choice import describe
 from megatune.engine.optimizer import shards_optimizer
+from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
 from megatune.plan.flops import num_parameters
+from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.loop import Trainer
 from megatune.training.profiling import profile_dir, profiled_ranks
 
@@ -33,6 +35,8 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         f"model      {settings.model.model_name_or_path}{version}: {architecture.model_type}, "
         f"{architecture.num_layers} layers, {num_parameters(architecture):,} parameters"
     )
+    if trained := _trained(settings, architecture):
+        yield f"trained    {trained}"
     yield (
         f"layout     {' × '.join(_layout(parallel, place, architecture))} on {place.world_size} × {device.name()} "
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
@@ -62,6 +66,18 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""
         numbers = ", ".join(map(str, ranks))
         yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
+
+
+def _trained(settings: Settings, architecture: Architecture) -> str:
+    """Say how much is trained, what is frozen, and what has a learning rate of its own; "" where all is alike."""
+    frozen, optimizer = frozen_parts(architecture, settings.finetuning), settings.optimizer
+    rates = {"vision tower": optimizer.vision_lr, "mergers": optimizer.merger_lr}
+    own = [f"{part} at a highest learning rate of {rate:g}" for part, rate in rates.items() if rate is not None]
+    if not frozen and not own:
+        return ""
+    trained, all_of_them = num_trained_parameters(architecture, settings.finetuning), num_parameters(architecture)
+    parts = [f"{trained:,} of {all_of_them:,} parameters", *([f"frozen: {', '.join(frozen)}"] if frozen else []), *own]
+    return "; ".join(parts)
 
 
 def _layout(parallel: ParallelSettings, place: RankCoordinates, architecture: Architecture) -> Iterator[str]:

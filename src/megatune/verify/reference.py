@@ -131,7 +131,7 @@ def compute_reference(
             loss = torch.nn.functional.cross_entropy(
                 output[:-1].float(), labels, reduction="sum", ignore_index=IGNORE_INDEX
             )
-        if gradients:
+        if loss.requires_grad:  # a row without pictures trains nothing of a frozen decoder
             (loss * (loss_scale / total)).backward()
         logits.append(output.detach().cpu())
         loss_sum += loss.item()

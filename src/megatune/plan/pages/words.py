@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatune.config.groups.performance import RecomputeSettings
+from megatune.families.trained import frozen_parts
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
@@ -233,17 +234,12 @@ def picture_words(case: Case) -> str:
 def trained_words(case: Case) -> str:
     """Say what is trained, and in which precision."""
     trainable = case.settings.finetuning
-    is_lora, text = trainable.finetuning_type == "lora", "full fine-tuning"
-    if is_lora:
+    architecture = case.model.architecture
+    if trainable.finetuning_type == "lora":
         text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_layers)}"
-    if has_vision := case.model.architecture.vision is not None:
-        parts = {
-            "vision tower": trainable.freeze_vision_tower,
-            "projector": trainable.freeze_multi_modal_projector,
-            "language model": trainable.freeze_language_model,
-        }
-        frozen = ", ".join(name for name, is_frozen in parts.items() if is_frozen)
-        text += f", frozen: {frozen}" if frozen else ""
-    if is_lora or has_vision:
-        text += f", {amount(num_trained_parameters(case.model.architecture, trainable))} parameters"
+    else:
+        frozen = ", ".join(frozen_parts(architecture, trainable))
+        text = f"{trainable.finetuning_type} fine-tuning{f', frozen: {frozen}' if frozen else ''}"
+    if trainable.finetuning_type != "full" or architecture.vision is not None:
+        text += f", {amount(num_trained_parameters(architecture, trainable))} parameters"
     return f"{text}, {case.settings.precision.params_dtype}"

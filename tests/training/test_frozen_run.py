@@ -1,0 +1,134 @@
+"""Runs of which a part of the model is frozen: what they say and save, and that a resume is exact."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from runs import assert_same_tensors, metrics, settings_of, tensors, train
+
+from megatune.config.settings import Settings
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.errors import MegatuneError
+
+# Of four layers the last one, on the second stage of two, and the norm behind it.
+FREEZE = {"finetuning_type": "freeze", "freeze_trainable_layers": 1, "freeze_extra_modules": ["norm"]}
+STEPS = {"max_steps": 6, "save_steps": 3}
+PP2 = {"pipeline_model_parallel_size": 2}
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash_at: int | None = None) -> None:
+    assert pool.run(world_size, train, settings, folder, crash_at) == [0 if crash_at is None else -1] * world_size
+
+
+def names(folder: Path) -> set[str]:
+    return {name.partition("/")[2] for name in tensors(folder)}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fp32, one process": (1, {}),
+    "bf16, pp2 dp2, overlaps": (4, {**PP2, **OVERLAPS, "gradient_accumulation_steps": 2, "bf16": True}),
+    "sgd, dp2, whole optimizer": (
+        2,
+        {
+            "optimizer": "sgd",
+            "use_distributed_optimizer": False,
+            "learning_rate": 0.05,
+            "gradient_accumulation_steps": 2,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_resume_over_three_steps_is_exact(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
+    world_size, changes = LAYOUTS[name]
+    whole, crashed = (
+        settings_of(model, tmp_path / each, **FREEZE, **STEPS, **changes) for each in ("whole", "crashed")
+    )
+    run(pool, world_size, whole, tmp_path)
+    run(pool, world_size, crashed, tmp_path, crash_at=5)
+    run(pool, world_size, crashed, tmp_path)
+    assert_same_tensors(tmp_path / "whole", tmp_path / "crashed")
+    assert_same_tensors(tmp_path / "whole/checkpoint-6/training", tmp_path / "crashed/checkpoint-6/training")
+    one, other = metrics(tmp_path / "whole"), metrics(tmp_path / "crashed")
+    assert [one[step]["grad_norm"] for step in one] == [other[step]["grad_norm"] for step in one]
+    # What is frozen is the model's own, and has no optimizer state.
+    before, after = tensors(model), tensors(tmp_path / "whole")
+    trained = {name for name in after if name.startswith(("model.layers.3.", "model.norm."))}
+    dtype = next(iter(after.values())).dtype
+    assert {name for name in after if not torch.equal(after[name], before[name].to(dtype))} == trained
+    assert names(tmp_path / "whole/checkpoint-6/training") == trained
+
+
+def test_a_run_goes_on_in_another_layout(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    run(pool, 1, settings_of(model, tmp_path / "straight", **FREEZE, **STEPS), tmp_path)
+    pipeline = {**PP2, **OVERLAPS, "gradient_accumulation_steps": 2}
+    run(pool, 4, settings_of(model, tmp_path / "out", **FREEZE, **STEPS, **pipeline), tmp_path, crash_at=5)
+    tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    run(pool, 2, settings_of(model, tmp_path / "out", **FREEZE, **STEPS, **tensor), tmp_path)
+    expected, seen = metrics(tmp_path / "straight"), metrics(tmp_path / "out")
+    assert [seen[step]["loss"] for step in expected] == pytest.approx(
+        [expected[step]["loss"] for step in expected], rel=1e-5
+    )
+
+
+def resume(settings: Settings, folder: Path) -> str:
+    """On every rank: what the run is refused with."""
+    try:
+        train(settings, folder)
+    except MegatuneError as error:
+        return f"{error.exit_code:d} {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "it has no optimizer state of"),
+        (
+            FREEZE | {"freeze_extra_modules": ["norm", "embed_tokens"]},
+            "it has no optimizer state of 1 tensors, such as model.embed_tokens",
+        ),
+        (
+            FREEZE | {"freeze_extra_modules": []},
+            "it has some that this run would freeze, of 1 tensors, such as model.norm",
+        ),
+    ],
+    ids=["all", "more", "less"],
+)
+def test_a_resume_that_trains_other_weights_is_refused(
+    changes: dict[str, Any], why: str, pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    run(pool, 1, settings_of(model, tmp_path / "out", **FREEZE, **STEPS), tmp_path, crash_at=4)
+    for found in pool.run(2, resume, settings_of(model, tmp_path / "out", **changes, **STEPS, **PP2), tmp_path):
+        assert found.startswith("64 "), found
+        assert "other weights were trained than this run trains" in found
+        assert why in found
+
+
+def said(settings: Settings, folder: Path) -> list[str]:
+    """On a rank: the lines that a run prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert train(settings, folder) == 0
+    return out.getvalue().splitlines()
+
+
+def test_a_run_says_what_is_trained(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    lines = pool.run(1, said, settings_of(model, tmp_path / "out", **FREEZE, max_steps=1), tmp_path)[0]
+    (line,) = [line for line in lines if line.startswith("trained ")]
+    before = tensors(model)
+    count = sum(one.numel() for name, one in before.items() if name.startswith(("model.layers.3.", "model.norm.")))
+    total = sum(one.numel() for one in before.values())
+    assert line == f"trained    {count:,} of {total:,} parameters; frozen: language model but for layer 3, norm"
