@@ -259,6 +259,8 @@ def test_how_it_is_launched(run: Run) -> None:
         (("run.yaml", "--link", "nvlink4"), 64, ["--link without --gpu"]),
         (("run.yaml", *GPUS, "--launch", "ssh"), 64, ["--launch torchrun or slurm"]),
         (("run.yaml", *GPUS, "freeze_trainable_layers=4"), 64, ["freeze_trainable_layers with finetuning_type: full"]),
+        (("run.yaml", *GPUS, "finetuning_type=freeze", "freeze_trainable_layers=99"), 64,
+         ["freeze_trainable_layers 99: the model has"]),
         (("run.yaml", *GPUS, "freeze_vision_tower=maybe"), 64, ["freeze_vision_tower is 'maybe'"]),
     ],
 )  # fmt: skip

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from activation_cases import activation_bytes
 
 from megatune.architecture import Vision
+from megatune.config.load import load
+from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings
+from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
+from megatune.plan.catalogue.models import _published
 from megatune.plan.changes.variation import with_settings
+from megatune.plan.estimate import estimate
 from megatune.plan.flops import model_flops
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.operators.vision import Images, images_of
+from megatune.plan.pages.words import trained_words
+from megatune.plan.run.preflight import Preflight, preflight, with_pictures
+from megatune.plan.run.record import Measured, RunRecord
+from megatune.plan.search import SearchRequest, search
 from megatune.plan.time import communication, step_time
 from megatune.plan.time.communication import groups_of
 
@@ -171,3 +182,90 @@ def test_stages_without_the_encoder_hold_nothing_of_it():
     assert activation_bytes(make_case(PP2, TOWER), 1) == activation_bytes(make_case(PP2, tokens=0), 1)
     more = replace(make_case(PP2, TOWER), image_tokens=0)
     assert activation_bytes(make_case(PP2, TOWER), 0).activations > activation_bytes(more, 0).activations
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ((), "full fine-tuning, frozen: vision tower, projector, deepstack mergers, 8.19 B parameters, bfloat16"),
+        ((DEEPSTACK,), "full fine-tuning, frozen: vision tower, projector, 8.31 B parameters, bfloat16"),
+        ((TOWER, PROJECTOR), "full fine-tuning, 8.77 B parameters, bfloat16"),
+        (
+            (PROJECTOR, {"finetuning.freeze_language_model": True}),
+            "full fine-tuning, frozen: vision tower, deepstack mergers, language model, 40.1 M parameters, bfloat16",
+        ),
+        (
+            ({"finetuning.finetuning_type": "freeze"},),
+            "freeze fine-tuning, frozen: vision tower, projector, deepstack mergers, language model but for layers 34, "
+            "35, 386 M parameters, bfloat16",
+        ),
+    ],
+)
+def test_what_is_trained_is_named(changes, said):
+    assert trained_words(make_case(*changes)) == said
+
+
+def checked(folder: Path, machine: str = "a100-80g", **changes: Any) -> Preflight:
+    """Of Qwen3-VL-8B on eight devices, tp 2."""
+    (folder / "config.json").write_text(json.dumps(_published()["Qwen/Qwen3-VL-8B"][1]))
+    values = {"model_name_or_path": str(folder), "output_dir": "out", "dataset": "d", "template": "qwen3_vl_nothink",
+              "bf16": True, "cutoff_len": 4096, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
+              "tensor_model_parallel_size": 2, "sequence_parallel": True, "overlap_grad_reduce": True,
+              "overlap_param_gather": True, **changes}  # fmt: skip
+    loaded = load(None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+    return preflight(loaded, 8, (), find_machine(machine))
+
+
+def test_train_says_which_pictures_it_plans(tmp_path):
+    found = checked(tmp_path, image_max_pixels=451_584)
+    assert found.planned is not None
+    assert found.lines[2] == "plan       each row is taken to hold one image of 451,584 pixels: 441 tokens"
+    assert pictures(found.planned.case).tokens == 441
+    # Of rows that are there no more is assumed.
+    rows = with_pictures(found.planned.case, tokens=2000, largest=300)
+    assert rows.planned is not None
+    images = pictures(rows.planned.case)
+    assert (images.tokens, images.share, images.patches_of_image) == (2000, 4 * 300, 4 * 300)
+    words = "plan       rows hold at most 2,000 tokens of pictures, of which one has 300: memory: "
+    (line,) = rows.lines
+    assert line.startswith(words)
+    text = with_pictures(found.planned.case, tokens=0, largest=0)
+    assert "rows hold no pictures" in text.lines[0]
+    assert text.planned == estimate(replace(found.planned.case, image_tokens=0, largest_picture=0))
+
+
+@pytest.mark.parametrize("check", ["error", "warn"])
+def test_rows_whose_pictures_do_not_fit_end_a_run_before_its_model_is_made(tmp_path, check):
+    """They were taken to hold one image, and are full of one; the encoder is trained."""
+    planned = checked(tmp_path, freeze_vision_tower=False, memory_check=check).planned
+    assert planned is not None
+    machine = planned.case.machine
+    case = replace(planned.case, machine=replace(machine, device=replace(machine.device, memory=planned.fullest.total)))
+    assert estimate(case).fits
+    if check == "error":
+        with pytest.raises(MegatuneError, match="this run cannot fit") as caught:
+            with_pictures(case, tokens=4096, largest=4096)
+        assert caught.value.exit_code is ExitCode.SETTINGS
+    else:
+        first, second = with_pictures(case, tokens=4096, largest=4096).lines
+        assert "4,096 tokens of pictures" in first
+        assert second.startswith("warning    this run cannot fit")
+
+
+def test_pictures_of_a_finished_run_are_planned_as_they_were():
+    case = make_case(tokens=2000)
+    record = RunRecord(case=case, measured=Measured(counted="allocated", longest_row=4096, row_tokens=3000.5,
+                                                    picture_tokens=600.5, step_seconds=1.0))  # fmt: skip
+    memory, time = record.as_trained() or pytest.fail("it was trained")
+    assert memory.case.picture_tokens == 2000
+    assert (time.case.picture_tokens, time.case.settings.data.cutoff_len) == (601, 3001)
+
+
+def test_the_first_stage_of_a_layout_that_is_found_has_the_layers_that_deepstack_feeds():
+    case = make_case()
+    request = SearchRequest(model=case.model, machine=case.machine, world_size=64, settings=case.settings,
+                            global_batch_size=128)  # fmt: skip
+    result = search(request)
+    held = [pipeline_chunks(each.case.settings.parallel, 36)[0].num_layers for each in result.ranked + result.frontier]
+    assert min(held) >= 3
+    assert any("deepstack" in refusal.why for refusal in result.refused)
