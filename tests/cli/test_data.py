@@ -86,6 +86,7 @@ def test_preview(run: Run) -> None:
         (["run.yaml", "stage=pt", "--rows=1", "packing=false"], "H⟦i<|im_end|>⟧"),
         (["run.yaml", "--eval", "--val_size", "1"], "held out: 1 of the rows"),
         (["run.yaml", "--width", "30", "--no-color"], "── rows.jsonl row 1 \n"),
+        (["run.yaml", "--html", "page.html"], "\n\npage: page.html\n"),
     ],
 )
 def test_preview_flags(run: Run, words: list[str], says: str) -> None:

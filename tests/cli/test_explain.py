@@ -78,7 +78,7 @@ def test_lora_is_planned_before_it_is_built(file: str, capsys: pytest.CaptureFix
     held = [float(re.findall(r"null: ([\d.]+) of", text)[0]) for text in (full, lora)]
     assert held[1] < held[0] / 2
     assert main(["explain", file, "finetuning_type=lora"]) == ExitCode.SETTINGS
-    assert "only full fine-tuning is built" in capsys.readouterr().out
+    assert "full fine-tuning and freezing are built" in capsys.readouterr().out
 
 
 def test_a_run_that_nothing_was_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

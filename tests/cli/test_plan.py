@@ -258,6 +258,7 @@ def test_how_it_is_launched(run: Run) -> None:
         (("--calibrate", "no-such-run"), 66, ["no-such-run"]),
         (("run.yaml", "--link", "nvlink4"), 64, ["--link without --gpu"]),
         (("run.yaml", *GPUS, "--launch", "ssh"), 64, ["--launch torchrun or slurm"]),
+        (("run.yaml", *GPUS, "freeze_trainable_layers=4"), 64, ["freeze_trainable_layers with finetuning_type: full"]),
         (("run.yaml", *GPUS, "finetuning_type=freeze", "freeze_trainable_layers=99"), 64,
          ["freeze_trainable_layers 99: the model has"]),
         (("run.yaml", *GPUS, "freeze_vision_tower=maybe"), 64, ["freeze_vision_tower is 'maybe'"]),

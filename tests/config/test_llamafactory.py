@@ -82,7 +82,8 @@ OFF = [
     "account_for_loss_in_pipeline_split=false", "pipeline_model_parallel_layout=null", "calculate_per_token_loss=true",
     "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=false", "save_hf_model=true",
     "use_rslora=false", "create_new_adapter=false", "lora_rank=null", "lora_alpha=null", "adapter_name_or_path=null",
-    "finetuning_type=full", "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none",
+    "finetuning_type=full", "finetuning_type=freeze", "freeze_vision_tower=true",
+    "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none",
     "do_train=True",
 ]  # fmt: skip
 
@@ -95,11 +96,10 @@ def test_a_value_that_asks_for_nothing_passes(override):
 
 REFUSED = [
     "preprocessing_batch_size=64", "image_do_pan_and_scan=true", "crop_to_patches=true", "use_audio_in_video=true",
-    "freeze_vision_tower=true", "freeze_language_model=true", "finetuning_type=lora",
-    "finetuning_type=freeze", "report_to=wandb",
+    "finetuning_type=lora", "report_to=wandb",
     "report_to=tensorboard,swanlab", "trust_remote_code=true", "transformer_impl=transformer_engine",
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
-    "deepspeed=ds_z3.json", "lora_rank=8", "lora_target=all", "use_dora=true", "freeze_trainable_layers=2",
+    "deepspeed=ds_z3.json", "lora_rank=8", "lora_target=all", "use_dora=true",
     "adapter_name_or_path=out",
 ]  # fmt: skip
 
@@ -127,8 +127,8 @@ def test_messages_of_refused_keys(tmp_path):
         "    why: LoRA is not built yet\n"
         "    fix: remove lora_target\n"
         "run.yaml:2: finetuning_type: lora is not supported\n"
-        "    why: only full fine-tuning is built; LoRA and freezing are not yet\n"
-        "    fix: write finetuning_type: full\n"
+        "    why: full fine-tuning and freezing are built; LoRA is not yet\n"
+        "    fix: write finetuning_type: full, or freeze\n"
         "run.yaml:3: preprocessing_batch_size: 64 is not supported\n"
         "    why: how many rows are tokenised together changes no result here, and is chosen by the program\n"
         "    fix: remove preprocessing_batch_size, or write preprocessing_batch_size: 1000\n"

@@ -8,6 +8,7 @@ import pytest
 from test_rules import BASE, QWEN
 from test_rules import WRONG as WRONG_IN_RUNS
 from test_rules_data import WRONG as WRONG_IN_DATA
+from test_rules_finetuning import WRONG as WRONG_IN_FINETUNING
 
 from megatune.architecture import Architecture, MixtureOfExperts, Vision
 from megatune.config.load import load
@@ -432,7 +433,7 @@ def test_layouts_that_deepstack_is_told_are_valid(num_layers):
 
 def test_every_rule_is_tested():
     elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA)]
-    wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in WRONG)]
+    wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in (*WRONG, *WRONG_IN_FINETUNING))]
     wrong.append((QWEN, ["lora_rank=8"]))  # what is not built: test_llamafactory.py
     loaded = [(model, load(overrides=[*BASE, *overrides])) for model, overrides in wrong]
     contexts = [Context(each.settings, model, None, each.written) for model, each in loaded]

@@ -53,7 +53,8 @@ def test_columns_of_every_form(media: Path) -> None:
 
 def test_what_a_file_may_be(media: Path) -> None:
     content = base64.b64decode(PNG)
-    values = ["1.jpg", str(media / "2.jpg"), PNG, f"data:image/png;base64,{PNG}", {"bytes": content, "path": "x.png"}]
+    values: list[object] = ["1.jpg", f"file://{media}/2.jpg", PNG, f"data:image/png;base64,{PNG}"]
+    values.append({"bytes": content, "path": "x.png"})
     row = {"query": "<image>" * len(values), "response": "x", "images": values}
     data = PictureSource("image", data=content)
     held = PictureSource("image", "x.png", content)

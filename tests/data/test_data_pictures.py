@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hostile_videos import write_video
 from pictures_kit import Model, asks, draw, make_model, write_rows
 from PIL import Image
 
@@ -170,7 +171,7 @@ def test_processes_change_nothing(model: Model, data: Path, tmp_path: Path) -> N
     assert (counts.images, counts.videos) == (225, 75)
     assert counts.largest == max(p.num_tokens for row in alone.train for d in row for p in d.pictures)
     assert counts.tokens == sum(p.num_tokens for row in alone.train for d in row for p in d.pictures)
-    assert f"; 225 images and 75 videos with {counts.tokens} tokens, " in "\n".join(alone.report.lines())
+    assert f"; 225 images and 75 videos with {counts.tokens:,} tokens, " in "\n".join(alone.report.lines())
 
 
 def test_packed_rows_hold_their_pictures(model: Model, data: Path) -> None:
@@ -378,6 +379,20 @@ def test_a_template_that_leaves_a_picture_out(model: Model, data: Path) -> None:
     with pytest.raises(RowError) as caught:
         vision.expanded([([1, 2, 3], [4])], placed)
     assert caught.value.code == "picture-left-out"
+
+
+def test_videos_are_read(models: dict[str, Model], data: Path) -> None:
+    """By worker processes, too; measured and decoded by PyAV."""
+    write_video(data / "a.mp4", frames=20, size=(64, 48))
+    write_rows(data / "rows.jsonl", [asks("<video>What?", videos=["a.mp4"])])
+    for family, model in models.items():
+        ((document,),) = model.prepared(data, "rows.jsonl", preprocessing_num_workers=2).train
+        (video,) = document.pictures
+        source, measured = unpacked(video.packed)
+        assert source == PictureSource("video", str(data / "a.mp4"))
+        assert (video.is_video, len(measured.frames), video.grid[0]) == (True, 4, 2)
+        assert video.seconds_per_grid == measured.seconds_per_grid == 1.0
+        assert model.vision().processor.pixels(source, measured).shape[0] == measured.num_patches, family
 
 
 def test_huge_images_are_resized_by_the_settings(model: Model, data: Path) -> None:

@@ -69,7 +69,7 @@ def test_frames_of_a_video() -> None:
     [
         ("https://example.org/a.png", "picture-url"),
         ("S3://bucket/a.png", "picture-url"),
-        ("file:///a.png", "picture-url"),
+        ("ftp://a.png", "picture-url"),
         ("data:text/html,a", "picture-url"),
         (None, "bad-picture"),
         ("", "bad-picture"),

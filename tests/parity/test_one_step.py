@@ -18,14 +18,16 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, 
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatune.architecture import Architecture
 from megatune.bridge.assemble import assemble
 from megatune.bridge.save import save_weights
 from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import step
+from megatune.families import load_architecture
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.reference import checkpoint_tensors, compute_reference, load_reference_model
-from megatune.verify.samples import Sample, random_samples
+from megatune.verify.samples import Sample, random_pictures, random_samples
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 NUM_SAMPLES = 8
@@ -59,10 +61,11 @@ OPTIMIZERS["adam, larger epsilon"] = OPTIMIZERS["adam"] | {"adam_epsilon": 1e-6}
 TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "sgd": 1e-5}
 
 
-def step_samples(index: int) -> list[Sample]:
-    """The rows of one step, of lengths that no other step has."""
-    lengths = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8]
-    return random_samples(301, lengths, seed=index)
+def step_samples(index: int, architecture: Architecture) -> list[Sample]:
+    """The rows of one step, of lengths that no other step has; with pictures where the model takes any."""
+    lengths, vision = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8], architecture.vision
+    pictures = random_pictures(len(lengths), vision) if vision is not None else ()
+    return random_samples(301, lengths, seed=index, pictures=pictures, vision=vision)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def _plain_steps(
     else:
         optimizer = torch.optim.SGD(groups, settings["learning_rate"], settings["sgd_momentum"])
     for index in range(num_steps):
-        compute_reference(model, step_samples(index))
+        compute_reference(model, step_samples(index, load_architecture(model_dir)))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
         assert norm > settings["max_grad_norm"], "the step is to be clipped"
         optimizer.step()
@@ -116,13 +119,14 @@ def engine_steps(model_dir: Path, settings: Settings, num_steps: int, folder: Pa
     accumulation = min(ACCUMULATION, NUM_SAMPLES // assembly.place.dp_size)
     rows = NUM_SAMPLES // (accumulation * assembly.place.dp_size)
     for index in range(num_steps):
-        batches = shard_samples(step_samples(index), assembly.place, settings.parallel, micro_batch_size=rows)
+        samples, vision = step_samples(index, assembly.architecture), assembly.architecture.vision
+        batches = shard_samples(samples, assembly.place, settings.parallel, micro_batch_size=rows, vision=vision)
         assert len(batches) == accumulation
         measure_loss(assembly, batches)
         updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)
         assert updated
     gather_parameters(assembly.model)
-    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place)
+    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
 
 
 def saved(folder: Path) -> dict[str, Tensor]:
@@ -220,3 +224,16 @@ def test_three_steps_with_every_overlap(pool, plain_steps, model_dir, tmp_path, 
     """Updated parameters arrive during the next forward pass."""
     layout = MORE_LAYOUTS["tp2 pp2 vpp2 dp2 sp, overlaps, fusions"]
     assert_same_steps(pool, plain_steps, model_dir, layout, "qwen3", True, optimizer, 3, tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2 sp", "dp2, whole optimizer, grad overlap", "tp2 pp2 dp2 sp"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_one_step_with_pictures(pool, plain_steps, model_dir, tmp_path, family, layout):
+    """Encoder, mergers and decoder, under the names and arrangement of the checkpoint."""
+    chosen = {**LAYOUTS, **MORE_LAYOUTS}[layout]
+    assert_same_steps(pool, plain_steps, model_dir, chosen, family, False, "adam, larger epsilon", 1, tmp_path)
+
+
+def test_three_steps_with_pictures_and_every_overlap(pool, plain_steps, model_dir, tmp_path):
+    layout = MORE_LAYOUTS["tp2 pp2 dp2 sp, overlaps, fusions"]
+    assert_same_steps(pool, plain_steps, model_dir, layout, "qwen3_vl", True, "adam, larger epsilon", 3, tmp_path)

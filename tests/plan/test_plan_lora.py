@@ -1,8 +1,6 @@
-"""Adapters and frozen parts: counts that are known, and what they leave of gradients and optimizer."""
+"""Adapters: counts that are known, and what they leave of gradients and optimizer."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from exact_state import rank_state
 from layouts import Layout
 from model_sizes import tiny_config
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
 from megatune.plan.case import Case, PlannedModel
@@ -35,16 +33,10 @@ LLAMA_3_8B = Architecture(
     num_query_groups=8, kv_channels=128, vocab_size=128256, max_position_embeddings=8192, norm_epsilon=1e-5,
     rotary_base=5e5,
 )  # fmt: skip
-TOWER = Vision(
-    depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=64, patch_size=14,
-    spatial_merge_size=2, num_parameters=1000, num_projector_parameters=300,
-)  # fmt: skip
 
 
-def planned(
-    architecture: Architecture, layout: Layout, trainable: FinetuningSettings, vision: Vision | None = None
-) -> Case:
-    model = PlannedModel(name="model", architecture=replace(architecture, vision=vision))
+def planned(architecture: Architecture, layout: Layout, trainable: FinetuningSettings) -> Case:
+    model = PlannedModel(name="model", architecture=architecture)
     return Case(
         model=model, settings=layout.settings({}, _BF16).model_copy(update={"finetuning": trainable}),
         world_size=layout.world_size, machine=_MACHINE,
@@ -115,29 +107,3 @@ def test_adapters_alone_have_gradients_and_an_optimizer(world_size):
     # One scalar on each rank.
     assert sum(one.optimizer_state for one in states) == 8 * trained + 4 * world_size
     assert max(one.optimizer_state for one in states) == state_bytes(case, 0).optimizer_state
-
-
-@pytest.mark.parametrize(
-    ("trainable", "trained"),
-    [
-        (FinetuningSettings(), "language"),
-        (FinetuningSettings(freeze_language_model=True), ""),
-        (FinetuningSettings(freeze_language_model=True, freeze_vision_tower=False), "tower"),
-        (FinetuningSettings(freeze_language_model=True, freeze_multi_modal_projector=False), "projector"),
-        (FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False), "language tower projector"),
-    ],
-)
-def test_frozen_parts_have_weights_only(trainable, trained):
-    layout = Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
-    case, plain = planned(LLAMA_3_8B, layout, trainable, TOWER), planned(LLAMA_3_8B, layout, FinetuningSettings())
-    first, last = state_bytes(case, 0), state_bytes(case, 1)
-    language = [state_bytes(plain, stage) for stage in (0, 1)]
-    # The tower is whole on every rank of the first stage, and nowhere else.
-    assert [first.weights, last.weights] == [language[0].weights + 2 * 1300, language[1].weights]
-    parts = {"tower": 1000, "projector": 300}
-    beside = sum(size for part, size in parts.items() if part in trained)
-    held = [one.gradients if "language" in trained else 0 for one in language]
-    assert [first.gradients, last.gradients] == [held[0] + 4 * beside, held[1]]
-    assert first.master_weights == first.gradients
-    whole = num_parameters(LLAMA_3_8B) if "language" in trained else 0
-    assert num_trained_parameters(case.model.architecture, trainable) == whole + beside

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from megatune.config.entry import Arguments
     from megatune.config.settings import Settings
+    from megatune.data.vision import VisionInput
 
 _DESCRIPTION = "Show the rows that the data of a settings file becomes. Needs the model's tokenizer only."
 
@@ -25,6 +26,7 @@ _PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. S
     megatune data preview run.yaml --rows 1 packing=true cutoff_len=512
     megatune data preview --model_name_or_path Qwen3-0.6B --dataset my.jsonl --rows 5
     megatune data preview run.yaml --eval --no-color | less
+    megatune data preview run.yaml --rows 20 --html
 
 A row of a file is shown with its file and line. Only as many rows are read as are shown; packed rows are packed from
 the first 1000 samples."""
@@ -39,6 +41,7 @@ All rows are prepared, and kept in the cache: a training run with the same setti
 
 _DEFAULT_ROWS = 3
 _DEFAULT_PLOT = "data_stats.png"
+_DEFAULT_PAGE = "data_preview.html"
 _SMALLEST_WIDTH = 20
 
 
@@ -69,6 +72,8 @@ def _add_preview_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", action="store_true", help="a line for every token: position, id, label, text")
     parser.add_argument("--no-color", "--no_color", action="store_true",
                         help="mark what is trained as ⟦ ⟧, as without a terminal or with NO_COLOR set")  # fmt: skip
+    parser.add_argument("--html", nargs="?", const=_DEFAULT_PAGE, metavar="FILE.html",
+                        help=f"write a page, too, with small copies of pictures ({_DEFAULT_PAGE})")  # fmt: skip
     parser.add_argument("--width", type=int, metavar="W", help="break lines at this many columns (the terminal does)")
 
 
@@ -98,15 +103,18 @@ def preview(args: argparse.Namespace) -> int:
     settings = _settings(words, wrong)
     first = options.row or 1
     count = options.rows or (1 if options.row else _DEFAULT_ROWS)
-    tokenizer = _tokenizer(settings)
+    tokenizer, vision = _model_input(settings)
 
     from rich.console import Console
 
-    from megatune.data.preview import read_preview, show_preview
+    from megatune.data.preview import read_preview, show_preview, write_page
 
-    found = read_preview(settings, tokenizer, wanted=range(first, first + count), evaluation=options.eval)
+    found = read_preview(settings, tokenizer, vision, wanted=range(first, first + count), evaluation=options.eval)
     console = Console(width=options.width, no_color=options.no_color or None)
     show_preview(found, tokenizer, console, ids=options.ids, wraps=options.width is not None)
+    if options.html is not None:
+        write_page(found, tokenizer, Path(options.html))
+        print(f"\npage: {options.html}")
     return ExitCode.DONE
 
 
@@ -129,8 +137,8 @@ def stats(args: argparse.Namespace) -> int:
     from megatune.data.statistics.page import draw, lines
 
     refuse_streaming(settings)
-    tokenizer = _tokenizer(settings)
-    statistics = describe(settings, tokenizer, prepare(settings, tokenizer))
+    tokenizer, vision = _model_input(settings)
+    statistics = describe(settings, tokenizer, prepare(settings, tokenizer, vision=vision))
     print(statistics.to_json() if options.json else "\n".join(lines(statistics)))
     if options.plot is not None:
         draw(statistics, Path(options.plot))
@@ -158,7 +166,7 @@ def _settings(words: Arguments, wrong: list[Finding]) -> Settings:
     return settings
 
 
-def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+def _model_input(settings: Settings) -> tuple[PreTrainedTokenizerBase, VisionInput | None]:
     from megatune.hub.models import open_model
 
     model = settings.model
@@ -166,5 +174,7 @@ def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     folder = open_model(model.model_name_or_path, model.model_revision, model.cache_dir).tokenizer_dir()
 
     from megatune.data.encode import load_tokenizer
+    from megatune.data.vision import load_vision_input
 
-    return load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    return tokenizer, load_vision_input(folder, tokenizer, settings.data)

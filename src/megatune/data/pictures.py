@@ -111,14 +111,14 @@ class PictureCounts:
     of_row: int = 0
 
     def words(self) -> str:
-        """Write the counts as the end of a line about token rows, "" where there is no picture."""
+        """Write the counts in words, "" where there is no picture."""
         number = self.images + self.videos
         if not number:
             return ""
-        kinds = ((self.images, "images"), (self.videos, "videos"))
-        what = " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+        kinds = ((self.images, "image"), (self.videos, "video"))
+        what = " and ".join(f"{count:,} {kind}{'s' * (count > 1)}" for count, kind in kinds if count)
         mean = self.tokens / number
-        return f"; {what} with {self.tokens} tokens, {mean:.0f} each and {self.largest} at most"
+        return f"{what} with {self.tokens:,} tokens, {mean:,.0f} each and {self.largest:,} at most"
 
 
 class PictureTable:

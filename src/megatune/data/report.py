@@ -88,7 +88,9 @@ class TokenReport:
 
     def line(self) -> str:
         """Write the report in words."""
-        tokens = f"{self.tokens} tokens, {self.trained} of them trained{self.pictures.words()}"
+        tokens = f"{self.tokens} tokens, {self.trained} of them trained"
+        if pictures := self.pictures.words():
+            tokens += f"; {pictures}"
         if self.capacity is None:
             return f"{self.rows} token rows, {tokens}"
         return (

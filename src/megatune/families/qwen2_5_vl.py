@@ -12,9 +12,9 @@ FAMILY = replace(
     weights=(
         *as_decoder(qwen2.FAMILY.weights),
         PATCHES,
-        *ATTENTION,
         part(Stack.VISION, f"{LAYER}.norm1.weight", "hidden_size"),
         part(Stack.VISION, f"{LAYER}.norm2.weight", "hidden_size"),
+        *ATTENTION,
         *with_bias(Stack.VISION, f"{LAYER}.mlp.gate_proj", "intermediate_size", "hidden_size"),
         *with_bias(Stack.VISION, f"{LAYER}.mlp.up_proj", "intermediate_size", "hidden_size"),
         *with_bias(Stack.VISION, f"{LAYER}.mlp.down_proj", "hidden_size", "intermediate_size"),

@@ -33,8 +33,8 @@ FAMILY = replace(
     weights=(
         *as_decoder(qwen2.FAMILY.weights),
         PATCHES,
-        *ATTENTION,
         *LAYER_NORMS,
+        *ATTENTION,
         *with_bias(Stack.VISION, f"{LAYER}.mlp.fc1", "intermediate_size", "hidden_size"),
         *with_bias(Stack.VISION, f"{LAYER}.mlp.fc2", "hidden_size", "intermediate_size"),
         *with_bias(Stack.PROJECTOR, "merger.ln_q", "hidden_size"),

@@ -32,8 +32,8 @@ ENCODER = (
     PATCHES,
     part(Stack.VISION, "patch_embed.proj.bias", "hidden_size"),
     part(Stack.VISION, "pos_embed.weight", "num_position_embeddings", "hidden_size"),
-    *ATTENTION,
     *LAYER_NORMS,
+    *ATTENTION,
     *with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc1", "intermediate_size", "hidden_size"),
     *with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc2", "hidden_size", "intermediate_size"),
     # The last layer's merger normalizes patches, those of earlier layers what patches are merged to.

@@ -96,6 +96,7 @@ def picture_source(value: object, kind: Kind, media_dir: str) -> PictureSource:
     if not isinstance(value, str) or not value:
         what: Any = value if value is None or value == "" else type(value).__name__
         raise RowError("bad-picture", f"{kind}: neither a path, nor bytes, nor base64", f"it is {what!r}")
+    value = value.removeprefix("file://")
     if _DATA_URL.match(value):
         return PictureSource(kind, data=_from_base64(value.partition(",")[2], kind))
     if _URL.match(value) or value.startswith("data:"):

@@ -1,6 +1,7 @@
 """Rows as the model will see them, before anything is trained."""
 
+from megatune.data.preview.page import write_page
 from megatune.data.preview.rows import Preview, PreviewRow, RowDocument, read_preview
 from megatune.data.preview.show import show_preview
 
-__all__ = ["Preview", "PreviewRow", "RowDocument", "read_preview", "show_preview"]
+__all__ = ["Preview", "PreviewRow", "RowDocument", "read_preview", "show_preview", "write_page"]

@@ -18,8 +18,9 @@ from megatune.data.prepare import prepare
 from megatune.data.report import counted
 from megatune.data.rows import Arrangement, Document
 from megatune.data.samples import read_samples
-from megatune.data.sources import DatasetSource, resolve_datasets
+from megatune.data.sources import DatasetSource, media_dir_of, resolve_datasets
 from megatune.data.templates import stop_note
+from megatune.data.vision import VisionInput
 from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -86,11 +87,17 @@ class Preview:
 
 
 def read_preview(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, *, wanted: range, evaluation: bool = False
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionInput | None = None,
+    *,
+    wanted: range,
+    evaluation: bool = False,
 ) -> Preview:
     """Encode as few samples as the wanted rows need, and pack them where the run will.
 
     Args:
+        vision: what makes pictures into tokens; None for a language model.
         wanted: numbers of rows, from 1, of each data set; of packed rows, which mix the data sets, of all together.
         evaluation: show the rows that the run evaluates on.
 
@@ -105,9 +112,9 @@ def read_preview(
     if evaluation and not data.val_size and not data.eval_dataset:
         finding = Finding("--eval: nothing is evaluated on", fix="set val_size or eval_dataset")
         raise MegatuneError(finding, ExitCode.SETTINGS)
-    encoder = make_encoder(settings, tokenizer)
+    encoder = make_encoder(settings, tokenizer, vision)
     if evaluation and data.val_size:
-        preview = _held_out(settings, tokenizer, wanted)
+        preview = _held_out(settings, tokenizer, vision, wanted)
     else:
         sources = resolve_datasets(data.eval_dataset if evaluation else data.dataset, data.dataset_dir, stage)
         preview = (_packed if settings.packing else _single)(settings, sources, encoder, wanted)
@@ -191,6 +198,7 @@ def _usable(
         max_samples=data.max_samples,
         # What has no value is shown as it is written; a run would end with it.
         placeholders={placeholder: getattr(data, name) or placeholder for placeholder, name in PLACEHOLDERS.items()},
+        media_dir=media_dir_of(data) if encoder.vision is not None else None,
     )
     for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1):
         preview.read += 1
@@ -202,9 +210,11 @@ def _usable(
             yield tuple(RowDocument(sample.where, document, length=encoded.length) for document in encoded.documents)
 
 
-def _held_out(settings: Settings, tokenizer: PreTrainedTokenizerBase, wanted: range) -> Preview:
+def _held_out(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None, wanted: range
+) -> Preview:
     """Prepare all rows, once and for the run too: which ones val_size holds out is known when all are read."""
-    rows = prepare(settings, tokenizer).evaluation
+    rows = prepare(settings, tokenizer, vision=vision).evaluation
     assert rows is not None
     preview = Preview(rows.arrangement, total=len(rows))
     preview.notes.append(f"held out: {len(rows):,} of the rows; prepared rows do not know their lines")

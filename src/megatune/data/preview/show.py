@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatune.data.conversation import PLACEHOLDERS
+from megatune.data.preview.pictures import describe
 from megatune.data.preview.rows import Preview, PreviewRow, RowDocument
 from megatune.data.report import counted
 from megatune.data.rows import IGNORE_INDEX, Document
@@ -81,12 +82,13 @@ class _Page:
             yield Text(f"{_OPEN}trained{_CLOSE} context")
         for row in preview.rows:
             yield Text("")
-            yield self._heading(f"── {_title(row, preview)} ──")
+            yield self._heading(f"── {title(row, preview)} ──")
             if preview.arrangement == "pairs":
                 yield from self._pair(*row.documents)
             elif preview.arrangement == "packed":
                 yield from self._joined(row)
             else:
+                yield from self._pictures(row.documents[0].document)
                 yield self._shown(row.documents[0].document)
         if preview.bad:
             yield Text("")
@@ -101,11 +103,13 @@ class _Page:
             size = len(each.document.input_ids)
             place = f"positions 0 to {size - 1:,}{_start(each)}"
             yield self._heading(f"╌╌ sample {number}{_of(each)}: {counted(size, 'token')}, {place} ╌╌")
+            yield from self._pictures(each.document)
             yield self._shown(each.document)
 
     def _pair(self, chosen: RowDocument, rejected: RowDocument) -> Iterator[Text]:
         """Show the prompt that both answers share, once, then what follows in each."""
         shared = shared_prompt(chosen.document, rejected.document)
+        yield from self._pictures(chosen.document)
         if shared:
             yield self._heading(f"╌╌ prompt of both: {counted(shared, 'token')} ╌╌")
             yield self._shown(chosen.document, stop=shared)
@@ -113,6 +117,10 @@ class _Page:
             size = len(document.input_ids) - shared
             yield self._heading(f"╌╌ {name}: {counted(size, 'token')}, {_num_trained(document):,} trained ╌╌")
             yield self._shown(document, start=shared)
+
+    def _pictures(self, document: Document) -> Iterator[Text]:
+        for number, picture in enumerate(document.pictures, 1):
+            yield Text(visible(describe(number, picture)))
 
     def _shown(self, document: Document, start: int = 0, stop: int | None = None) -> Text:
         """Show a document from one of its tokens to another."""
@@ -122,7 +130,7 @@ class _Page:
 
     def _text(self, texts: Iterable[TokenText]) -> Text:
         text = Text()
-        for trained, group in groupby(texts, key=lambda each: each.trained):
+        for trained, group in groupby(collapsed(texts), key=lambda each: each.trained):
             marked = trained and not self._coloured
             if marked:
                 text.append(_OPEN)
@@ -174,7 +182,7 @@ def shared_prompt(chosen: Document, rejected: Document) -> int:
     return int(differ.argmax()) if differ.any() else size
 
 
-def _title(row: PreviewRow, preview: Preview) -> str:
+def title(row: PreviewRow, preview: Preview) -> str:
     sizes = [len(each.document.input_ids) for each in row.documents]
     trained = sum(_num_trained(each.document) for each in row.documents)
     first, name = row.documents[0], f"{row.name} " if row.name else ""
@@ -224,6 +232,13 @@ def token_texts(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[
                 texts.append(TokenText(start + first, start + last, text, False, trained[start + last - 1]))
         start = stop
     return texts
+
+
+def collapsed(texts: Iterable[TokenText]) -> Iterator[TokenText]:
+    """Write a run of one special token, such as those of a picture, as one with their number."""
+    for _, group in groupby(texts, key=lambda each: (each.text, each.trained) if each.special else each.start):
+        first, *more = group
+        yield first if not more else replace(first, stop=more[-1].stop, text=f"{first.text} × {len(more) + 1}")
 
 
 def trained_tokens(labels: np.ndarray) -> np.ndarray:

@@ -74,6 +74,8 @@ def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
         rows = f"{packed} of up to {train.capacity:,} tokens, {train.packing_efficiency:.1%} full"
     yield "rows", rows
     yield "tokens", _tokens(train.tokens, train.trained)
+    if pictures := train.pictures.words():
+        yield "pictures", f"{pictures}; {train.pictures.tokens / train.tokens:.1%} of all tokens"
     padding = f"{statistics.padding_share:.1%} of the {steps.computed:,} tokens that the batches of an epoch have"
     yield "padding", padding
     batch = f"{steps.micro_batch_size} a micro-batch × {steps.accumulation} accumulated × {steps.data_parallel_size}"

@@ -236,7 +236,7 @@ def _is_ours(weight: Weight) -> bool:
 
 def _of_vision(architecture: Architecture) -> list[tuple[Weight, int]]:
     """Return weights of the vision tower and its mergers with their layers, in the order in which Transformers' modules
-    create them: layer by layer."""
+    create them: that of the weight map, layer by layer."""
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     ours = [(weight, layer) for weight in weights if not _is_ours(weight) for layer in layers_of(weight, architecture)]
     modules = list(dict.fromkeys(_module(weight) for weight, _ in ours))

@@ -1,0 +1,140 @@
+"""Rules of what is trained, with their whole messages."""
+
+from dataclasses import replace
+
+import pytest
+from test_rules import BASE, QWEN
+
+from megatune.architecture import Architecture, Vision
+from megatune.config.load import load
+from megatune.config.rules import check
+
+VISION = Vision(
+    depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=96, patch_size=14, spatial_merge_size=2
+)
+QWEN_VL = replace(QWEN, model_type="qwen2_vl", vision=VISION)
+QWEN3_VL = replace(QWEN, model_type="qwen3_vl", vision=replace(VISION, deepstack_visual_indexes=(0, 1)))
+
+
+def messages(architecture: Architecture | None, *overrides: str) -> list[str]:
+    loaded = load(overrides=[*BASE, *overrides])
+    assert loaded.findings == []
+    return [str(finding) for finding in check(loaded.settings, architecture, written=loaded.written)]
+
+
+FREEZE = "finetuning_type=freeze"
+TRAINED = ["freeze_vision_tower=false", "freeze_multi_modal_projector=false"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        (QWEN, [FREEZE]),
+        (QWEN, [FREEZE, "freeze_trainable_layers=12"]),
+        (QWEN, [FREEZE, "freeze_trainable_layers=-12"]),
+        (QWEN, [FREEZE, "freeze_trainable_layers=4", "use_llama_pro=true"]),
+        (QWEN, [FREEZE, "freeze_trainable_layers=0", "freeze_extra_modules=embed_tokens,lm_head"]),
+        # A file may say what is so anyway.
+        (QWEN, ["freeze_trainable_layers=2", "use_llama_pro=false", "freeze_vision_tower=true"]),
+        (QWEN_VL, [*TRAINED, "vision_lr=1e-6", "merger_lr=1e-5"]),
+        (QWEN3_VL, ["freeze_vision_tower=false", "vision_lr=1e-6", "merger_lr=1e-5"]),
+        (QWEN3_VL, ["freeze_deepstack_mergers=false", "merger_lr=1e-5"]),
+        (None, ["freeze_vision_tower=false", "vision_lr=1e-6"]),
+    ],
+)  # fmt: skip
+def test_what_is_valid_passes(architecture, overrides):
+    assert messages(architecture, *overrides) == []
+
+
+# architecture, overrides -> the one message they cause
+WRONG = [
+    (
+        QWEN,
+        [FREEZE, "freeze_trainable_layers=0"],
+        "freeze_trainable_layers is 0\n"
+        "    why: no layer would be trained, and nothing outside of layers\n"
+        "    fix: write freeze_trainable_layers: 1 for the last layer, or freeze_trainable_layers: -1 for the first",
+    ),
+    (
+        QWEN,
+        [FREEZE, "freeze_trainable_layers=13"],
+        "freeze_trainable_layers 13: the model has 12 layers\n"
+        "    fix: write freeze_trainable_layers: 12, which is all of them",
+    ),
+    (
+        QWEN,
+        [FREEZE, "freeze_trainable_layers=-20"],
+        "freeze_trainable_layers -20: the model has 12 layers\n"
+        "    fix: write freeze_trainable_layers: -12, which is all of them",
+    ),
+    (
+        QWEN,
+        [FREEZE, "freeze_trainable_layers=5", "use_llama_pro=true"],
+        "use_llama_pro with freeze_trainable_layers 5: the model has 12 layers\n"
+        "    why: the last layer of each of as many equal groups is trained\n"
+        "    fix: write freeze_trainable_layers: 4",
+    ),
+    (
+        QWEN,
+        [FREEZE, "freeze_trainable_layers=-3", "use_llama_pro=true"],
+        "use_llama_pro with freeze_trainable_layers -3: the model has 12 layers\n"
+        "    why: the last layer of each of as many equal groups is trained\n"
+        "    fix: write freeze_trainable_layers: 3",
+    ),
+    (
+        QWEN,
+        ["freeze_trainable_layers=4"],
+        "freeze_trainable_layers with finetuning_type: full\n"
+        "    why: it says what freeze trains\n"
+        "    fix: write finetuning_type: freeze, or remove freeze_trainable_layers",
+    ),
+    (
+        None,
+        ["use_llama_pro=true"],
+        "use_llama_pro with finetuning_type: full\n"
+        "    why: it says what freeze trains\n"
+        "    fix: write finetuning_type: freeze, or remove use_llama_pro",
+    ),
+    (
+        QWEN,
+        ["freeze_vision_tower=false"],
+        "freeze_vision_tower: false, and the model has no vision encoder\n    fix: remove freeze_vision_tower",
+    ),
+    (
+        QWEN_VL,
+        ["freeze_deepstack_mergers=false"],
+        "freeze_deepstack_mergers: false, and the model has no deepstack mergers\n"
+        "    fix: remove freeze_deepstack_mergers",
+    ),
+    (
+        QWEN,
+        ["vision_lr=1e-6"],
+        "vision_lr 1e-06, and the model has no vision encoder\n    fix: remove vision_lr",
+    ),
+    (
+        QWEN_VL,
+        ["vision_lr=1e-6"],
+        "vision_lr 1e-06 with freeze_vision_tower: true\n"
+        "    why: what is frozen learns at no rate\n"
+        "    fix: write freeze_vision_tower: false, or remove vision_lr",
+    ),
+    (
+        QWEN_VL,
+        ["merger_lr=1e-5", "freeze_vision_tower=false"],
+        "merger_lr 1e-05 with freeze_multi_modal_projector: true\n"
+        "    why: what is frozen learns at no rate\n"
+        "    fix: write freeze_multi_modal_projector: false, or remove merger_lr",
+    ),
+    (
+        QWEN_VL,
+        ["vision_lr=1e-6", "freeze_vision_tower=false", "learning_rate=0"],
+        "vision_lr 1e-06 with learning_rate 0\n"
+        "    why: it rises and falls with learning_rate, at a fixed ratio\n"
+        "    fix: write freeze_language_model: true and another learning_rate, to train nothing else",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "overrides", "message"), WRONG)
+def test_message_says_what_why_and_the_nearest_fix(architecture, overrides, message):
+    assert messages(architecture, *overrides) == [message]
