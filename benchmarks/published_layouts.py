@@ -89,8 +89,8 @@ EXAMPLES = (
         model="Qwen2-VL-7B",
         num_gpus=8,
         layouts={"published": EXAMPLES_FOLDER / "qwen2_vl_full.yaml"},
-        told="`examples/vision/qwen2_vl_full.yaml`. Every row is taken to hold one image of 262,144 pixels, 334 tokens; "
-        "vision tower and projector are frozen, as by LLaMA-Factory's defaults.",
+        told="`examples/vision/qwen2_vl_full.yaml`. Every row is taken to hold one image of 262,144 pixels, 334\n"
+        "tokens; vision tower and projector are frozen, as by LLaMA-Factory's defaults.",
     ),
     Example(
         name="Qwen3-VL-8B on 32 GPUs",
@@ -101,7 +101,7 @@ EXAMPLES = (
             "alternative 1": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu_tp8.yaml",
             "alternative 2": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu_pp2.yaml",
         },
-        told="`examples/vision/qwen3_vl_8b_32gpu.yaml` and the two beside it. Every row is taken to hold one image of "
+        told="`examples/vision/qwen3_vl_8b_32gpu.yaml` and the two beside it. Every row is taken to hold one image of\n"
         "451,584 pixels, 441 tokens; everything is trained, the vision tower among it.",
     ),
 )  # fmt: skip
