@@ -9,8 +9,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatune.architecture import Llama3RopeScaling, YarnRopeScaling
-from megatune.engine.layers.rotary import attention_factor, cos_sin, fused_rotate, inverse_frequencies, rotate
+from megatune.architecture import Llama3RopeScaling, MultimodalRope, YarnRopeScaling
+from megatune.engine.layers.rotary import (
+    attention_factor,
+    cos_sin,
+    fused_rotate,
+    inverse_frequencies,
+    multimodal_cos_sin,
+    rotate,
+    rows_of_frequencies,
+)
 from megatune.families import load_architecture
 
 # Positions of a packed row: documents of 5, 1 and 3 tokens.
@@ -136,3 +144,44 @@ def test_fused_rotation_rounds_no_worse_in_bf16(interleaved):
     fused, plain = fused_rotate(hidden_states, table, interleaved), rotate(hidden_states, table, interleaved)
     assert fused.dtype == plain.dtype == torch.bfloat16
     assert (fused - truth).norm() <= (plain - truth).norm()
+
+
+def test_frequencies_of_published_models_turn_by_time_height_and_width():
+    chunked = rows_of_frequencies(MultimodalRope(section=(16, 24, 24), interleaved=False)).tolist()
+    assert chunked == [0] * 16 + [1] * 24 + [2] * 24
+    interleaved = rows_of_frequencies(MultimodalRope(section=(24, 20, 20), interleaved=True)).tolist()
+    assert interleaved == [0, 1, 2] * 20 + [0] * 4
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_multimodal_rotation_equals_that_of_transformers(model_dir, family):
+    """Rows of different positions; fused and plain."""
+    import importlib
+
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    folder = model_dir(family)
+    model = load_architecture(folder)
+    rotary = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).model.language_model.rotary_emb
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    generator = torch.Generator().manual_seed(0)
+    position_ids = torch.randint(0, 60, (3, 2, 9), generator=generator)
+    query, key = torch.randn(2, 9, 2, 3, model.kv_channels, generator=generator)
+    heads_first = (each.permute(1, 2, 0, 3) for each in (query, key))
+    expected = modeling.apply_rotary_pos_emb(*heads_first, *rotary(query, position_ids))
+    rows = rows_of_frequencies(model.mrope)
+    table = multimodal_cos_sin(position_ids, rows, inverse_frequencies(model), 1.0, torch.float32)
+    for turn in (rotate, fused_rotate):
+        for heads, wanted in zip((query, key), expected, strict=True):
+            torch.testing.assert_close(turn(heads, table), wanted.permute(2, 0, 1, 3), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_equal_positions_turn_as_one(interleaved, dtype):
+    """Text between pictures, and rows of text alone, to the last bit."""
+    rows = rows_of_frequencies(MultimodalRope(section=(24, 20, 20), interleaved=interleaved))
+    frequencies = inverse_frequencies(architecture(5e6, None))
+    position_ids = torch.arange(4000)
+    table = multimodal_cos_sin(position_ids.expand(3, 2, -1), rows, frequencies, 1.0, dtype)
+    assert torch.equal(table, cos_sin(position_ids, frequencies, 1.0, dtype).expand(-1, -1, 2, -1, -1))

@@ -180,7 +180,7 @@ def rank(example: Example, seed: int) -> int:
     """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
     state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
     for picture in () if isinstance(example, str) else example.pictures:
-        state.update(picture.to_bytes())
+        state.update(repr(picture).encode())
     return int.from_bytes(state.digest(), "little")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from megatune.bridge.save import save_gradients
 from megatune.config.settings import ParallelSettings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator
+from megatune.data.media.processor import Measured
+from megatune.data.media.sources import PictureSource
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pictures import packed as packed_picture
 from megatune.data.rows import Document
@@ -29,10 +32,6 @@ from megatune.objectives.language_model import CrossEntropy
 from megatune.verify.localize import engine_places
 from megatune.verify.numbers import write_logits, write_loss, write_trace
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, sample_rows
-
-if TYPE_CHECKING:
-    from megatune.data.media.processor import Measured
-    from megatune.data.media.sources import PictureSource
 
 
 def shard_samples(
@@ -69,9 +68,9 @@ def _batches(
     dp_size: int = 1,
 ) -> list[Batch]:
     """Return the micro-batches of all data-parallel ranks: the first of each, then the second of each."""
-    processor: Any = None if vision is None else _RandomPixels(vision)
+    inputs: Any = None if vision is None else SimpleNamespace(vision=vision, processor=_RandomPixels(vision))
     multiples = parallel.sequence_multiple, parallel.document_multiple
-    collator = Collator(micro_batch_size, packed, *multiples, 0, processor)
+    collator = Collator(micro_batch_size, packed, *multiples, 0, inputs)
     share = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
     # With virtual stages micro-batches come in rounds of one a pipeline stage.
     round_size = dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
@@ -90,10 +89,6 @@ def _document(sample: Sample) -> Document:
 
 
 def _document_picture(picture: SamplePicture) -> DocumentPicture:
-    # They import Pillow, which models of text can do without.
-    from megatune.data.media.processor import Measured
-    from megatune.data.media.sources import PictureSource
-
     # Its bytes are the seed of its pixels.
     source = PictureSource(picture.kind, data=str(picture.seed).encode())
     measured = Measured(picture.grid, picture.seconds_per_grid, (), (), (0, 0))
@@ -112,10 +107,9 @@ class _RandomPixels:
 
     def __init__(self, vision: Vision) -> None:
         self.vision = vision
-        self.patch_channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
     def pixels(self, source: PictureSource, measured: Measured) -> np.ndarray:
-        """Return fp32 [patches, patch_channels]."""
+        """Return fp32 [patches, channels of a patch]."""
         return SamplePicture(source.kind, measured.grid, int(source.data or b"")).pixel_values(self.vision)
 
 
