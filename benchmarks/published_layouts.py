@@ -23,7 +23,8 @@ from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, layout_words, re
 from megatune.plan.search import SearchRequest, is_tight, search
 from megatune.plan.time.estimate import TIME_PARTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "published-layouts.md"
+ROOT = Path(__file__).parents[1]
+PAGE, EXAMPLES_FOLDER = ROOT / "docs" / "published-layouts.md", ROOT / "examples" / "vision"
 GPU = "a100-80g"
 _GIB = 2**30
 # What an example's layout gains or loses is told part by part from this share of its step on.
@@ -31,10 +32,11 @@ _WORTH_TELLING = 0.01
 
 _HEAD = f"""# Published layouts, planned
 
-LLaMA-Factory's Megatron examples, planned by `megatune plan` on {GPU} with 8 devices a machine, and held against the
-fastest layout that its search finds for the same model, devices, rows of a step and row length. Every row is taken to
-be of the full length. Nothing here was measured: of published runs two of three lie within a factor of 1.25 of what
-is planned, and of mixtures of experts within 1.75; differences between layouts of one model are surer than that.
+LLaMA-Factory's Megatron examples, and the run of Qwen3-VL-8B that its users publish, planned by `megatune plan` on
+{GPU} with 8 devices a machine, and held against the fastest layout that its search finds for the same model, devices,
+rows of a step and row length. Every row is taken to be of the full length. Nothing here was measured: of published runs
+two of three lie within a factor of 1.25 of what is planned, and of mixtures of experts within 1.75; differences between
+layouts of one model are surer than that.
 """
 
 _WHY = {
@@ -55,15 +57,15 @@ class Example:
     """One published run.
 
     Attributes:
-        layouts: by what they are called, the first one is the example itself and the others are its alternatives.
+        layouts: by what they are called, keys of a file or the file itself; the first one is the example itself and the
+            others are its alternatives.
         told: what its source does not say, and is assumed here.
     """
 
     name: str
     model: str
     num_gpus: int
-    image_tokens: int = 0
-    layouts: Mapping[str, Mapping[str, Any]]
+    layouts: Mapping[str, Mapping[str, Any] | Path]
     told: str
 
 
@@ -86,46 +88,41 @@ EXAMPLES = (
         name="Qwen2-VL-7B on 8 GPUs",
         model="Qwen2-VL-7B",
         num_gpus=8,
-        image_tokens=262_144 // 28**2,
-        layouts={
-            "published": {"tensor_model_parallel_size": 4, "sequence_parallel": True,
-                          "pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 2},
-        },
-        told="One image of 262,144 pixels a row; vision tower and projector frozen, as by LLaMA-Factory's defaults.",
+        layouts={"published": EXAMPLES_FOLDER / "qwen2_vl_full.yaml"},
+        told="`examples/vision/qwen2_vl_full.yaml`. Every row is taken to hold one image of 262,144 pixels, 334\n"
+        "tokens; vision tower and projector are frozen, as by LLaMA-Factory's defaults.",
     ),
     Example(
         name="Qwen3-VL-8B on 32 GPUs",
         model="Qwen3-VL-8B",
         num_gpus=32,
-        image_tokens=451_584 // 32**2,
         layouts={
-            "published": {"tensor_model_parallel_size": 4, "gradient_accumulation_steps": 8, **_OVERLAPS},
-            "alternative 1": {"tensor_model_parallel_size": 8, "sequence_parallel": True,
-                              "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, **_OVERLAPS},
-            "alternative 2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
-                              "virtual_pipeline_model_parallel_size": 2, "sequence_parallel": True,
-                              "gradient_accumulation_steps": 8, **_OVERLAPS},
+            "published": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu.yaml",
+            "alternative 1": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu_tp8.yaml",
+            "alternative 2": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu_pp2.yaml",
         },
-        told="One image of 451,584 pixels a row; vision tower and projector frozen, as by LLaMA-Factory's defaults.",
+        told="`examples/vision/qwen3_vl_8b_32gpu.yaml` and the two beside it. Every row is taken to hold one image of\n"
+        "451,584 pixels, 441 tokens; everything is trained, the vision tower among it.",
     ),
 )  # fmt: skip
 
 
-def settings_of(layout: Mapping[str, Any]) -> Settings:
+def settings_of(layout: Mapping[str, Any] | Path) -> Settings:
     """Settings as a file with these keys has them."""
-    words = [f"{key}={str(value).lower()}" for key, value in {**_COMMON, **layout}.items()]
-    loaded = load(overrides=words)
+    if isinstance(layout, Path):
+        loaded = load(layout)
+    else:
+        loaded = load(overrides=[f"{key}={str(value).lower()}" for key, value in {**_COMMON, **layout}.items()])
     assert not loaded.findings, loaded.findings
     return loaded.settings
 
 
-def request_of(example: Example, layout: Mapping[str, Any]) -> SearchRequest:
+def request_of(example: Example, layout: Mapping[str, Any] | Path) -> SearchRequest:
     return SearchRequest(
         model=find_model(example.model),
         machine=find_machine(GPU),
         world_size=example.num_gpus,
         settings=settings_of(layout),
-        image_tokens=example.image_tokens,
     )
 
 

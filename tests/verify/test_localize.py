@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
+from megatune.families import load_architecture
 from megatune.verify.compare import Difference, compare, judge
 from megatune.verify.localize import Location, forward_order, locate, place_of_weight
 from megatune.verify.measure import measure, measure_trace
 from megatune.verify.numbers import Numbers, Trace, write_trace
 from megatune.verify.reference import write_reference, write_reference_trace
-from megatune.verify.samples import Sample, random_samples
+from megatune.verify.samples import Sample, random_pictures, random_samples
 
 SAMPLES = random_samples(301, (17, 5, 30, 12))
 PLACES = ("embedding", "final norm")
@@ -58,11 +59,19 @@ def spoil_gradient(module: torch.nn.Module, args: Any, output: tuple[torch.Tenso
         output[0].register_hook(lambda gradient: gradient * 1.01)
 
 
-def location(pool: RankPool, model: Path, reference: Path, layout: Layout, folder: Path, *spoiled: int) -> Location:
+def location(
+    pool: RankPool,
+    model: Path,
+    reference: Path,
+    layout: Layout,
+    folder: Path,
+    *spoiled: int,
+    samples: list[Sample] = SAMPLES,
+) -> Location:
     (folder / "layout").mkdir()
-    pool.run(layout.world_size, compute, model, layout.settings(), SAMPLES, folder / "layout", *spoiled)
-    write_reference(reference, SAMPLES, folder / "truth")
-    write_reference_trace(reference, SAMPLES, folder / "truth")
+    pool.run(layout.world_size, compute, model, layout.settings(), samples, folder / "layout", *spoiled)
+    write_reference(reference, samples, folder / "truth")
+    write_reference_trace(reference, samples, folder / "truth")
     differences = judge(compare(Numbers(folder / "layout"), Numbers(folder / "truth")))
     assert not all(one.passes for one in differences)
     return locate(differences, Trace(folder / "layout"), Trace(folder / "truth"))
@@ -92,6 +101,27 @@ def test_altered_weight_is_located(pool, model_dir, tmp_path, pattern, place):
     before = found.places[: found.places.index(found.first)]
     assert all(one.error < 2e-6 for one in before)
     assert found.first.error > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place"),
+    [
+        (r"model\.visual\.blocks\.1\.mlp\.linear_fc1\.bias", "embedding"),
+        (r"model\.visual\.deepstack_merger_list\.0\.linear_fc2\.bias", "layer 1 attention"),
+        (r"model\.language_model\.layers\.2\.self_attn\.o_proj\.weight", "layer 2 attention"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["tp2 sp", "cp2, packed"])
+def test_altered_weight_of_a_vision_language_model_is_located(pool, model_dir, tmp_path, layout, pattern, place):
+    """An encoder shows in what goes into the first layer, a deepstack merger in what goes into the second one."""
+    good = model_dir("qwen3_vl")
+    vision = load_architecture(good).vision
+    samples = random_samples(301, (17, 5, 30, 12), pictures=random_pictures(4, vision), vision=vision)
+    bad = with_altered_weight(good, tmp_path / "bad", pattern)
+    found = location(pool, bad, good, ALL_LAYOUTS[layout], tmp_path, samples=samples)
+    assert found.first is not None
+    assert (found.first.name, found.in_gradients) == (place, False)
+    assert all(one.error < 2e-6 for one in found.places[: found.places.index(found.first)])
 
 
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "tp2 pp2 dp2 sp", "cp2 p2p", "cp2 pp2", "cp2, packed"])
@@ -200,6 +230,11 @@ def test_sixteen_bits_are_held_against_those_of_transformers(tmp_path):
         ("model.layers.2.mlp.gate.weight", "layer 2 router"),
         ("model.norm.weight", "final norm"),
         ("lm_head.weight", "head"),
+        ("model.visual.blocks.3.norm1.weight", "vision encoder"),
+        ("model.language_model.embed_tokens.weight", "embedding"),
+        ("model.language_model.layers.10.self_attn.q_norm.weight", "layer 10 attention"),
+        ("model.language_model.layers.2.mlp.gate.weight", "layer 2 router"),
+        ("model.language_model.norm.weight", "final norm"),
     ],
 )
 def test_weights_have_places(name, place):
@@ -208,6 +243,7 @@ def test_weights_have_places(name, place):
 
 def test_order_is_that_of_computing():
     places = [
+        "vision encoder",
         "embedding",
         "layer 2 attention",
         "layer 2 router",

@@ -13,12 +13,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatune.config.settings import ParallelSettings, PrecisionSettings, RecomputeSettings, Settings
+from megatune.data.rows import IGNORE_INDEX
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
+from megatune.families import load_architecture
 from megatune.launch.world import LOOPBACK, World, find_free_port
 from megatune.verify.compare import Difference, Errors, judge_alike
 from megatune.verify.run import Verdict, show, verify_layout, verify_layouts
-from megatune.verify.samples import random_samples
+from megatune.verify.samples import random_pictures, random_samples
 
 LIMIT = 240  # seconds; the machine may be busy with others' tests
 
@@ -54,6 +56,32 @@ def test_good_layout_passes(model):
     # 11 tensors a layer, the embedding and the last norm (tied), and three totals.
     assert "PASS: all 27 are within their tolerance" in ended.stdout
     assert "14 more parameters are closer than these" in ended.stdout
+
+
+def test_pictures_are_verified_in_a_vision_language_model(tmp_path):
+    folder = make_checkpoint("qwen3_vl", tmp_path / "model", num_layers=3, hidden_size=32, max_position_embeddings=100)
+    ended = verify(folder, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--samples", "4")
+    assert ended.returncode == 0, ended.stderr
+    assert "4 rows of 56 to 90 tokens, 3 images, 1 video" in ended.stdout
+    assert "PASS: all " in ended.stdout
+    refused = verify(folder, "--length", "80")
+    assert refused.returncode == ExitCode.SETTINGS
+    assert "--length 80, with 26 tokens of pictures, is more than the model's 100 positions" in refused.stderr
+    assert "fix: --length 74 or less" in refused.stderr
+
+
+def test_pictures_are_those_of_each_family(tmp_path):
+    """Each frame of a video is behind its time where the family has it so; text is before and behind pictures."""
+    for family, blocks in (("qwen2_5_vl", 1), ("qwen3_vl", 3)):
+        vision = load_architecture(make_checkpoint(family, tmp_path / family)).vision
+        *_, sample = random_samples(400, [9] * 4, pictures=random_pictures(4, vision), vision=vision)
+        assert sample.input_ids.count(vision.vision_start_token_id) == blocks
+        assert sample.input_ids.count(vision.video_token_id) == 3 * 4 * 2
+        assert vision.image_token_id not in sample.input_ids
+        pictures = [place for place, token in enumerate(sample.input_ids) if token == vision.video_token_id]
+        assert pictures[0] > 0
+        assert pictures[-1] + 2 < len(sample.input_ids)
+        assert all(sample.labels[place] == IGNORE_INDEX for place in pictures)
 
 
 def test_bf16_passes_and_verbose_shows_every_parameter(model):

@@ -121,7 +121,7 @@ def _describe_samples(samples: list[Sample]) -> str:
         [each for one in samples for each in one.pictures],
     )
     kinds = {kind: sum(picture.kind == kind for picture in pictures) for kind in ("image", "video")}
-    counted = [f"{count} {kind}s" for kind, count in kinds.items() if count]
+    counted = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count]
     return f"{len(samples)} rows of {min(lengths)} to {max(lengths)} tokens" + "".join(f", {each}" for each in counted)
 
 
