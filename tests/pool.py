@@ -25,7 +25,6 @@ _PRELOAD = ["megatune.verify.measure", "megatune.verify.reference", "transformer
 COLLECTIVE_SECONDS = 300  # on a busy machine a peer may be slow; one that hangs is noticed sooner, by its idleness
 LOOK_SECONDS = 1.0  # between looks at what the ranks use
 IDLE_SHARE = 0.01  # of a core, of all ranks together: less means that they wait for each other
-MOST_THREADS = 200  # of a rank; with more the pool starts anew after the case
 SLOW_FACTOR = 10  # a machine that others use, too, may take so many times as long
 SETTLE_SECONDS = 2.0  # after a first failure, for others to fail for reasons of their own
 
@@ -69,9 +68,6 @@ class RankPool:
             self.close()
             reports = "\n".join(f"rank {rank}:\n{text}" for rank, text in {**failed, **stacks}.items())
             raise AssertionError(f"no answer from ranks {silent}\n{reports}" if silent else reports)
-        # Gloo's threads outlive their groups while anything of a case does: hundreds slow down a busy machine.
-        if any(psutil.Process(process.pid).num_threads() > MOST_THREADS for process, _ in self._workers):
-            self.close()
         return [answers[rank][1] for rank in range(world_size)]
 
     def _collect(self, world_size: int, limit: float) -> dict[int, tuple[str, Any]]:
