@@ -202,8 +202,9 @@ def test_lora_and_images_can_be_planned(run: Run) -> None:
     assert lora["plan"]["stages"][0]["optimizer_state"] < full["plan"]["stages"][0]["optimizer_state"] / 20
     _, out, _ = run("Qwen2-VL-7B", *GPUS, "image_max_pixels=451584", "freeze_vision_tower=false")
     assert "frozen: projector" in out
-    assert "576 tokens (--image_tokens)" in out  # squares of 28 pixels
-    assert "vision-language models can be planned, and not trained yet" in out
+    assert "451,584 pixels" in out
+    _, out, _ = run("Qwen2.5-1.5B", *GPUS, "--image_tokens", "1500")
+    assert "reads no images: --image_tokens says nothing" in out
 
 
 def test_the_document_holds_everything(run: Run) -> None:
@@ -258,6 +259,8 @@ def test_how_it_is_launched(run: Run) -> None:
         (("run.yaml", "--link", "nvlink4"), 64, ["--link without --gpu"]),
         (("run.yaml", *GPUS, "--launch", "ssh"), 64, ["--launch torchrun or slurm"]),
         (("run.yaml", *GPUS, "freeze_trainable_layers=4"), 64, ["freeze_trainable_layers with finetuning_type: full"]),
+        (("run.yaml", *GPUS, "finetuning_type=freeze", "freeze_trainable_layers=99"), 64,
+         ["freeze_trainable_layers 99: the model has"]),
         (("run.yaml", *GPUS, "freeze_vision_tower=maybe"), 64, ["freeze_vision_tower is 'maybe'"]),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.pictures import DocumentPicture, PictureCounts
 from megatune.data.rows import Document, TokenRows, write_rows
 from megatune.errors import ExitCode, MegatuneError
 
@@ -169,3 +170,24 @@ def test_rows_of_other_tokens_are_refused(tmp_path: Path) -> None:
     for name, why in (("beyond", "3 tokens, and documents beyond them"), ("fewer", "1 documents")):
         with pytest.raises(MegatuneError, match=why):
             TokenRows(tmp_path / name)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_pictures_are_counted_by_row(tmp_path: Path, packing: bool) -> None:
+    """Documents of 10 tokens, of which pictures have these; packed, two of them to a row."""
+
+    def pictured(*sizes: int) -> list[Document]:
+        starts = np.cumsum([0, *sizes])[:-1]
+        found = tuple(
+            DocumentPicture(int(start), size, (1, 2, 2 * size), None, is_video=False, packed=b"")
+            for start, size in zip(starts, sizes, strict=True)
+        )
+        return [document([(1, True)] * 10)._replace(pictures=found)]
+
+    samples = [pictured(4), pictured(), pictured(2, 5)]
+    parts = built(tmp_path / "made", samples, RowShape("sft", 20, packing, 1), train=[0, 2], none=[1], again=[0, 1, 0])
+    of_row = 11 if packing else 7
+    assert parts["train"].count_pictures() == PictureCounts(images=3, tokens=11, largest=5, of_row=of_row)
+    assert parts["none"].count_pictures() == PictureCounts()
+    again = [sum(each.num_tokens for one in row for each in one.pictures) for row in parts["again"]]
+    assert parts["again"].count_pictures() == PictureCounts(images=2, tokens=8, largest=4, of_row=max(again))

@@ -138,11 +138,12 @@ def test_biases_dtype_and_head_dim_on_request(tmp_path: Path) -> None:
     assert model.model.layers[1].self_attn.q_proj.weight.shape == (4 * 16, 32)
 
 
-def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_vl_moe"])
+def test_the_seed_decides_the_bytes(name: str, tmp_path: Path) -> None:
     state = torch.get_rng_state()
     first, same, other = (
-        digests(make_checkpoint("qwen2", tmp_path / name, **SMALL, seed=seed))
-        for name, seed in (("first", 1), ("same", 1), ("other", 2))
+        digests(make_checkpoint(name, tmp_path / folder, **SMALL, seed=seed))
+        for folder, seed in (("first", 1), ("same", 1), ("other", 2))
     )
     assert first == same
     assert first["model.safetensors"] != other["model.safetensors"]

@@ -70,7 +70,7 @@ LATENT = architecture(
 )  # fmt: skip
 
 
-def vision_language(family: str, section: list[int]) -> Architecture:
+def vision_language(family: str, section: list[int], **sizes: int) -> Architecture:
     """The same decoder with an encoder before it."""
     encoder = {"hidden_size": 128, "intermediate_size": 352, "out_hidden_size": 256, "num_heads": 4}
     if family == "qwen2_vl":
@@ -78,7 +78,7 @@ def vision_language(family: str, section: list[int]) -> Architecture:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
     config = tiny_config(
         family, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
-        vocab_size=4096, rope_parameters=rope, vision_config=encoder,
+        vocab_size=4096, rope_parameters=rope, vision_config=encoder, **sizes,
     )  # fmt: skip
     return read_architecture(config.to_dict(), "config.json")
 
@@ -88,6 +88,7 @@ QWEN2_5_VL = vision_language("qwen2_5_vl", [4, 6, 6])
 QWEN3_VL = vision_language("qwen3_vl", [6, 5, 5])
 
 ALL = FinetuningSettings()
+WHOLE = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
 
 
 @dataclass(frozen=True)
@@ -304,35 +305,36 @@ def _freezing() -> dict[str, Measured]:
     return found
 
 
-def _pictures() -> dict[str, Measured]:
-    """Images of 64 tokens; everything is trained where nothing is said."""
-    whole = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
-    projector = FinetuningSettings(freeze_multi_modal_projector=False)
-    found: dict[str, Measured] = {}
-    for model, architecture in (("qwen2_vl", QWEN2_VL), ("qwen2_5_vl", QWEN2_5_VL), ("qwen3_vl", QWEN3_VL)):
-        for name, trainable, layout in (
-            ("encoder frozen", ALL, Layout(1)),
-            ("projector trained", projector, Layout(1)),
-            ("1", whole, Layout(1)),
-            ("full", whole, Layout(1, recompute=FULL)),
-        ):
-            for dtype in ("fp32", "bf16"):
-                found[f"{model}: {name}, {dtype}"] = Measured(
-                    model, architecture, layout, bf16=dtype == "bf16", trainable=trainable, images=6
-                )
-    for name, layout in {
-        "tp2": Layout(2, TP2),
-        "tp2 sp": Layout(2, TP2 | SP),
-        "cp2": Layout(2, CP2),
-        "pp2 vpp2": Layout(2, PP2 | VPP2),
-        "tp2 sp, full": Layout(2, TP2 | SP, recompute=FULL),
-    }.items():
-        count = 4 if "pp2" in name else 1
-        found[f"qwen3_vl: {name}, fp32"] = Measured(
-            "qwen3_vl", QWEN3_VL, layout, micro_batches=count, trainable=whole, images=3, rows=2
-        )
+def _encoder(model: str, architecture: Architecture) -> dict[str, Measured]:
+    """One process, six images of 64 tokens in a row; everything is trained where nothing is said."""
+    found = _both("1", model, architecture, Layout(1), trainable=WHOLE, images=6)
+    for name, layout, bf16, trainable in (
+        ("encoder frozen, bf16", Layout(1), True, ALL),
+        ("projector trained, fp32", Layout(1), False, FinetuningSettings(freeze_multi_modal_projector=False)),
+        ("full, bf16", Layout(1, recompute=FULL), True, WHOLE),
+    ):
+        found[name] = Measured(model, architecture, layout, bf16, trainable=trainable, images=6)
     return found
 
 
-CASES: dict[str, Measured] = _named((_dense(), _pipelines(), _experts(), _latent(), _adapters(), _freezing()))
-CASES |= _pictures()
+def _dealt() -> dict[str, Measured]:
+    """Three images over two ranks, of which one has two."""
+    found = {
+        f"{name}, fp32": Measured("qwen3_vl", QWEN3_VL, layout, trainable=WHOLE, images=3)
+        for name, layout in {
+            "tp2": Layout(2, TP2),
+            "tp2 sp": Layout(2, TP2 | SP),
+            "tp2 sp, full": Layout(2, TP2 | SP, recompute=FULL),
+            "cp2": Layout(2, CP2),
+        }.items()
+    }
+    deep = vision_language("qwen3_vl", [6, 5, 5], num_hidden_layers=8)
+    shape: dict[str, Any] = {"rows": 2, "length": 256, "micro_batches": 4, "images": 2}
+    found["8 layers, pp2 vpp2, fp32"] = Measured("qwen3_vl", deep, Layout(2, PP2 | VPP2), trainable=WHOLE, **shape)
+    return found
+
+
+_TEXT = (_dense(), _pipelines(), _experts(), _latent(), _adapters(), _freezing())
+_MODELS = {"qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
+_PICTURES = (*(_encoder(model, architecture) for model, architecture in _MODELS.items()), _dealt())
+CASES: dict[str, Measured] = _named((*_TEXT, *_PICTURES))

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Layout
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import BatchSettings, DataSettings
 from megatune.plan.case import Case, PlannedModel
@@ -234,30 +234,6 @@ def test_adapters_keep_the_inputs_of_their_layers_only():
         assert kept(FinetuningSettings(finetuning_type="lora", lora_target=[target])) == frozen + more
     assert kept(FinetuningSettings()) == frozen + 2 * hidden + inner
     assert kept(FinetuningSettings(finetuning_type="lora"), SHARED) < kept(FinetuningSettings(), SHARED) * 1.1
-
-
-def test_a_frozen_vision_tower_keeps_nothing():
-    tower = Vision(
-        depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, out_hidden_size=DENSE.hidden_size,
-        patch_size=14, spatial_merge_size=2, num_parameters=300_000_000, num_projector_parameters=10**7,
-    )  # fmt: skip
-    model = PlannedModel(name="x", architecture=replace(DENSE, vision=tower))
-
-    def stage(number: int = 0, layout: Layout | None = None, image_tokens: int = 512, **trainable: bool) -> int:
-        trains = FinetuningSettings(**trainable)
-        case = make_case(layout=layout, model=model.architecture, image_tokens=image_tokens, trainable=trains)
-        return activation_bytes(replace(case, model=model), number).activations
-
-    without = stage(image_tokens=0)
-    patches, e = 512 * 4, 2
-    layer = 8 * patches * 1024 * e + 2 * patches * 4096 * e + 4 * patches * 16
-    # While it computes nothing else is there yet; afterwards nothing of it is.
-    tables = 2 * 2 * LENGTH * DENSE.kv_channels + 33 * LENGTH
-    assert without < stage() == layer + tables
-    trained = stage(freeze_vision_tower=False)
-    assert trained - without >= 24 * layer
-    pp2 = Layout(2, {"pipeline_model_parallel_size": 2})
-    assert stage(1, pp2) == stage(1, pp2, image_tokens=0)
 
 
 def test_workspace_counts_groups_and_takes_the_calibration():

@@ -43,3 +43,24 @@ def test_the_imbalance_of_experts_is_named(experts: dict[str, object], said: str
     found = notes("Qwen3-30B-A3B", find_machine("h100-80g"), **experts)
     assert said in found
     assert f"has {'1.10' if experts else '1.25'} times an even share" in found
+
+
+@pytest.mark.parametrize(
+    ("model", "pixels", "tokens", "said"),
+    [
+        # A token of Qwen2-VL is a square of 28 pixels, one of Qwen3-VL of 32.
+        ("Qwen2-VL-7B", 451_584, None, "each row is taken to hold one image of 451,584 pixels: 576 tokens"),
+        ("Qwen3-VL-8B", 451_584, None, "each row is taken to hold one image of 451,584 pixels: 441 tokens"),
+        ("Qwen3-VL-8B", 768**2, 100, "each row is taken to hold one image of 589,824 pixels: 100 tokens"),
+        ("Qwen3-VL-8B", 768**2, 1000, "each row is taken to hold 1,000 tokens of images of 589,824 pixels, 576 each"),
+        ("Qwen3-VL-8B", 768**2, 0, "rows are taken to hold no pictures"),
+        ("Qwen3-8B", 768**2, None, ""),
+    ],
+)
+def test_the_pictures_of_rows_are_named(model: str, pixels: int, tokens: int | None, said: str) -> None:
+    settings = with_settings(Settings(), {"data.image_max_pixels": pixels})
+    asked = Question(model=find_model(model), machine=find_machine("h100-80g"), world_size=8, settings=settings,
+                     global_batch_size=8, image_tokens=tokens)  # fmt: skip
+    found = "\n".join(standing_notes(asked))
+    assert said in found
+    assert ("taken to hold" in found) == bool(said)

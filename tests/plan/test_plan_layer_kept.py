@@ -48,10 +48,12 @@ def kept_bytes(architecture: Architecture, settings: Settings) -> tuple[int, int
         torch.nn.init.ones_(parameter)
     model = chunk.module
     layer = model.decoder.layers[0]
+    positions = {"position_ids": torch.arange(LENGTH), "rotary_position_ids": None}
+    sequences = SimpleNamespace(boundaries=(0, LENGTH), **positions)
     arguments = {
         "attention_mask": None,
-        "rotary_pos_emb": model._rotary_embedding(torch.arange(LENGTH)),
-        "packed_seq_params": SimpleNamespace(boundaries=(0, LENGTH)),
+        "rotary_pos_emb": model._rotary_embedding(sequences),
+        "packed_seq_params": sequences,
     }
     tp = settings.parallel.tensor_model_parallel_size
     hidden = torch.randn(LENGTH // tp, 1, architecture.hidden_size, dtype=model.config.params_dtype)

@@ -125,9 +125,9 @@ def test_groups_lie_where_megatron_core_puts_them():
     groups = groups_of(case)
     dense, expert = communication.data_groups(case)
     sizes = [(group.size, group.per_node) for group in (*groups, dense, expert)]
-    # tp 2 and cp 2 inside a machine, ep 8 fills one, dp · cp = 16 every second rank, the four copies of experts on
-    # four machines; stages lie 32 ranks apart.
-    assert sizes == [(2, 2), (2, 2), (8, 8), (1, 1), (16, 4), (4, 1)]
+    # tp 2 and cp 2 inside a machine, and the four ranks of both; ep 8 fills one, dp · cp = 16 every second rank, the
+    # four copies of experts on four machines; stages lie 32 ranks apart.
+    assert sizes == [(2, 2), (2, 2), (4, 4), (8, 8), (1, 1), (16, 4), (4, 1)]
     stages = group_of(case, 2, 32)
     assert (stages.size, stages.per_node) == (2, 1)
 
@@ -420,25 +420,6 @@ def test_frozen_weights_have_no_gradients():
     assert full.model_flops - lora.model_flops == pytest.approx(matmuls / 3)
     assert lora.compute < 0.87 * full.compute
     assert lora.optimizer < 0.1 * full.optimizer
-
-
-def test_images_cost_the_first_stage():
-    model = "Qwen2.5-VL-7B"
-    vision = find_model(model).architecture.vision
-    text = step_time(_case(model, pipeline_model_parallel_size=2))
-    frozen = step_time(_case(model, pipeline_model_parallel_size=2, image_tokens=1000))
-    trained = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
-    whole = step_time(_case(model, pipeline_model_parallel_size=2, image_tokens=1000, trainable=trained))
-    assert text.chunks[0][0].forward < frozen.chunks[0][0].forward
-    assert text.chunks[0][0].backward == pytest.approx(frozen.chunks[0][0].backward)
-    assert frozen.chunks[0][0].backward < 0.99 * whole.chunks[0][0].backward
-    assert text.chunks[1] == frozen.chunks[1]
-    images = frozen.model_flops - text.model_flops
-    rows, width = frozen.tokens // 4096, 1280
-    # 4,000 patches: 2 FLOP each and parameter, and 4 · 32 layers · width with each of the image's; 1,000 merged ones.
-    tower = 4000 * (2 * vision.num_parameters + 4 * 32 * width * 4000)
-    assert images == pytest.approx(rows * (tower + 1000 * 2 * vision.num_projector_parameters))
-    assert whole.model_flops - text.model_flops == pytest.approx(3 * images)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -154,26 +153,25 @@ def test_processes_of_several_machines_are_started_on_each_of_them() -> None:
     assert best.case.settings.run.num_processes is None
 
 
-NOT_BUILT = [
-    ("Qwen3-8B", FinetuningSettings(finetuning_type="lora"), "training LoRA adapters is not built yet"),
-    ("Qwen2-VL-7B", FinetuningSettings(), "training vision-language models is not built yet"),
-]
-
-
-@pytest.mark.parametrize(("name", "trainable", "what"), NOT_BUILT)
-def test_what_cannot_be_trained_is_refused_by_name(name: str, trainable: FinetuningSettings, what: str) -> None:
-    best = found(find_model(name), Settings(precision=GROUPS["precision"](bf16=True)), trainable=trainable)
+def test_adapters_are_refused_by_name() -> None:
+    base = Settings(precision=GROUPS["precision"](bf16=True))
+    best = found(find_model("Qwen3-8B"), base, trainable=FinetuningSettings(finetuning_type="lora"))
     with pytest.raises(MegatuneError) as refused:
         winner_yaml(best, {})
     assert refused.value.exit_code == ExitCode.SETTINGS
     (finding,) = refused.value.findings
-    assert finding.what == f"no settings file for {name}: {what}"
+    assert finding.what == "no settings file for Qwen3-8B: training LoRA adapters is not built yet"
 
 
-def test_everything_that_cannot_be_trained_is_refused_at_once() -> None:
-    best = found(find_model("Qwen2-VL-7B"), Settings(precision=GROUPS["precision"](bf16=True)))
-    settings = best.case.settings.model_copy(update={"finetuning": FinetuningSettings(finetuning_type="lora")})
-    case = dataclasses.replace(best.case, settings=settings)
-    with pytest.raises(MegatuneError) as refused:
-        winner_yaml(dataclasses.replace(best, case=case), {})
-    assert len(refused.value.findings) == 2
+@pytest.mark.parametrize(
+    "trainable",
+    [{}, {"freeze_vision_tower": False}, {"freeze_language_model": True, "freeze_multi_modal_projector": False}],
+)
+def test_what_is_frozen_is_written(trainable: dict[str, bool], tmp_path: Path) -> None:
+    model, asked = find_model("Qwen3-VL-8B"), FinetuningSettings(**trainable)
+    best = found(model, Settings(precision=GROUPS["precision"](bf16=True)), trainable=asked)
+    winner = tmp_path / "winner.yaml"
+    winner.write_text(winner_yaml(best, {}))
+    loaded = load(winner, overrides=["model_name_or_path=model", "dataset=rows", "output_dir=out", "template=qwen3_vl"])
+    assert loaded.check(model.architecture, 8) == []
+    assert loaded.settings.finetuning == asked

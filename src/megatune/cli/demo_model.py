@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         MegatuneError: (SETTINGS) numbers that make no model; (CANNOT_WRITE) the folder.
     """
     from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
+    from megatune.demo.family import demo_family
 
     own = ("verb", "run", "family", "output")
     rest = {name: value for name, value in vars(args).items() if name not in own}
@@ -80,5 +81,10 @@ def run(args: argparse.Namespace) -> int:
         f"{folder}: {args.family}, {summary.num_parameters:,} parameters, vocabulary {summary.vocab_size:,}, "
         f"{summary.num_bytes / 2**20:.1f} MiB of {args.dtype} weights, random"
     )
-    print(f'Try it: megatune infer {folder} --prompt "Who are you?" --max_new_tokens 20')
+    ask = (
+        '--prompt "Who are you?"'
+        if demo_family(args.family).vision is None
+        else '--image FILE --prompt "What is this?"'
+    )
+    print(f"Try it: megatune infer {folder} {ask} --max_new_tokens 20")
     return ExitCode.DONE

@@ -5,9 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from megatune.errors import ExitCode, MegatuneError
+
+# Flag, type, help. What is left out has the default of the setting of training.
+_PICTURE_SETTINGS = (
+    ("image_max_pixels", int, "images of more pixels are made smaller, to this area"),
+    ("image_min_pixels", int, "images of fewer pixels are made larger, to this area"),
+    ("video_max_pixels", int, "frames of more pixels are made smaller, to this area"),
+    ("video_min_pixels", int, "frames of fewer pixels are made larger, to this area"),
+    ("video_fps", float, "frames that are taken of a second of a video"),
+    ("video_maxlen", int, "frames that are taken of a video at most"),
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,6 +40,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument("--enable_thinking", "--enable-thinking", action=argparse.BooleanOptionalAction,
                         help="the thinking switch of chat templates that have one (the template's own)")  # fmt: skip
+    pictures = parser.add_argument_group(
+        "pictures of the first message (of vision-language models; sizes are the settings that it was trained with)"
+    )
+    for kind in ("image", "video"):
+        pictures.add_argument(
+            f"--{kind}", dest="pictures", action="append", type=partial(_picture, kind), metavar="FILE",
+            help=f"show it this {kind}, where the prompt has <{kind}>, else before its text; may be repeated",
+        )  # fmt: skip
+    for name, number, text in _PICTURE_SETTINGS:
+        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
+        pictures.add_argument(*spellings, type=number, metavar="N", help=text)
     sampling = parser.add_argument_group("how to write (what is left out is the model's generation_config.json's)")
     sampling.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=512, metavar="N",
                           help="tokens of an answer at most (512)")  # fmt: skip
@@ -43,16 +65,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
+def _picture(kind: str, path: str) -> tuple[str, str]:
+    return kind, path
+
+
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer.
 
     Raises:
-        MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks; (DATA) a prompt that is empty or too long; what a
-            hub refuses the model with.
+        MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks, or a picture; (DATA) a picture that cannot be
+            read, or a prompt that is empty, too long or has not a tag for each picture; what a hub refuses the model
+            with.
     """
-    from megatune.generation.inputs import GenerationOptions, check_options, find_model
+    from megatune.generation.inputs import GenerationOptions, PictureFile, check_options, find_model
 
-    options = GenerationOptions(**{each.name: getattr(args, each.name) for each in fields(GenerationOptions)})
+    given = {each.name: getattr(args, each.name) for each in fields(GenerationOptions)}
+    given["pictures"] = tuple(PictureFile(*each) for each in args.pictures or ())
+    options = GenerationOptions(**given)
     check_options(options)  # before the seconds that loading takes
 
     folder = find_model(_model_dir(args))

@@ -101,12 +101,14 @@ class PictureCounts:
     Attributes:
         tokens: of all of them.
         largest: tokens of the largest one.
+        of_row: tokens of pictures in the row that has most.
     """
 
     images: int = 0
     videos: int = 0
     tokens: int = 0
     largest: int = 0
+    of_row: int = 0
 
     def words(self) -> str:
         """Write the counts in words, "" where there is no picture."""
@@ -152,6 +154,12 @@ class PictureTable:
         tokens, videos = self._records["num_tokens"].astype(np.int64), self._records["is_video"] != 0
         sums = (int(uses[~videos].sum()), int(uses[videos].sum()), int((uses * tokens).sum()))
         return PictureCounts(*sums, int(tokens[uses > 0].max(initial=0)))
+
+    def tokens_between(self, spans: np.ndarray) -> np.ndarray:
+        """Return tokens of pictures of each document, int64 [documents], of int [documents, 2] as `TokenRows.spans`."""
+        tokens = np.concatenate(([0], np.cumsum(self._records["num_tokens"], dtype=np.int64)))
+        first, last = (tokens[np.searchsorted(self._tokens, spans[:, column])] for column in (0, 1))
+        return last - first
 
     def is_current(self) -> bool:
         """Return whether every picture's file is there with as many bytes as when it was measured."""

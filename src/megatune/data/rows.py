@@ -16,6 +16,7 @@ A part (train, evaluation) may use a sample several times, in any order, or in o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
@@ -150,7 +151,9 @@ class TokenRows:
 
     def count_pictures(self) -> PictureCounts:
         """Count the pictures of all rows."""
-        return self._pictures.count(self._documents)
+        tokens = np.concatenate(([0], np.cumsum(self._pictures.tokens_between(self._documents))))
+        of_rows = tokens[self._rows[1:]] - tokens[self._rows[:-1]]
+        return replace(self._pictures.count(self._documents), of_row=int(of_rows.max(initial=0)))
 
     def _content_digest(self) -> str:
         state = xxhash.xxh3_128(self.arrangement.encode())

@@ -122,14 +122,18 @@ def build_optimizer(
 
 
 def _own_learning_rates(settings: OptimizerSettings) -> Iterator[tuple[ParamKey, Any]]:
-    """Yield by which factor of the learning rate the parts that have their own one learn."""
-    for rate, stacks in (
-        (settings.vision_lr, {Stack.VISION}),
-        (settings.merger_lr, {Stack.PROJECTOR, Stack.DEEPSTACK}),
+    """Yield which parameters have a learning rate of their own, and by which factor of the others' it is."""
+    for name, rate, stacks in (
+        ("vision_lr", settings.vision_lr, {Stack.VISION}),
+        ("merger_lr", settings.merger_lr, {Stack.PROJECTOR, Stack.DEEPSTACK}),
     ):
         if rate is not None:
-            is_ours = ParamPredicate(str(stacks), lambda parameter, stacks=stacks: parameter.stack in stacks)  # type: ignore[misc]
-            yield ParamKey(predicate=is_ours), {"lr_mult": rate / settings.learning_rate}
+            key = ParamKey(predicate=ParamPredicate(name, partial(_is_of, stacks)))
+            yield key, {"lr_mult": rate / settings.learning_rate}
+
+
+def _is_of(stacks: set[Stack], parameter: Any) -> bool:
+    return parameter.stack in stacks
 
 
 def shards_optimizer(parallel: ParallelSettings) -> bool:

@@ -12,11 +12,21 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import GenerationOptions, check_options, find_model
+from megatune.generation.pictures import Picture, PromptPictures, generate_inputs, read_pictures
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
@@ -40,18 +50,25 @@ class Generator:
     """A model with its tokenizer, ready to write.
 
     Args:
-        model: a causal language model, in eval mode.
+        model: a causal language model, or a vision-language model, in eval mode.
         source: the folder it came from, for messages.
+        pictures: of the first message of every conversation; None for a model that takes none.
 
     Raises:
         MegatuneError: (SETTINGS) options that don't hold; (INPUT) a chat is asked for and there is no chat template.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: GenerationOptions, source: str
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        options: GenerationOptions,
+        source: str,
+        pictures: PromptPictures | None = None,
     ) -> None:
         check_options(options)
         self.model, self.tokenizer, self.options, self.source = model, tokenizer, options, source
+        self.pictures = pictures
         template = tokenizer.chat_template
         if not options.raw and template is None:
             why = "it may be a base model, which continues text and doesn't chat"
@@ -66,14 +83,18 @@ class Generator:
         """Load a Hugging Face model, a checkpoint-N, or the newest checkpoint of a run, onto this machine's device.
 
         Raises:
-            MegatuneError: (SETTINGS) options that don't hold; (INPUT) what is missing or can't be read.
+            MegatuneError: (SETTINGS) options that don't hold; (INPUT) what is missing or can't be read; (DATA) a
+                picture that can't be read.
         """
         folder = find_model(path)
+        pictures = read_pictures(folder, options)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+            shows = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            model, loading = (AutoModelForImageTextToText if shows else AutoModelForCausalLM).from_pretrained(
                 folder, local_files_only=True, dtype="auto", output_loading_info=True
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -82,21 +103,23 @@ class Generator:
         if missing := sorted(loading["missing_keys"]):
             raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        return cls(model.to(device).eval(), tokenizer, options, str(folder))
+        return cls(model.to(device).eval(), tokenizer, options, str(folder), pictures)
 
     def answer(self, messages: list[Message], on_text: Callable[[str], None] | None = None) -> Reply:
         """Write the assistant's next message.
 
         Args:
-            messages: the conversation so far; it ends with the user's message.
+            messages: the conversation so far; it ends with the user's message. The pictures are the first one's.
             on_text: gets the text piece by piece, as it is written.
 
         Raises:
-            MegatuneError: (INPUT) the chat template refuses the messages; (DATA) they fill the model's context.
+            MegatuneError: (INPUT) the chat template refuses the messages; (DATA) they fill the model's context, or
+                the first one has not a tag for each picture.
         """
         switches = {}
         if self.options.enable_thinking is not None:
             switches["enable_thinking"] = self.options.enable_thinking
+        messages, shown = self._shown(messages)
         if self.options.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.options.system}, *messages]
         try:
@@ -106,15 +129,16 @@ class Generator:
         except TemplateError as error:
             finding = Finding(f"the chat template refuses the messages: {error}", self.source, fix="try --raw")
             raise MegatuneError(finding, ExitCode.INPUT) from error
-        return self._generate(inputs, on_text)
+        return self._generate(inputs, shown, on_text)
 
     def complete(self, prompt: str, on_text: Callable[[str], None] | None = None) -> Reply:
         """Continue a text, without the chat template.
 
         Raises:
-            MegatuneError: (DATA) the text is empty or fills the model's context.
+            MegatuneError: (DATA) the text is empty, fills the model's context, or has not a tag for each picture.
         """
-        return self._generate(self.tokenizer(prompt, return_tensors="pt"), on_text)
+        (message,), shown = self._shown([{"role": "user", "content": prompt}])
+        return self._generate(self.tokenizer(message["content"], return_tensors="pt"), shown, on_text)
 
     def reply(
         self, prompt: str, on_text: Callable[[str], None] | None = None, history: Sequence[Message] = ()
@@ -124,9 +148,18 @@ class Generator:
             return self.complete(prompt, on_text)
         return self.answer([*history, {"role": "user", "content": prompt}], on_text)
 
-    def _generate(self, inputs: Any, on_text: Callable[[str], None] | None) -> Reply:
+    def _shown(self, messages: list[Message]) -> tuple[list[Message], tuple[Picture, ...]]:
+        """Place the pictures in the user's first message; return them in the order of their tokens."""
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+        if self.pictures is None or first is None:
+            return messages, ()
+        text, shown = self.pictures.placed(messages[first]["content"])
+        return [*messages[:first], {**messages[first], "content": text}, *messages[first + 1 :]], shown
+
+    def _generate(self, inputs: Any, shown: tuple[Picture, ...], on_text: Callable[[str], None] | None) -> Reply:
         prompt_ids = inputs["input_ids"].to(self.model.device)  # [1, T]
         num_prompt_tokens = prompt_ids.shape[1]
+        of_pictures = generate_inputs(self.pictures.vision, inputs["input_ids"], shown) if self.pictures else {}
         if self.options.seed is not None:
             torch.manual_seed(self.options.seed)
         with torch.inference_mode():
@@ -135,6 +168,7 @@ class Generator:
                 attention_mask=inputs["attention_mask"].to(self.model.device),
                 max_new_tokens=self._room_for(num_prompt_tokens),
                 streamer=_Stream(self.tokenizer, on_text) if on_text else None,
+                **{name: tensor.to(self.model.device) for name, tensor in of_pictures.items()},
                 **self._sampling(),
             )
         new_ids = generated[0, num_prompt_tokens:].tolist()
@@ -155,12 +189,14 @@ class Generator:
         """Return tokens that may be generated after a prompt."""
         if num_prompt_tokens == 0:
             raise MegatuneError(Finding("the prompt is empty", "--prompt", fix="give some text"), ExitCode.DATA)
-        context = getattr(self.model.config, "max_position_embeddings", None)
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if context is None:
             return self.options.max_new_tokens
         if num_prompt_tokens >= context:
             what, why = f"the prompt has {num_prompt_tokens:,} tokens", f"the model reads {context:,} tokens at most"
             fix = "shorten it; in a chat, 'clear' forgets what was said"
+            if self.options.pictures:
+                fix = "shorten it, or make the pictures smaller with --image_max_pixels or --video_max_pixels"
             raise MegatuneError(Finding(what, "--prompt", f"{why}, its answer included", fix), ExitCode.DATA)
         return min(self.options.max_new_tokens, context - num_prompt_tokens)
 

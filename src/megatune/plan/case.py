@@ -34,6 +34,7 @@ class Case:
         document_length: tokens of the mean document of a packed row; None where a row is one document.
         image_tokens: tokens of a row that stand for pictures; None for one image of image_max_pixels, where the model
             reads any.
+        largest_picture: tokens of one picture at most; None for those of an image of image_max_pixels.
     """
 
     model: PlannedModel
@@ -42,12 +43,15 @@ class Case:
     machine: Machine
     document_length: float | None = None
     image_tokens: int | None = None
+    largest_picture: int | None = None
 
     @property
-    def tokens_of_image(self) -> int:
-        """Tokens of an image of image_max_pixels: one for each square of merged patches; 0 for a language model."""
+    def tokens_of_picture(self) -> int:
+        """Tokens of one picture at most, one for each square of merged patches; 0 for a language model."""
         if (vision := self.model.architecture.vision) is None:
             return 0
+        if self.largest_picture is not None:
+            return self.largest_picture
         return max(1, self.settings.data.image_max_pixels // (vision.patch_size * vision.spatial_merge_size) ** 2)
 
     @property
@@ -55,7 +59,7 @@ class Case:
         """Tokens of a row that stand for pictures."""
         if self.model.architecture.vision is None:
             return 0
-        asked = self.tokens_of_image if self.image_tokens is None else self.image_tokens
+        asked = self.tokens_of_picture if self.image_tokens is None else self.image_tokens
         return min(asked, self.settings.data.cutoff_len)
 
     @property

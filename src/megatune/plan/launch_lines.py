@@ -172,32 +172,19 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
             what only the user knows.
 
     Raises:
-        MegatuneError: SETTINGS, with everything that is planned and cannot be trained yet.
+        MegatuneError: SETTINGS, where what is planned cannot be trained yet.
     """
-    if findings := _not_built(estimate.case):
-        raise MegatuneError(findings, ExitCode.SETTINGS)
     settings = estimate.case.settings
+    if settings.finetuning.finetuning_type == "lora":
+        what = f"no settings file for {estimate.case.model.name}: training LoRA adapters is not built yet"
+        finding = Finding(what, why="it is planned only", fix="plan without --output, or full training")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
     if all(origin == "default" for origin in origins.values()):
         return _short(estimate.case)
     chosen = {
         path: "plan" for path in _CHOSEN if origins.get(path, "default") != "default" or _is_written(settings, path)
     }
     return dump(settings, {**origins, **chosen})
-
-
-def _not_built(case: Case) -> list[Finding]:
-    """Say what can be planned, and not trained."""
-    problems = []
-    if case.settings.finetuning.finetuning_type == "lora":
-        problems.append(("training LoRA adapters is not built yet", "plan without --output, or full training"))
-    if case.model.architecture.vision is not None:
-        problems.append(("training vision-language models is not built yet", "plan without --output"))
-    elif case.settings.finetuning.freeze_language_model:
-        problems.append(("a frozen language model leaves nothing to train", "plan without freeze_language_model"))
-    return [
-        Finding(f"no settings file for {case.model.name}: {what}", why="it is planned only", fix=fix)
-        for what, fix in problems
-    ]
 
 
 def _short(case: Case) -> str:

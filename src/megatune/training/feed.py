@@ -18,6 +18,7 @@ from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.folder import cache_dir
 from megatune.data.cache.key import streamed_key
 from megatune.data.encode import load_tokenizer
+from megatune.data.pictures import PictureCounts
 from megatune.data.pipeline import Pipeline
 from megatune.data.prepare import Prepared, open_prepared, prepare
 from megatune.data.report import TokenReport
@@ -55,6 +56,7 @@ class RunData:
 
     key: str  # of all that determines the rows
     num_rows: int | None  # to train; None where nobody knows
+    pictures: PictureCounts | None  # of rows to train; None where nobody knows
     # Makes what the trainer takes rows from, of the run's steps and the model's vocabulary. Collective. Raises
     # MegatuneError where a token id is beyond the vocabulary (exit code 66), or the rows do not come.
     feed: Callable[[RunSchedule, int], Feed]
@@ -74,10 +76,10 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
     if not settings.data.streaming:
         prepared = _prepare_on_machine(context, settings, source)
         feed = partial(_prepared_feed, prepared, settings, resumed is not None)
-        yield RunData(prepared.key, len(prepared.train), feed)
+        yield RunData(prepared.key, len(prepared.train), prepared.report.train.pictures, feed)
         return
     with closing(open_stream(context, settings, source, resumed)) as stream:
-        yield RunData(stream.key, None, partial(_streamed_feed, stream, context, settings, resumed is not None))
+        yield RunData(stream.key, None, None, partial(_streamed_feed, stream, context, settings, resumed is not None))
 
 
 def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) -> Prepared:

@@ -196,7 +196,9 @@ class Trainer:
         flops = train_flops(self.assembly.architecture, lengths) / self.assembly.place.world_size / seconds
         planned = device_by_driver_name(device.name())
         peak = planned.flops[self.settings.precision.params_dtype] if planned else None
-        rows = [batch.input_ids.numel() / self.settings.batch.per_device_train_batch_size for batch in batches]
+        size = self.settings.batch.per_device_train_batch_size
+        rows = [batch.input_ids.numel() / size for batch in batches]
+        of_pictures = [0 if batch.pictures is None else len(batch.pictures.places) / size for batch in batches]
         self.state.step = step + 1
         report = StepReport(
             step=self.state.step,
@@ -218,6 +220,7 @@ class Trainer:
             row_tokens=sum(rows) / len(rows),
             longest_row=math.ceil(max(rows)),
             document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
+            picture_tokens=sum(of_pictures) / len(of_pictures),
             skipped=skipped,
         )
         self.callbacks.on_step_end(report)

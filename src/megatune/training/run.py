@@ -13,11 +13,13 @@ from typing import Any
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer
+from megatune.data.pictures import PictureCounts
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext
 from megatune.plan.case import Case
+from megatune.plan.run.preflight import with_pictures
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
@@ -72,6 +74,7 @@ def _train(
     source = model_on_node(context, settings, model_dir, resumed)
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
+            on_rank_0(lambda: _plan_pictures(output_dir, case, data.pictures, resumed))
             trainer = _build_trainer(context, settings, source, data, resumed, memory)
             return _run(trainer, resumed, notes)
     finally:
@@ -92,6 +95,16 @@ def _note_plan(output_dir: Path, case: Case | None, resumed: Path | None) -> Non
             (output_dir / PLAN_NAME).unlink(missing_ok=True)
         else:
             begin_record(output_dir, case, (checkpoint_step(resumed) or 0) if resumed is not None else 0)
+
+
+def _plan_pictures(output_dir: Path, case: Case | None, pictures: PictureCounts | None, resumed: Path | None) -> None:
+    """Plan again with the pictures that rows have, which nobody knew before."""
+    if case is None or pictures is None or case.model.architecture.vision is None:
+        return
+    checked = with_pictures(case, pictures.of_row, pictures.largest)
+    assert checked.planned is not None
+    print("\n".join(checked.lines), flush=True)
+    _note_plan(output_dir, checked.planned.case, resumed)
 
 
 def _build_trainer(

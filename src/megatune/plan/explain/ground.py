@@ -21,8 +21,8 @@ from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
 
 DEFAULT_MODEL, DEFAULT_GPUS, DEFAULT_GPU = "Qwen3-8B", 8, "h100-80g"
-# For settings of experts, of shared ones, and of a bias on them.
-_WITH_EXPERTS = ("Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "DeepSeek-V3")
+# For settings of experts, of shared ones, and of a bias on them; and of a vision encoder.
+_OTHERS = ("Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "DeepSeek-V3", "Qwen3-VL-8B")
 # What keeps a case from being planned; the other rules are about data, schedules and folders.
 _RULES: tuple[Rule, ...] = (
     *layout.RULES,
@@ -96,13 +96,13 @@ class Ground:
 def default_grounds(model: str | None = None, gpus: int | None = None, gpu: str | None = None) -> list[Ground]:
     """Return the cases that a setting is weighed in where no file says more, the first one first.
 
-    Without a model there are several: a dense one, and for what needs experts some that have them.
+    Without a model there are several: a dense one, and for what needs experts or an encoder some that have them.
 
     Raises:
         MegatuneError: INPUT, where model or device are not known.
     """
     machine = find_machine(gpu or DEFAULT_GPU)
-    names = [model] if model else [DEFAULT_MODEL, *_WITH_EXPERTS]
+    names = [model] if model else [DEFAULT_MODEL, *_OTHERS]
     assumed: Assumed = "case" if model is None else "" if gpus and gpu else "machines"
     return [_plannable(_usual(find_model(name), gpus, machine), assumed) for name in names]
 

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from megatune.architecture import Vision
+from megatune.architecture import Architecture, Vision
+from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.families.trained import trained_weights
+from megatune.families.weights import Stack
 from megatune.plan.case import Case
 from megatune.plan.operators.decoder import embedding
 from megatune.plan.operators.linear import elementwise, linear_work
@@ -69,20 +73,24 @@ def images_of(case: Case) -> Images | None:
     if tower is None or not tokens:
         return None
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    of_image, of_row = min(tokens, case.tokens_of_image), -(-tokens // case.tokens_of_image)
+    of_image, of_row = min(tokens, case.tokens_of_picture), -(-tokens // case.tokens_of_picture)
     whole, share = case.micro_batch_size * tokens, -(-case.micro_batch_size * of_row // ranks) * of_image
-    not_lora, deepstack = trainable.finetuning_type != "lora", trainable.freeze_deepstack_mergers
-    tower_trained = not_lora and not trainable.freeze_vision_tower
+    trained = _trained_stacks(case.model.architecture, trainable)
     return Images(
         tower,
         whole,
         min(share, whole),
         of_image * tower.spatial_merge_size**2,
-        tower_trained,
-        not_lora and not trainable.freeze_multi_modal_projector,
-        tower_trained if deepstack is None else not_lora and not deepstack,
-        tower_trained and settings.recompute.recompute_granularity == "full",
+        Stack.VISION in trained,
+        Stack.PROJECTOR in trained,
+        Stack.DEEPSTACK in trained,
+        Stack.VISION in trained and settings.recompute.recompute_granularity == "full",
     )
+
+
+@lru_cache(maxsize=64)
+def _trained_stacks(architecture: Architecture, trainable: FinetuningSettings) -> frozenset[Stack]:
+    return frozenset(weight.stack for weight, _ in trained_weights(architecture, trainable))
 
 
 def attended_patches(images: Images) -> float:

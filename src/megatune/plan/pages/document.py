@@ -107,6 +107,7 @@ def document(found: Answer, top: int) -> str:
                 "lora_target": trainable.lora_layers,
                 "freeze_vision_tower": trainable.freeze_vision_tower,
                 "freeze_multi_modal_projector": trainable.freeze_multi_modal_projector,
+                "freeze_deepstack_mergers": trainable.freeze_deepstack_mergers,
                 "freeze_language_model": trainable.freeze_language_model,
             },
         },

@@ -220,11 +220,13 @@ def slow_precision(question: Question) -> str:
 
 def picture_words(case: Case) -> str:
     """Say which pictures rows are taken to hold; "" for a language model."""
-    tokens, image = case.picture_tokens, case.tokens_of_image
+    tokens, image = case.picture_tokens, case.tokens_of_picture
     if case.model.architecture.vision is None:
         return ""
     if not tokens:
-        return "rows are taken to hold no pictures"
+        return "rows are taken to hold no pictures" if case.largest_picture is None else "rows hold no pictures"
+    if case.largest_picture is not None:
+        return f"rows hold at most {count(tokens, 'token')} of pictures, of which one has {image:,}"
     pixels = f"{case.settings.data.image_max_pixels:,} pixels"
     if tokens <= image:
         return f"each row is taken to hold one image of {pixels}: {count(tokens, 'token')}"

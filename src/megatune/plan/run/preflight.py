@@ -87,18 +87,42 @@ def preflight(
         return Preflight(settings=settings)
     model = PlannedModel(name=str(path), architecture=architecture)
     planned = estimate(Case(model=model, settings=settings, world_size=world_size, machine=machine))
-    if planned.fits:
-        said: Iterable[str] = _warnings(planned, idle_gpus)
-    else:
-        finding = _too_large(planned)
-        if may_fit(planned):
-            said = [str(finding)]
-        elif settings.run.memory_check == "error":
-            raise MegatuneError(loaded.phrased(finding), ExitCode.SETTINGS)
-        else:
-            said = [f"{finding.what}; memory_check: warn lets it start"]
+    said = _warnings(planned, idle_gpus) if planned.fits else [_allowed(planned, loaded.phrased)]
     lines = (*_plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said))
     return Preflight(settings=settings, planned=planned, lines=lines)
+
+
+def with_pictures(case: Case, tokens: int, largest: int) -> Preflight:
+    """Plan a run again when its rows are there.
+
+    Args:
+        tokens: of pictures, in the row that has most of them.
+        largest: tokens of the largest picture.
+
+    Raises:
+        MegatuneError: SETTINGS, where it cannot fit with them.
+    """
+    planned = estimate(replace(case, image_tokens=tokens, largest_picture=largest))
+    lines = [
+        f"plan       {picture_words(planned.case)}: {fullest(planned)}; about {seconds(planned.time.total)} a step"
+    ]
+    if not planned.fits:
+        lines.append(f"warning    {_allowed(planned)}")
+    return Preflight(settings=case.settings, planned=planned, lines=tuple(lines))
+
+
+def _allowed(planned: Estimate, phrased: Callable[[Finding], Finding] = lambda finding: finding) -> str:
+    """Return what is said of a run that may not fit, or that memory_check lets start all the same.
+
+    Raises:
+        MegatuneError: SETTINGS, where it may not start.
+    """
+    finding = _too_large(planned)
+    if may_fit(planned):
+        return str(finding)
+    if planned.case.settings.run.memory_check == "error":
+        raise MegatuneError(phrased(finding), ExitCode.SETTINGS)
+    return f"{finding.what}; memory_check: warn lets it start"
 
 
 def _plan_lines(planned: Estimate) -> Iterator[str]:

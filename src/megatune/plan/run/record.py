@@ -60,6 +60,7 @@ class Measured:
         row_tokens: mean length of the rows of rank 0, padding included.
         longest_row: the longest of them.
         document_tokens: mean length of a document in a packed row; None where a row is one document.
+        picture_tokens: mean of a row's tokens of pictures.
         tokens_per_step: of all ranks, without padding.
     """
 
@@ -71,6 +72,7 @@ class Measured:
     row_tokens: float = 0.0
     longest_row: int = 0
     document_tokens: float | None = None
+    picture_tokens: float = 0.0
     tokens_per_step: float = 0.0
 
 
@@ -98,11 +100,13 @@ class RunRecord:
         if measured is None or not measured.longest_row:
             return None
 
-        def planned(tokens: int) -> Estimate:
+        def planned(tokens: int, of_pictures: int | None) -> Estimate:
             settings = with_settings(self.case.settings, {"data.cutoff_len": tokens})
-            return estimate(replace(self.case, settings=settings, document_length=measured.document_tokens))
+            case = replace(self.case, settings=settings, document_length=measured.document_tokens)
+            return estimate(replace(case, image_tokens=of_pictures))
 
-        return planned(measured.longest_row), planned(math.ceil(measured.row_tokens))
+        mean = planned(math.ceil(measured.row_tokens), math.ceil(measured.picture_tokens))
+        return planned(measured.longest_row, self.case.image_tokens), mean
 
 
 def comparable(stage: StageMemory, counted: str) -> int:

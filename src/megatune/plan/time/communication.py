@@ -238,7 +238,9 @@ def picture_exchange(shapes: Shapes, groups: Groups, images: Images) -> tuple[fl
 
 def sum_of_shares(case: Case, groups: Groups, images: Images | None) -> float:
     """Return seconds in which tensor-parallel ranks add up, once a step, what each found of the encoder's gradients."""
-    return all_reduce(groups.tensor, images.num_trained * case.gradient_itemsize) if images is not None else 0.0
+    if images is None or not images.num_trained:
+        return 0.0
+    return all_reduce(groups.tensor, images.num_trained * case.gradient_itemsize)
 
 
 class Reduction(NamedTuple):

@@ -61,12 +61,14 @@ class StepReport(_Numbers):
         row_tokens: mean length of the rows of this rank's micro-batches, padding included.
         longest_row: the longest of them.
         document_tokens: mean length of the documents in packed rows; None where a row is one document.
+        picture_tokens: mean of these rows' tokens of pictures.
         skipped: gradients overflowed (fp16), so the weights have not changed.
     """
 
     row_tokens: float = 0.0
     longest_row: int = 0
     document_tokens: float | None = None
+    picture_tokens: float = 0.0
     skipped: bool = False
 
 

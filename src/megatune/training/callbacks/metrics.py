@@ -247,6 +247,7 @@ class Prediction(Callback):
             row_tokens=statistics.fmean(step.row_tokens for step in timed),
             longest_row=max(step.longest_row for step in self._steps),
             document_tokens=statistics.fmean(documents) if documents else None,
+            picture_tokens=statistics.fmean(step.picture_tokens for step in timed),
             tokens_per_step=statistics.fmean(step.num_input_tokens for step in timed),
         )
 

@@ -1,0 +1,175 @@
+"""The pictures of a prompt: read once, placed in its text, handed to Transformers' generate with their positions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatune.config.groups.data import DataSettings
+from megatune.data.bad_rows import RowError
+from megatune.data.media.load import load_processor
+from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.sources import PictureSource
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture, read_config
+from megatune.generation.inputs import PICTURE_SETTINGS, GenerationOptions
+
+if TYPE_CHECKING:
+    from megatune.architecture import Vision
+    from megatune.data.media.processor import Measured, PictureProcessor
+
+_TAG = re.compile(r"<(image|video)>")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One image or video as the model gets it.
+
+    Attributes:
+        placeholder: the text that stands for it.
+        pixels: float32 [patches, channels · frames · side²].
+    """
+
+    kind: str
+    measured: Measured
+    placeholder: str
+    pixels: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPictures:
+    """What the first message of a conversation shows to a vision-language model; maybe nothing."""
+
+    vision: Vision
+    pictures: tuple[Picture, ...]
+
+    def placed(self, text: str) -> tuple[str, tuple[Picture, ...]]:
+        """Write the pictures into a text.
+
+        Pictures of a kind that the text has tags of, <image> or <video>, replace these; others go before the text.
+
+        Returns:
+            The text, and the pictures in the order in which it shows them.
+
+        Raises:
+            MegatuneError: (DATA) the text has tags, and not as many as there are pictures.
+        """
+        tags = _TAG.findall(text)
+        findings = [
+            finding
+            for kind in ("image", "video")
+            if tags.count(kind)
+            for finding in self._unequal(kind, tags.count(kind))
+        ]
+        if findings:
+            raise MegatuneError(findings, ExitCode.DATA)
+        waiting = {kind: iter([each for each in self.pictures if each.kind == kind]) for kind in set(tags)}
+        shown = [each for each in self.pictures if each.kind not in waiting]
+        front = "".join(each.placeholder for each in shown)
+
+        def placeholder(match: re.Match[str]) -> str:
+            shown.append(next(waiting[match[1]]))
+            return shown[-1].placeholder
+
+        return front + _TAG.sub(placeholder, text), tuple(shown)
+
+    def _unequal(self, kind: str, tags: int) -> Iterator[Finding]:
+        pictures = sum(each.kind == kind for each in self.pictures)
+        if tags != pictures:
+            what = f"the prompt has {tags} <{kind}> for {pictures} {kind}{'' if pictures == 1 else 's'}"
+            yield Finding(what, "--prompt", f"each --{kind} takes the place of one", "give as many, or no tag at all")
+
+
+def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Picture, ...]) -> dict[str, torch.Tensor]:
+    """Return what a prompt with pictures needs beside its tokens, as arguments of Transformers' generate.
+
+    Its position_ids are ours: Transformers 5.17 computes others for videos of Qwen2-VL and Qwen2.5-VL. It continues
+    from the last one by itself.
+
+    Args:
+        input_ids: int64 [1, tokens].
+        pictures: in the order of their tokens.
+
+    Raises:
+        MegatuneError: (DATA) the prompt has tokens of pictures beside theirs.
+    """
+    if not pictures:
+        return {}
+    grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in pictures]
+    try:
+        rows = rotary_position_ids(input_ids[0].numpy(), grids, vision)
+    except ValueError as error:
+        fix = "write <image> or <video> where a picture is to be shown"
+        finding = Finding("the prompt has placeholders beside those of its pictures", "--prompt", str(error), fix)
+        raise MegatuneError(finding, ExitCode.DATA) from error
+    # The first row is for masks; three are of time, height and width.
+    inputs = {"position_ids": torch.from_numpy(np.concatenate([np.arange(rows.shape[1])[None], rows]))[:, None]}
+    for kind, pixels, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        if of_kind := [each for each in pictures if each.kind == kind]:
+            inputs[pixels] = torch.from_numpy(np.concatenate([each.pixels for each in of_kind]))
+            inputs[grid] = torch.tensor([each.measured.grid for each in of_kind])
+    return inputs
+
+
+def read_pictures(folder: Path, options: GenerationOptions) -> PromptPictures | None:
+    """Read the pictures as the model in a folder takes them; None for models that take none.
+
+    Raises:
+        MegatuneError: (INPUT) there are pictures, and the model takes none or its config.json is not supported;
+            (DATA) with one finding for each picture that cannot be read.
+    """
+    config = read_config(folder)
+    if "vision_config" not in config:
+        if options.pictures:
+            raise MegatuneError(_text_only(folder, config.get("model_type"), options), ExitCode.INPUT)
+        return None
+    try:
+        vision = load_architecture(folder).vision
+    except MegatuneError:
+        if options.pictures:
+            raise
+        return None  # a model that Transformers knows, and we do not
+    assert vision is not None
+    if not options.pictures:
+        return PromptPictures(vision, ())
+    given = {name: value for name in PICTURE_SETTINGS if (value := getattr(options, name)) is not None}
+    processor = load_processor(folder, vision, DataSettings(**given))
+    return PromptPictures(vision, _read(processor, options))
+
+
+def read_picture(processor: PictureProcessor, source: PictureSource) -> Picture:
+    """Read one picture.
+
+    Raises:
+        RowError: it cannot be read.
+        MegatuneError: what decodes videos is not installed.
+    """
+    measured = processor.measure(source)
+    return Picture(source.kind, measured, processor.placeholder(measured), processor.pixels(source, measured))
+
+
+def _read(processor: PictureProcessor, options: GenerationOptions) -> tuple[Picture, ...]:
+    pictures, findings = [], []
+    for kind, path in options.pictures:
+        try:
+            pictures.append(read_picture(processor, PictureSource(kind, path)))
+        except RowError as error:
+            findings.append(Finding(str(error), f"--{kind}", fix=f"give another {kind}"))
+    if findings:
+        raise MegatuneError(findings, ExitCode.DATA)
+    return tuple(pictures)
+
+
+def _text_only(folder: Path, model_type: object, options: GenerationOptions) -> Finding:
+    flags = " and ".join(f"--{kind}" for kind in dict.fromkeys(picture.kind for picture in options.pictures))
+    why = f"the config.json of {folder}, of model_type {model_type}, has no vision_config"
+    return Finding("the model reads text only", flags, why, f"name a vision-language model, or leave out {flags}")

@@ -1,0 +1,304 @@
+"""What is generated from pictures is what full forward passes with our positions say, and bad pictures are refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from megatune.cli import infer
+from megatune.config.groups.data import DataSettings
+from megatune.data.media.load import load_processor
+from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.sources import PictureSource
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
+from megatune.generation.infer import Generator, chat
+from megatune.generation.inputs import GenerationOptions, PictureFile
+from megatune.generation.pictures import Picture, PromptPictures, generate_inputs, read_picture
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+Prompted = tuple[list[int], tuple[Picture, ...]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder_of(family: str) -> Path:
+        if family not in made:
+            made[family] = make_checkpoint(family, tmp_path_factory.mktemp("models") / family, num_layers=3)
+        return made[family]
+
+    return folder_of
+
+
+def noise(width: int, height: int, seed: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    noise(112, 56, 0).save(folder / "wide.png")
+    noise(56, 112, 1).save(folder / "tall.jpg")
+    for number in range(5):
+        noise(112, 56, 2 + number).save(folder / f"frame{number}.png")
+    return folder
+
+
+def image(path: Path) -> PictureFile:
+    return PictureFile("image", str(path))
+
+
+def prepared(folder: Path, files: Path, kinds: str) -> PromptPictures:
+    """Images (i, of two sizes) and videos (v, of five frames) in this order."""
+    vision = load_architecture(folder).vision
+    assert vision is not None
+    processor = load_processor(folder, vision, DataSettings())
+    images = iter([PictureSource("image", str(files / name)) for name in ("wide.png", "tall.jpg")])
+    video = PictureSource(
+        "video", frames=tuple(PictureSource("image", str(files / f"frame{number}.png")) for number in range(5))
+    )
+    return PromptPictures(vision, tuple(read_picture(processor, next(images) if k == "i" else video) for k in kinds))
+
+
+def with_pictures(generator: Generator, pictures: PromptPictures, **changes: Any) -> Generator:
+    options = dataclasses.replace(generator.options, **changes)
+    return Generator(generator.model, generator.tokenizer, options, generator.source, pictures)
+
+
+def prompted(generator: Generator, text: str) -> Prompted:
+    assert generator.pictures is not None
+    placed, shown = generator.pictures.placed(text)
+    messages = [{"role": "user", "content": placed}]
+    return generator.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"], shown
+
+
+def greedy(generator: Generator, prompt: Prompted, steps: int) -> tuple[list[int], torch.Tensor]:
+    """Tokens by full forward passes without a cache, and the last pass's position_ids, [4, 1, T]."""
+    assert generator.pictures is not None
+    vision, (ids, shown) = generator.pictures.vision, prompt
+    ids = list(ids)
+    config = generator.model.generation_config
+    for _ in range(steps):
+        grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in shown]
+        rows = rotary_position_ids(np.array(ids), grids, vision)
+        position_ids = torch.from_numpy(np.concatenate([np.arange(len(ids))[None], rows]))[:, None]
+        inputs = generate_inputs(vision, torch.tensor([ids]), shown) | {"position_ids": position_ids}
+        with torch.inference_mode():
+            logits = generator.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0, -1]
+            logits[config.suppress_tokens or []] = -torch.inf
+        ids.append(int(logits.argmax()))
+        if ids[-1] in config.eos_token_id:
+            break
+    return ids[len(prompt[0]) :], position_ids
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        ("i", "What is this?"),
+        ("v", "What is this?"),
+        ("ii", "Is <image> as large as\n<image>?"),
+        ("vi", "First <image>, then <video>!"),
+        ("iv", "<video> then"),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_greedy_answer_is_that_of_full_forward_passes(
+    family: str, kinds: str, text: str, folders: Callable[[str], Path], files: Path
+) -> None:
+    generator = Generator.load(folders(family), GenerationOptions(max_new_tokens=8))
+    shows = with_pictures(generator, prepared(folders(family), files, kinds))
+    # A placeholder in the answer of a random model would have no picture in a full forward pass.
+    vision = prepared(folders(family), files, "").vision
+    shows.model.generation_config.suppress_tokens = [vision.image_token_id, vision.video_token_id]
+    used: list[torch.Tensor] = []
+    rotary = shows.model.model.language_model.rotary_emb
+    hook = rotary.register_forward_pre_hook(
+        lambda _, args, kwargs: used.append(kwargs.get("position_ids", args[-1])), with_kwargs=True
+    )
+    reply = shows.answer([{"role": "user", "content": text}])
+    hook.remove()
+    prompt = prompted(shows, text)
+    expected, position_ids = greedy(shows, prompt, 8)
+    assert reply.num_tokens == len(expected)
+    assert reply.text == shows.tokenizer.decode(expected, skip_special_tokens=True)
+    # The last token is never read.
+    assert torch.equal(torch.cat([ids[-3:] for ids in used], dim=-1), position_ids[1:])
+    assert len(prompt[1]) == len(kinds)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pictures_and_not_their_tokens_alone_make_the_answer(
+    family: str, folders: Callable[[str], Path], files: Path
+) -> None:
+    generator = Generator.load(folders(family), GenerationOptions(max_new_tokens=12))
+    wide, again = prepared(folders(family), files, "ii").pictures
+    vision = prepared(folders(family), files, "").vision
+    black = dataclasses.replace(wide, pixels=np.zeros_like(wide.pixels))
+    question = [{"role": "user", "content": "What is this?"}]
+    answers = [
+        with_pictures(generator, PromptPictures(vision, (picture,))).answer(question).text
+        for picture in (wide, black, again)
+    ]
+    assert len(set(answers)) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_alone_is_what_transformers_generates(family: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(family)
+    generator = Generator.load(folder, GenerationOptions(max_new_tokens=8))
+    question = [{"role": "user", "content": "Who are you?"}]
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    inputs = generator.tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    generated = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert generator.answer(question).text == generator.tokenizer.decode(generated, skip_special_tokens=True)
+
+
+def test_pictures_take_the_place_of_their_tags_or_go_before_the_text(
+    folders: Callable[[str], Path], files: Path
+) -> None:
+    pictures = prepared(folders("qwen2_vl"), files, "ivi")
+    first, video, second = (each.placeholder for each in pictures.pictures)
+    assert pictures.placed("Hi")[0] == f"{first}{video}{second}Hi"
+    text, shown = pictures.placed("a<video>b<image>c<image>")
+    assert text == f"a{video}b{first}c{second}"
+    assert [each.kind for each in shown] == ["video", "image", "image"]
+    text, shown = pictures.placed("a<image><image>b")
+    assert text == f"{video}a{first}{second}b"
+    assert [each.placeholder for each in shown] == [video, first, second]
+    with pytest.raises(MegatuneError) as raised:
+        pictures.placed("<image>, <video> and <video>")
+    assert raised.value.exit_code == ExitCode.DATA
+    assert [finding.what for finding in raised.value.findings] == [
+        "the prompt has 1 <image> for 2 images",
+        "the prompt has 2 <video> for 1 video",
+    ]
+
+
+def test_a_chat_shows_them_in_its_first_message(
+    folders: Callable[[str], Path], files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folders("qwen3_vl")
+    options = GenerationOptions(max_new_tokens=6, pictures=(image(files / "wide.png"),))
+    generator = Generator.load(folder, options)
+    lines = iter(["In <image>?", "Sure?", "clear", "And?", "exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    chat(generator, stream=False)
+    printed = [answer.removesuffix("\n") for answer in capsys.readouterr().out.split("Assistant: ")[1:]]
+    first = [{"role": "user", "content": "In <image>?"}]
+    history = [*first, {"role": "assistant", "content": printed[0]}, {"role": "user", "content": "Sure?"}]
+    after = [{"role": "user", "content": "And?"}]
+    assert printed == [generator.answer(messages).text for messages in (first, history, after)]
+    blind = Generator.load(folder, GenerationOptions(max_new_tokens=6))
+    assert blind.answer(after).text != printed[2]
+
+
+def run(folder: Path, *more: str) -> int:
+    parser = argparse.ArgumentParser()
+    infer.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["infer", str(folder), "--max_new_tokens", "6", *more])
+    return int(args.run(args))
+
+
+def test_the_verb_shows_images_in_the_order_given(
+    folders: Callable[[str], Path], files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, wide, tall = folders("qwen2_5_vl"), files / "wide.png", files / "tall.jpg"
+    answers = []
+    for order in ((wide, tall), (tall, wide)):
+        flags = [argument for path in order for argument in ("--image", str(path))]
+        assert run(folder, "--prompt", "Is <image> in <image>?", *flags) == ExitCode.DONE
+        options = GenerationOptions(max_new_tokens=6, pictures=tuple(image(path) for path in order))
+        reply = Generator.load(folder, options).answer([{"role": "user", "content": "Is <image> in <image>?"}])
+        answers.append(capsys.readouterr().out)
+        assert answers[-1] == f"{reply.text}\n"
+    assert answers[0] != answers[1]
+    assert run(folder, "--raw", "--prompt", "It is", "--image", str(wide)) == ExitCode.DONE
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_verb_shows_a_video(
+    family: str, folders: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    av = pytest.importorskip("av")
+    clip = str(tmp_path / "clip.mp4")
+    with av.open(clip, "w") as container:
+        stream = container.add_stream("mpeg4", rate=6)
+        stream.width, stream.height = 112, 64
+        for number in range(12):  # two seconds
+            container.mux(stream.encode(av.VideoFrame.from_image(noise(112, 64, number))))
+        container.mux(stream.encode(None))
+    options = GenerationOptions(max_new_tokens=6, pictures=(PictureFile("video", clip),), video_fps=3.0)
+    generator = Generator.load(folders(family), options)
+    assert generator.pictures is not None
+    (video,) = generator.pictures.pictures
+    assert video.measured.grid[0] == 3
+    assert video.measured.seconds_per_grid == pytest.approx(2 / 3)
+    expected, _ = greedy(generator, prompted(generator, "What is <video>?"), 6)
+    flags = ("--video", clip, "--video-fps", "3")
+    assert run(folders(family), "--prompt", "What is <video>?", *flags) == ExitCode.DONE
+    assert capsys.readouterr().out == generator.tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+
+
+def test_sizes_are_settings_of_training(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    noise(560, 560, 0).save(tmp_path / "a.png")
+
+    def tokens(**settings: Any) -> int:
+        options = GenerationOptions(pictures=(image(tmp_path / "a.png"),), **settings)
+        pictures = Generator.load(folders("qwen2_vl"), options).pictures
+        assert pictures is not None
+        return pictures.pictures[0].placeholder.count("<|image_pad|>")
+
+    assert tokens() == 20 * 20
+    assert tokens(image_max_pixels=112 * 112) == 4 * 4
+
+
+def refused(folder: Path, code: ExitCode, *flags: str, says: tuple[str, ...]) -> None:
+    with pytest.raises(MegatuneError) as raised:
+        run(folder, *flags)
+    assert raised.value.exit_code == code
+    assert [text for text in says if text not in str(raised.value)] == []
+
+
+def test_what_cannot_be_shown_is_refused(folders: Callable[[str], Path], files: Path, tmp_path: Path) -> None:
+    wide, ask, folder = str(files / "wide.png"), ("--prompt", "Hi"), folders("qwen3_vl")
+    text_only = make_checkpoint("qwen3", tmp_path / "qwen3", num_layers=1)
+    says: tuple[str, ...] = ("the model reads text only", "no vision_config", "leave out --image")
+    refused(text_only, ExitCode.INPUT, *ask, "--image", wide, says=says)
+
+    missing = ("--image", str(files / "wild.png"), "--video", str(files))
+    says = (f"there is no file {files / 'wild.png'}", f"did you mean {wide}?", f"{files} is a folder")
+    refused(folder, ExitCode.INPUT, *ask, "--image", wide, *missing, says=says)
+
+    broken, empty = tmp_path / "broken.png", tmp_path / "empty.jpg"
+    broken.write_bytes(b"no image")
+    empty.touch()
+    refused(folder, ExitCode.DATA, *ask, "--image", str(broken), "--image", str(empty), says=(str(broken), str(empty)))
+
+    says = ("the prompt has 1 <image> for 0 images",)
+    refused(folder, ExitCode.DATA, "--prompt", "<image> Hi", says=says)
+    says = ("placeholders beside those of its pictures",)
+    refused(folder, ExitCode.DATA, "--image", wide, "--prompt", "<|image_pad|> Hi", says=says)
+    numbers = ("--image_max_pixels", "0", "--video_fps", "1")
+    refused(folder, ExitCode.SETTINGS, *ask, "--image", wide, *numbers, says=("0 is out of range", "there is no video"))
+
+
+def test_a_prompt_longer_than_the_context_names_the_pictures(files: Path, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2_vl", tmp_path / "m", num_layers=1, max_position_embeddings=24)
+    flags = ("--prompt", "Hi", "--image", str(files / "wide.png"))
+    refused(folder, ExitCode.DATA, *flags, says=("24 tokens at most", "--image_max_pixels"))

@@ -1,0 +1,169 @@
+"""Whole runs over pictures: a resume is exact, any layout trains the same, and what is frozen stays as it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pool import RankPool
+from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors, train
+
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.training.storage.store import list_checkpoints
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+EP, SP = "expert_model_parallel_size", "sequence_parallel"
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+TRAINED = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+NUM_ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows with one picture, with two of different sizes, and with text alone; and the same as one more file."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    rows = []
+    for number in range(NUM_ROWS):
+        names = []
+        for index in range(number % 3):
+            width, height = (int(size) for size in generator.integers(28, 120, 2))
+            names.append(f"{number}-{index}.png")
+            pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / names[-1])
+        question = f"{'<image>' * len(names)}What is number {number}?"
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": f"It is number {number}, with {len(names)} pictures."},
+                ],
+                "images": names,
+            }
+        )
+    (folder / "pictures.json").write_text(json.dumps(rows))
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages", "images": "images"}
+    entry = {"file_name": "pictures.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    (folder / "dataset_info.json").write_text(json.dumps({"pictures": entry}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_checkpoint(family, folder / family) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
+
+
+def vision_settings(model: Path, data: Path, output_dir: Path, **changes: Any) -> Any:
+    """Nine steps of eight rows."""
+    values: dict[str, Any] = {
+        "dataset_dir": data,
+        "dataset": "pictures",
+        "template": "qwen3_vl_nothink",
+        "cutoff_len": 512,
+    }
+    values |= {"max_steps": 9, "dataloader_num_workers": 0, **TRAINED}
+    return settings_of(model, output_dir, **{**values, **changes})
+
+
+def accumulation(world_size: int, **parallel: Any) -> dict[str, Any]:
+    dp_size = world_size // (parallel.get(TP, 1) * parallel.get(PP, 1) * parallel.get(CP, 1))
+    return {**parallel, "gradient_accumulation_steps": 4 // dp_size}
+
+
+SAME_LAYOUT: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one process": ("qwen3_vl", 1, accumulation(1)),
+    "tp2 sp dp2, overlaps, bf16": ("qwen2_5_vl", 4, {**accumulation(4, **{TP: 2, SP: True}, **OVERLAPS), "bf16": True}),
+    "ep2, packed, recomputed": (
+        "qwen3_vl_moe", 2, {**accumulation(2, **{EP: 2}), "packing": True, "recompute_granularity": "full"}
+    ),
+    "cp2, streaming": (
+        "qwen3_vl", 2, {**accumulation(2, **{CP: 2}), "streaming": True, "buffer_size": 10}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_LAYOUT)
+def test_a_crashed_run_ends_as_if_nothing_had_happened(
+    name: str, pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    family, world_size, changes = SAME_LAYOUT[name]
+    whole = vision_settings(models[family], data, tmp_path / "whole", **changes)
+    crashed = vision_settings(models[family], data, tmp_path / "crashed", **changes)
+    assert pool.run(world_size, train, whole, tmp_path) == [0] * world_size
+    assert pool.run(world_size, train, crashed, tmp_path, 5) == [-1] * world_size
+    assert [path.name for path in list_checkpoints(tmp_path / "crashed")] == ["checkpoint-3"]
+    assert pool.run(world_size, train, crashed, tmp_path) == [0] * world_size
+    assert_same_tensors(tmp_path / "whole", tmp_path / "crashed")
+    for step in (6, 9):
+        assert_same_tensors(
+            tmp_path / f"whole/checkpoint-{step}/training", tmp_path / f"crashed/checkpoint-{step}/training"
+        )
+    one, other = metrics(tmp_path / "whole"), metrics(tmp_path / "crashed")
+    assert list(other) == list(range(1, 10))
+    assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in other]
+    assert [one[step]["grad_norm"] for step in one] == [other[step]["grad_norm"] for step in other]
+
+
+def test_a_run_goes_on_in_other_layouts_and_evaluates_alike(
+    pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    """From one process to tensor, then to pipeline and context parallelism."""
+    evaluated = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 3}
+    straight = vision_settings(models["qwen3_vl"], data, tmp_path / "straight", **accumulation(1), **evaluated)
+    assert pool.run(1, train, straight, tmp_path) == [0]
+    output_dir = tmp_path / "out"
+    # Of four layers the first pipeline stage holds the three that the encoder's earlier layers feed.
+    pipeline = {PP: 2, CP: 2, "decoder_first_pipeline_num_layers": 3}
+    stages = ((1, {}, 4), (2, {TP: 2, SP: True}, 7), (4, pipeline, None))
+    for world_size, parallel, crash_at in stages:
+        settings = vision_settings(
+            models["qwen3_vl"], data, output_dir, **accumulation(world_size, **parallel), **evaluated
+        )
+        expected = 0 if crash_at is None else -1
+        assert pool.run(world_size, train, settings, tmp_path, crash_at) == [expected] * world_size
+    wanted, seen = metrics(tmp_path / "straight"), metrics(output_dir)
+    for step in range(1, 10):
+        assert seen[step]["loss"] == pytest.approx(wanted[step]["loss"], rel=1e-5), f"step {step}"
+        assert seen[step]["num_input_tokens"] == wanted[step]["num_input_tokens"], f"step {step}: other rows"
+    wanted, seen = evaluations(tmp_path / "straight"), evaluations(output_dir)
+    assert list(seen) == [3, 6, 9]
+    for step, report in wanted.items():
+        assert seen[step]["eval_loss"] == pytest.approx(report["eval_loss"], rel=1e-5), f"step {step}"
+
+
+PARTS = {"freeze_vision_tower": "tower", "freeze_multi_modal_projector": "merger", "freeze_language_model": "decoder"}
+
+
+def part_of(name: str) -> str:
+    """The part that LLaMA-Factory's keys freeze together."""
+    if ".merger." in name:
+        return "merger"
+    return "tower" if "visual." in name else "decoder"
+
+
+@pytest.mark.parametrize("frozen", list(itertools.product((False, True), repeat=3))[:-1])
+def test_what_is_frozen_stays_bit_for_bit(
+    frozen: tuple[bool, ...], pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    """And all else is trained, in two layouts of each of the combinations that train anything."""
+    switches = dict(zip(PARTS, frozen, strict=True))
+    layouts = ((2, {TP: 2, SP: True}), (2, {PP: 2, "decoder_first_pipeline_num_layers": 3}))
+    world_size, parallel = layouts[sum(frozen) % 2]
+    settings = vision_settings(
+        models["qwen3_vl"], data, tmp_path / "out", **{**accumulation(world_size, **parallel), **OVERLAPS},
+        **{**switches, "max_steps": 2, "save_strategy": "no"},
+    )  # fmt: skip
+    assert pool.run(world_size, train, settings, tmp_path) == [0] * world_size
+    before, after = tensors(models["qwen3_vl"]), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    kept = {PARTS[switch] for switch, is_frozen in switches.items() if is_frozen}
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) is (part_of(name) in kept), name
