@@ -15,9 +15,9 @@ from PIL import Image
 
 from megatune.data.bad_rows import RowError
 from megatune.data.cache.key import BY_PICTURES, prepared_key
-from megatune.data.conversation import Conversation, Message
+from megatune.data.conversation import Conversation, Message, RowPicture
 from megatune.data.encode import Encoded, make_encoder
-from megatune.data.media.sources import PictureSource
+from megatune.data.media.sources import PictureSource, picture_source
 from megatune.data.pictures import unpacked
 from megatune.data.pipeline import Pipeline
 from megatune.data.rows import Document, TokenRows
@@ -63,15 +63,15 @@ def document(model: Model, example: Any, **changes: Any) -> Document:
     return found
 
 
-def image(data: Path, name: str) -> PictureSource:
-    return PictureSource("image", str(data / name))
+def image(data: Path, name: str) -> RowPicture:
+    return RowPicture("image", str(data / name))
 
 
-def video(data: Path, count: int) -> PictureSource:
-    return PictureSource("video", frames=tuple(image(data, f"frame{number}.png") for number in range(count)))
+def video(data: Path, count: int) -> RowPicture:
+    return RowPicture("video", [str(data / f"frame{number}.png") for number in range(count)])
 
 
-def chat(*said: str, pictures: tuple[PictureSource, ...] = ()) -> Conversation:
+def chat(*said: str, pictures: tuple[RowPicture, ...] = ()) -> Conversation:
     roles = ("user", "assistant")
     return Conversation(tuple(Message(roles[i % 2], text) for i, text in enumerate(said)), pictures=pictures)
 
@@ -86,7 +86,8 @@ def test_tokens_are_those_of_the_whole_text(models: dict[str, Model], data: Path
     said = ["Is <image>this\n<video>, or", "No.", "<image>", "Yes: it is."]
     found = document(model, chat(*said, pictures=pictures), **changes)
     processor = model.vision().processor
-    measured = [processor.measure(each) for each in pictures]
+    sources = [picture_source(each.value, each.kind, "") for each in pictures]
+    measured = [processor.measure(each) for each in sources]
     texts = [processor.placeholder(each) for each in measured]
     whole = [said[0].replace("<image>", texts[0]).replace("<video>", texts[1]), said[1], texts[2], said[3]]
     text_only = model.settings(Path(), [], **changes)
@@ -101,7 +102,7 @@ def test_tokens_are_those_of_the_whole_text(models: dict[str, Model], data: Path
     starts = np.cumsum([0, *(each.num_tokens for each in found.pictures)])
     assert [each.start for each in found.pictures] == pads[starts[:-1]].tolist()
     assert starts[-1] == len(pads)
-    assert [unpacked(each.packed) for each in found.pictures] == list(zip(pictures, measured, strict=True))
+    assert [unpacked(each.packed) for each in found.pictures] == list(zip(sources, measured, strict=True))
     assert [each.is_video for each in found.pictures] == [False, True, False]
 
 
@@ -204,6 +205,8 @@ def bad_rows(data: Path) -> str:
         asks(images=["text.png"]),
         asks("<image>and <|image_pad|>", images=["a.png"]),
         asks("What is <|video_pad|>?"),
+        asks(images=["http://example.org/a.jpg"]),
+        asks(images=[5]),
         asks("Text."),
     ]
     return write_rows(data / "bad.jsonl", rows).name
@@ -215,6 +218,8 @@ CODES = {
     "picture-truncated": 1,
     "not-a-picture": 1,
     "placeholder-in-text": 2,
+    "picture-url": 1,
+    "bad-picture": 1,
 }
 
 
@@ -227,7 +232,7 @@ def test_bad_pictures_are_bad_rows(model: Model, data: Path) -> None:
     assert codes == CODES
     assert report.trained == 2
     kept = [json.loads(line) for line in (found.directory / "bad_rows.jsonl").read_text().splitlines()]
-    assert [int(row["where"].rpartition(":")[2]) for row in kept] == list(range(2, 10))
+    assert [int(row["where"].rpartition(":")[2]) for row in kept] == list(range(2, 12))
     assert kept[0]["detail"] == "2 <image> in the messages, 1 files"
     assert kept[3]["detail"] == str(data / "none.png")
 
@@ -237,7 +242,7 @@ def test_bad_pictures_can_end_the_run(model: Model, data: Path) -> None:
         model.prepared(data, bad_rows(data), on_bad_row="error")
     assert caught.value.exit_code == ExitCode.DATA
     assert f"{data}/bad.jsonl:5: image: there is no such file\n    why: {data}/none.png" in str(caught.value)
-    assert "8 of 10 rows cannot be trained on" in str(caught.value)
+    assert "10 of 12 rows cannot be trained on" in str(caught.value)
 
 
 def test_a_text_that_shows_a_placeholder_is_refused_in_stage_pt(model: Model, data: Path) -> None:

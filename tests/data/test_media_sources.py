@@ -64,6 +64,10 @@ def test_frames_of_a_video() -> None:
     assert source.name == "2 frames"
 
 
+def test_an_url_of_a_local_file() -> None:
+    assert picture_source("file:///nowhere/a.png", "image", "here") == PictureSource("image", "/nowhere/a.png")
+
+
 @pytest.mark.parametrize(
     ("value", "code"),
     [

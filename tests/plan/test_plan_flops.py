@@ -8,7 +8,9 @@ from model_sizes import model_class
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES, load_architecture
+from megatune.plan.catalogue.models import find_model
 from megatune.plan.flops import num_matmul_parameters, num_parameters, train_flops
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -44,3 +46,19 @@ def test_documents_attend_to_themselves(model_dir):
     apart, together = train_flops(architecture, [8, 8]), train_flops(architecture, [16])
     channels = 4 * (16 + 8) + 4 * 12  # of all heads' queries, and values
     assert together - apart == 3 * 4 * channels * (16**2 - 2 * 8**2)
+
+
+def test_frozen_parts_save_what_they_do_not_compute() -> None:
+    """A frozen decoder passes gradients on, and one whose last layers are trained ends them before those."""
+    architecture = find_model("Qwen2.5-7B").architecture
+    lengths = [1000, 24]
+    whole, products = train_flops(architecture, lengths), 2 * num_matmul_parameters(architecture) * sum(lengths)
+    assert train_flops(architecture, lengths, FinetuningSettings()) == whole
+    frozen = FinetuningSettings(freeze_language_model=True)
+    assert train_flops(architecture, lengths, frozen) == pytest.approx(whole - products)
+    last = FinetuningSettings(finetuning_type="freeze", freeze_trainable_layers=2)
+    forward = whole / 3
+    of_layers = forward - 2 * architecture.vocab_size * architecture.hidden_size * sum(lengths)
+    trained = 2 * of_layers * 2 / architecture.num_layers
+    # The frozen output layer, and beyond the forward pass the two layers alone.
+    assert train_flops(architecture, lengths, last) == pytest.approx(forward + (forward - of_layers) + trained)

@@ -18,6 +18,8 @@ from megatune.errors import ExitCode, MegatuneError
 NUM_ROWS = 16
 DP2 = {"gradient_accumulation_steps": 2}
 TP2 = {"tensor_model_parallel_size": 2, "gradient_accumulation_steps": 4}
+PP2 = {"pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 4}
+CP2 = {"context_parallel_size": 2, "gradient_accumulation_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,15 @@ def test_a_crashed_run_ends_as_if_nothing_had_happened(pool: RankPool, model: Pa
     assert len({record["loss"] for record in one.values()}) == 4
 
 
+def test_streamed_rows_train_as_prepared_ones(pool: RankPool, model: Path, data: Path, tmp_path: Path) -> None:
+    losses = []
+    for name, changes in {"prepared": {}, "streamed": {"streaming": True, "buffer_size": 10}}.items():
+        settings = pictured(model, data, tmp_path / name, disable_shuffling=True, save_steps=4, **changes, **DP2)
+        assert pool.run(2, train, settings, tmp_path) == [0, 0]
+        losses.append([record["loss"] for record in metrics(tmp_path / name).values()])
+    assert losses[0] == losses[1]
+
+
 def damage(path: Path) -> None:
     """Overwrite the middle of a file: its header and its end are as they were."""
     content = path.read_bytes()
@@ -80,7 +91,7 @@ def damage(path: Path) -> None:
     path.write_bytes(content[: middle - 20] + bytes(40) + content[middle + 20 :])
 
 
-@pytest.mark.parametrize("layout", [DP2, TP2], ids=["dp2", "tp2"])
+@pytest.mark.parametrize("layout", [DP2, TP2, PP2, CP2], ids=["dp2", "tp2", "pp2", "cp2"])
 def test_documents_of_unreadable_pictures_are_left_out(
     pool: RankPool, model: Path, data: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from megatune.data.media.sources import PictureSource
+from megatune.data.media.sources import Kind
 
 Role = Literal["user", "assistant", "tool"]
 
@@ -37,6 +37,14 @@ class Message:
         return Message, (self.role, self.content, self.tool_calls, self.trained)
 
 
+class RowPicture(NamedTuple):
+    """An image or a video as a row has it: a path, bytes, base64 or frames. Whether it can be read shows when it is
+    measured, by worker processes, since its file may be far away."""
+
+    kind: Kind
+    value: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Turns of (user or tools, assistant), ending with the assistant.
@@ -50,7 +58,7 @@ class Conversation:
     messages: tuple[Message, ...]
     system: str = ""
     tools: tuple[dict[str, Any], ...] = ()
-    pictures: tuple[PictureSource, ...] = ()
+    pictures: tuple[RowPicture, ...] = ()
 
     def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
         return Conversation, (self.messages, self.system, self.tools, self.pictures)
@@ -72,7 +80,7 @@ class PreferencePair:
     rejected: Message
     system: str = ""
     tools: tuple[dict[str, Any], ...] = ()
-    pictures: tuple[PictureSource, ...] = ()
+    pictures: tuple[RowPicture, ...] = ()
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Return the conversation with the chosen answer, and with the rejected one."""

@@ -19,7 +19,7 @@ from megatune.data.build import RowShape
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.report import DatasetReport
 from megatune.data.samples import Sample, read_samples, stream_samples
-from megatune.data.sources import DatasetSource, SourcePosition, media_dir_of, resolve_datasets
+from megatune.data.sources import DatasetSource, SourcePosition, resolve_datasets
 from megatune.data.vision import VisionInput
 from megatune.data.workers import Result, encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -101,7 +101,7 @@ class Pipeline:
             "stage": self.settings.run.stage,
             "max_samples": data.max_samples,
             "placeholders": placeholders,
-            "media_dir": media_dir_of(data) if self.encoder.vision is not None else None,
+            "pictures": self.encoder.vision is not None,
         }
 
 

@@ -179,8 +179,9 @@ class Split:
 def rank(example: Example, seed: int) -> int:
     """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
     state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
-    for picture in () if isinstance(example, str) else example.pictures:
-        state.update(picture.to_bytes())
+    for _, value in () if isinstance(example, str) else example.pictures:
+        named = value.get("bytes") or value.get("path") if isinstance(value, Mapping) else value
+        state.update(named if isinstance(named, bytes) else repr(named).encode())
     return int.from_bytes(state.digest(), "little")
 
 

@@ -35,21 +35,21 @@ def read_samples(
     seed: int,
     max_samples: int | None,
     placeholders: Mapping[str, str | None],
-    media_dir: str | None = None,
+    pictures: bool = False,
 ) -> Iterator[Sample]:
     """Yield the rows of one data set that num_samples and max_samples choose, in the order of its files.
 
     Args:
         max_samples: the first ones of those that num_samples draws.
         placeholders: what {{name}} and {{author}} become; None where it is not set.
-        media_dir: where relative paths of pictures begin; None where the model takes no pictures.
+        pictures: whether the model takes some.
 
     Raises:
         MegatuneError: a file cannot be read, a row needs what is not built, or a placeholder has no value (said at the
             end, for all of them).
     """
     unfilled: dict[str, str] = {}
-    for sample, missing in _samples(islice(_drawn(source, seed), max_samples), source, stage, placeholders, media_dir):
+    for sample, missing in _samples(islice(_drawn(source, seed), max_samples), source, stage, placeholders, pictures):
         for placeholder in missing:
             unfilled.setdefault(placeholder, sample.where)
         yield sample
@@ -63,14 +63,14 @@ def stream_samples(
     stage: str,
     max_samples: int | None,
     placeholders: Mapping[str, str | None],
-    media_dir: str | None = None,
+    pictures: bool = False,
     after: SourcePosition | None,
     taken: int,
 ) -> Iterator[Sample]:
     """Yield the rows of one data set from a place on; of those num_samples and max_samples leave the first.
 
     Args:
-        media_dir: as of `read_samples`.
+        pictures: as of `read_samples`.
         after: the position of the sample to continue after.
         taken: how many samples there are up to it.
 
@@ -80,7 +80,7 @@ def stream_samples(
     limits = [limit for limit in (source.num_samples, max_samples) if limit is not None]
     left = max(0, min(limits) - taken) if limits else None
     rows = ((row, position, 1) for row, position in islice(source.rows_from(after), left))
-    for sample, missing in _samples(rows, source, stage, placeholders, media_dir):
+    for sample, missing in _samples(rows, source, stage, placeholders, pictures):
         if missing:
             raise _unfilled({missing[0]: sample.where})
         yield sample
@@ -91,14 +91,14 @@ def _samples(
     source: DatasetSource,
     stage: str,
     placeholders: Mapping[str, str | None],
-    media_dir: str | None,
+    pictures: bool,
 ) -> Iterator[tuple[Sample, list[str]]]:
     """Yield the sample of each row, and the placeholders in it that have no value."""
     for row, position, copies in rows:
         example: Example | RowError
         missing: list[str] = []
         try:
-            example = row.error or to_example(row.fields, source, stage, media_dir)
+            example = row.error or to_example(row.fields, source, stage, pictures=pictures)
             if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
                 example, missing = fill_placeholders(example, placeholders)
         except RowError as error:

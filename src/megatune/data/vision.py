@@ -20,8 +20,9 @@ from megatune.data.conversation import Conversation, Message, PreferencePair
 from megatune.data.formats.pictures import IMAGE, TAG, VIDEO, check_count, tags_of
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import Measured, PictureProcessor
-from megatune.data.media.sources import PictureSource
+from megatune.data.media.sources import PictureSource, picture_source
 from megatune.data.pictures import DocumentPicture, packed
+from megatune.data.sources import media_dir_of
 from megatune.data.templates.turns import TurnTokens
 from megatune.data.truncation import numbered
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -49,10 +50,15 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class VisionInput:
-    """What a vision-language model makes of images and videos; picklable."""
+    """What a vision-language model makes of images and videos; picklable.
+
+    Attributes:
+        media_dir: where relative paths begin.
+    """
 
     vision: Vision
     processor: PictureProcessor
+    media_dir: str = ""
 
     def place(self, example: _Example) -> tuple[_Example, tuple[Placed, ...]]:
         """Measure the pictures of an example, and replace their tags.
@@ -64,11 +70,12 @@ class VisionInput:
         messages = example.messages if isinstance(example, Conversation) else example.prompt
         tags = [tag for message in messages for tag in tags_of(message.content)]
         for tag, kind in ((IMAGE, "image"), (VIDEO, "video")):
-            check_count(tag, tags.count(tag), sum(source.kind == kind for source in example.pictures))
+            check_count(tag, tags.count(tag), sum(each.kind == kind for each in example.pictures))
         if not tags:
             return example, ()
         placed, texts = [], []
-        for source in example.pictures:
+        for each in example.pictures:
+            source = picture_source(each.value, each.kind, self.media_dir)
             measured = self.processor.measure(source)
             num_tokens = measured.num_patches // self.processor.merge_size**2
             num_runs = len(measured.timestamps) or 1
@@ -166,7 +173,7 @@ def load_vision_input(
         why = f"{', '.join(_TOKENS)} are {found}, and {ids} in config.json"
         fix = "use the tokenizer that was published with the weights"
         raise MegatuneError(Finding(what, str(model_dir), why, fix), ExitCode.INPUT)
-    return VisionInput(vision, load_processor(model_dir, vision, data))
+    return VisionInput(vision, load_processor(model_dir, vision, data), media_dir_of(data))
 
 
 def _with_texts(messages: Sequence[Message], texts: Iterator[str]) -> tuple[Message, ...]:

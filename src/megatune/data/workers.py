@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -74,10 +74,19 @@ def _chunk(samples: Iterator[Sample]) -> list[Sample]:
     for sample in islice(samples, CHUNK_ROWS):
         chunk.append(sample)
         if not isinstance(sample.example, RowError | str):
-            size += sum(len(picture.data or b"") for picture in sample.example.pictures)
+            size += sum(_num_bytes(picture.value) for picture in sample.example.pictures)
         if size > CHUNK_BYTES:
             break
     return chunk
+
+
+def _num_bytes(value: object) -> int:
+    """Count what a row holds of a picture."""
+    if isinstance(value, Mapping):
+        return sum(map(_num_bytes, value.values()))
+    if isinstance(value, list):
+        return sum(map(_num_bytes, value))
+    return len(value) if isinstance(value, bytes | str) else 0
 
 
 def _encode_in_threads(encoder: Encoder, chunks: Iterator[list[Sample]]) -> Iterator[Result]:

@@ -49,53 +49,58 @@ def _layer_matmul_parameters(architecture: Architecture, sparse: bool) -> int:
     return total
 
 
-def train_flops(architecture: Architecture, lengths: Iterable[int]) -> float:
-    """Return model floating-point operations of a training step over documents of these lengths, in FLOP.
+def train_flops(
+    architecture: Architecture, lengths: Iterable[int], trainable: FinetuningSettings | None = None
+) -> float:
+    """Return model floating-point operations of the decoder in a training step over documents of these lengths, in
+    FLOP.
 
     Counted as the field does for model FLOP/s utilization (arXiv:2204.02311): a multiply and an add are two, nothing
     recomputed counts, and of causal attention only the half that is not masked.
 
     Args:
         lengths: tokens of each document, without padding; tokens attend to those of their own one.
+        trainable: leaves out gradients of frozen matrices, and of what is before the first trained one; None trains
+            everything.
     """
     lengths = list(lengths)
-    matmuls = 2 * num_matmul_parameters(architecture) * sum(lengths)
+    tokens, pairs = sum(lengths), sum(length * length for length in lengths)
+    matmuls = 2 * num_matmul_parameters(architecture) * tokens
     # Scores take 2 · s² · the channels of all heads' queries, their product with the values 2 · s² · those of the
     # values; half of both is masked.
     channels = architecture.query_size + architecture.attention_size
-    attention = architecture.num_layers * channels * sum(length * length for length in lengths)
-    return float(_PASSES * (matmuls + attention))
+    attention = architecture.num_layers * channels * pairs
+    by_token, by_pair = (0.0, 0.0) if trainable is None else _left_out(architecture, trainable)
+    return float(_PASSES * (matmuls + attention)) - by_token * tokens - by_pair * pairs
 
 
 def model_flops(case: Case) -> float:
-    """Return model floating-point operations of a step, in FLOP: as `train_flops`, without gradients of frozen matrices
-    and of what is before the first trained one; with those of images."""
+    """Return model floating-point operations of a step, in FLOP: `train_flops` of what is trained, and those of
+    images."""
     rows, length = case.global_batch_size, case.sequence_length
     document = round(min(case.document_length or length, length))
     images = images_of(case)
     of_images = _vision_flops(images) * case.num_micro_batches * case.dp_size if images else 0.0
-    return (
-        rows * length / document * _document_flops(case.model.architecture, case.settings.finetuning, document)
-        + of_images
-    )
+    of_document = train_flops(case.model.architecture, [document], case.settings.finetuning)
+    return rows * length / document * of_document + of_images
 
 
 @lru_cache(maxsize=4096)
-def _document_flops(architecture: Architecture, trainable: FinetuningSettings, length: int) -> float:
-    """Return FLOP of a document: a third of a matrix's products makes its gradient, another one that of its input."""
-    product = 2.0 * length
-    left_out = product * num_matmul_parameters(architecture) if trainable.finetuning_type == "lora" else 0.0
-    if not left_out:
-        output = EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
-        if not is_trained(output, 0, architecture, trainable):
-            left_out += product * architecture.vocab_size * architecture.hidden_size
-        attention = 2.0 * (architecture.query_size + architecture.attention_size) * length**2
-        for layer in layer_contents(architecture, trainable):
-            if layer.gradient != "weights":
-                left_out += product * _layer_matmul_parameters(architecture, layer.sparse)
-            if layer.gradient == "none":
-                left_out += product * _layer_matmul_parameters(architecture, layer.sparse) + attention
-    return train_flops(architecture, [length]) - left_out
+def _left_out(architecture: Architecture, trainable: FinetuningSettings) -> tuple[float, float]:
+    """Return FLOP that frozen parts save, of a token and of two that attend to each other: a third of a matrix's
+    products makes its gradient, another one that of its input."""
+    if trainable.finetuning_type == "lora":
+        return 2.0 * num_matmul_parameters(architecture), 0.0
+    by_token = by_pair = 0.0
+    output = EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
+    if not is_trained(output, 0, architecture, trainable):
+        by_token += 2.0 * architecture.vocab_size * architecture.hidden_size
+    for layer in layer_contents(architecture, trainable):
+        products = 2.0 * _layer_matmul_parameters(architecture, layer.sparse)
+        by_token += products * ("weights", "through", "none").index(layer.gradient)
+        if layer.gradient == "none":
+            by_pair += 2.0 * (architecture.query_size + architecture.attention_size)
+    return by_token, by_pair
 
 
 def _vision_flops(images: Images) -> float:

@@ -193,7 +193,8 @@ class Trainer:
         if not result.updated and not skipped:
             raise self._not_finite(step, result)
         lengths = [int(length) for row in self.feed.rows.lengths(step) for length in row]
-        flops = train_flops(self.assembly.architecture, lengths) / self.assembly.place.world_size / seconds
+        flops = train_flops(self.assembly.architecture, lengths, self.settings.finetuning)
+        flops /= self.assembly.place.world_size * seconds
         planned = device_by_driver_name(device.name())
         peak = planned.flops[self.settings.precision.params_dtype] if planned else None
         size = self.settings.batch.per_device_train_batch_size

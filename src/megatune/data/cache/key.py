@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megatune.data.cache.folder import cache_dir
-from megatune.data.sources import media_dir_of, resolve_datasets
+from megatune.data.sources import resolve_datasets
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def prepared_key(
         part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
-    pictures = {} if vision is None else {"pictures": [repr(vision.processor), media_dir_of(data)]}
+    pictures = {} if vision is None else {"pictures": [repr(vision.processor), vision.media_dir]}
     made_by = {"tokenizer": _tokenizer_digest(tokenizer), "template": _template_content(data.template), **pictures}
     parts = {
         **{f"the file {file.name} of dataset {one.name}": files[file] for one in sources for file in one.files},

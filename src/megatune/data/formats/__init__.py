@@ -37,12 +37,12 @@ from megatune.data.readers import json_type
 __all__ = ["Columns", "Form", "Tags", "detect", "to_example"]
 
 
-def to_example(row: Mapping[str, Any], form: Form, stage: str, media_dir: str | None = None) -> Example:
+def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool = False) -> Example:
     """Read one row as the stage trains it.
 
     Args:
         stage: "pt" makes a text, "sft" a conversation, "dpo" a preference pair.
-        media_dir: where relative paths of pictures begin; None where the model takes no pictures.
+        pictures: whether the model takes some.
 
     Raises:
         RowError: the row is not what its form says.
@@ -60,13 +60,13 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, media_dir: str | 
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
         raise UnsupportedRow(what, "write stage: pt")
     if stage == "dpo":
-        return _preference_pair(row, form, media_dir)
+        return _preference_pair(row, form, pictures)
     if form.formatting in ("sharegpt", "openai"):
-        return messages.conversation(row, form, media_dir)
+        return messages.conversation(row, form, pictures=pictures)
     # The history's answers are trained, too.
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
-    pictures = pictures_of(row, columns, turns, {}, media_dir)
-    return Conversation(turns, _system(row, form), tools(row, columns.tools), pictures)
+    found = pictures_of(row, columns, turns, {}, wanted=pictures)
+    return Conversation(turns, _system(row, form), tools(row, columns.tools), found)
 
 
 def _prompt(row: Mapping[str, Any], form: Form) -> list[Message]:
@@ -171,7 +171,7 @@ class _PairAnswer(NamedTuple):
     column: str
 
 
-def _preference_pair(row: Mapping[str, Any], form: Form, media_dir: str | None) -> PreferencePair:
+def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> PreferencePair:
     """Read a row as prompt, chosen and rejected answer."""
     columns = form.columns
     name = first_present(row, (columns.rejected, *REJECTED_NAMES))
@@ -206,10 +206,10 @@ def _preference_pair(row: Mapping[str, Any], form: Form, media_dir: str | None) 
         raise RowError("same-answers", "chosen and rejected are the same")
     system = _system(row, form) if prompt.system is None else prompt.system
     answers = (chosen.message, rejected.message)
-    pictures = pictures_of(row, columns, prompt.messages, prompt.inline, media_dir)
-    if pictures:
+    found = pictures_of(row, columns, prompt.messages, prompt.inline, wanted=pictures)
+    if found:
         check_without(answers)
-    return PreferencePair(prompt.messages, *answers, system, tools(row, columns.tools), pictures)
+    return PreferencePair(prompt.messages, *answers, system, tools(row, columns.tools), found)
 
 
 def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer:

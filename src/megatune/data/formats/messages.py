@@ -38,7 +38,7 @@ class Messages(NamedTuple):
     inline: Inline
 
 
-def conversation(row: Mapping[str, Any], form: Form, media_dir: str | None) -> Conversation:
+def conversation(row: Mapping[str, Any], form: Form, *, pictures: bool) -> Conversation:
     """Read the messages of a row, in turns that end with the assistant's.
 
     Raises:
@@ -53,8 +53,8 @@ def conversation(row: Mapping[str, Any], form: Form, media_dir: str | None) -> C
         raise RowError("no-answer", "the last message is not the assistant's", detail)
     # A system message among the messages overrides the system column.
     system = optional_string(row, columns.system) if chat.system is None else chat.system
-    pictures = pictures_of(row, columns, chat.messages, chat.inline, media_dir)
-    return Conversation(chat.messages, system, tools(row, columns.tools), pictures)
+    found = pictures_of(row, columns, chat.messages, chat.inline, wanted=pictures)
+    return Conversation(chat.messages, system, tools(row, columns.tools), found)
 
 
 def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:

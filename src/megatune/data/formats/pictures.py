@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import Message
+from megatune.data.conversation import Message, RowPicture
 from megatune.data.formats.form import Columns
-from megatune.data.media.sources import Kind, PictureSource, picture_source
+from megatune.data.media.sources import Kind
 
 IMAGE, VIDEO = "<image>", "<video>"
 
@@ -36,37 +36,36 @@ def part_value(part: Mapping[str, Any]) -> object:
 
 
 def pictures_of(
-    row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], inline: Inline, media_dir: str | None
-) -> tuple[PictureSource, ...]:
+    row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], inline: Inline, *, wanted: bool
+) -> tuple[RowPicture, ...]:
     """Return the pictures of a row in the order of their tags, images and videos mixed.
 
     Args:
-        media_dir: see `to_example`.
+        wanted: see `to_example`.
 
     Raises:
-        RowError: there are more or fewer tags than files, or one is neither a path nor a picture.
+        RowError: there are more or fewer tags than files.
         UnsupportedRow: there are pictures, and the model takes none.
     """
     files = {IMAGE: _listed(row, columns.images), VIDEO: _listed(row, columns.videos)}
     if not any(files.values()) and not inline:
         return ()
-    if media_dir is None:
+    if not wanted:
         raise UnsupportedRow(
             "its rows have images or videos, and the model takes text alone",
             'train a vision-language model, or turn the columns off in dataset_info.json: "images": null',
         )
-    wanted: list[tuple[str, object]] = []
+    tagged: list[tuple[str, object]] = []
     for index, message in enumerate(messages):
         tags = tags_of(message.content)
         values = inline.get(index, [None] * len(tags))
         if len(values) != len(tags):  # a thought beside the parts, or what they make together, reads as a tag
             raise RowError("picture-count", "a message has tags beside its parts", f"message {index + 1} of the row")
-        wanted += zip(tags, values, strict=True)
+        tagged += zip(tags, values, strict=True)
     for tag, listed in files.items():
-        check_count(tag, sum(each == (tag, None) for each in wanted), len(listed))
+        check_count(tag, sum(each == (tag, None) for each in tagged), len(listed))
     left = {tag: iter(listed) for tag, listed in files.items()}
-    found = [(tag, next(left[tag]) if value is None else value) for tag, value in wanted]
-    return tuple(picture_source(value, _KINDS[tag], media_dir) for tag, value in found)
+    return tuple(RowPicture(_KINDS[tag], next(left[tag]) if value is None else value) for tag, value in tagged)
 
 
 def check_count(tag: str, tags: int, files: int) -> None:

@@ -18,7 +18,7 @@ from megatune.data.prepare import prepare
 from megatune.data.report import counted
 from megatune.data.rows import Arrangement, Document
 from megatune.data.samples import read_samples
-from megatune.data.sources import DatasetSource, media_dir_of, resolve_datasets
+from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates import stop_note
 from megatune.data.vision import VisionInput
 from megatune.data.workers import encode_all
@@ -198,7 +198,7 @@ def _usable(
         max_samples=data.max_samples,
         # What has no value is shown as it is written; a run would end with it.
         placeholders={placeholder: getattr(data, name) or placeholder for placeholder, name in PLACEHOLDERS.items()},
-        media_dir=media_dir_of(data) if encoder.vision is not None else None,
+        pictures=encoder.vision is not None,
     )
     for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1):
         preview.read += 1

@@ -29,7 +29,7 @@ class _Numbers:
         data_seconds: of these, how long this rank has waited for the step's micro-batches.
         unreadable_pictures: how many could not be decoded; their documents are left out of the loss.
         tokens_per_second: input tokens per second, over all devices.
-        model_tflops: 10^12 model floating-point operations per second and device.
+        model_tflops: 10^12 model floating-point operations per second and device, those of a vision encoder left out.
         mfu: share of the device's peak that model_tflops is, 0 to 1; None where the peak is not known.
         memory_gib: most memory a rank has held, GiB (of the device; of the process on a CPU).
         metrics: what the objective and the model's layers report, by name.
