@@ -158,7 +158,7 @@ def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_
 
 
 def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[Tensor]:
-    """On every rank: of the labels of each sample, [s], from a model that is not trained; empty before the last stage."""
+    """On every rank: of each sample's labels, [s], from a model that is not trained; empty before the last stage."""
     place = groups.build(settings.parallel, seed=0, timeout=60)
     loaded = load_model(model, settings, place, trained=False)
     batches = shard_samples(samples, place, settings.parallel, vision=loaded.architecture.vision)
