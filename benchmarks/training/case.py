@@ -22,6 +22,7 @@ class Case:
         document_median: median of the lengths of a row's documents, in tokens; None for one document a row.
         bf16: compute in bf16; fp32 otherwise.
         recompute: all activations of layers are computed again in the backward pass, on every side.
+        images: of each document, grids of patches (t, h, w); all of the model is trained.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Case:
     document_median: int | None
     bf16: bool
     recompute: bool = False
+    images: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

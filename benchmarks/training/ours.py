@@ -35,6 +35,7 @@ class Megatune:
         self._case, self._timeline = case, timeline
         keys = {**options, "bf16": case.bf16, "packing": True, "learning_rate": LEARNING_RATE, "max_grad_norm": 1.0}
         keys |= {"recompute_granularity": "full"} if case.recompute else {}
+        keys |= {"freeze_vision_tower": False, "freeze_multi_modal_projector": False} if case.images else {}
         loaded = load(overrides=[f"{key}={str(value).lower()}" for key, value in keys.items()])
         if loaded.findings:
             raise MegatuneError(loaded.findings, ExitCode.SETTINGS)

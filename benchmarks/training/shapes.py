@@ -91,6 +91,27 @@ TINY_MOE = Shape(
     },
 )  # fmt: skip
 
+TINY_VL = Shape(
+    "tiny qwen3_vl",
+    {
+        "model_type": "qwen3_vl", "tie_word_embeddings": False,
+        "image_token_id": 8188, "video_token_id": 8189, "vision_start_token_id": 8190, "vision_end_token_id": 8191,
+        "text_config": {
+            "model_type": "qwen3_vl_text", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": None,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": 4, "hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "patch_size": 16,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+            "out_hidden_size": 256, "num_position_embeddings": 2304, "deepstack_visual_indexes": [0, 1, 2],
+        },
+    },
+)  # fmt: skip
+
 
 def memory_bytes(architecture: Architecture, tokens: int) -> int:
     """What a training step takes at most, estimated for the side that keeps more, without recomputation.

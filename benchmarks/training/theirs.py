@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 from torch.nn.utils import clip_grad_norm_
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import is_flash_attn_2_available, logging
 
 from megatune.data.batches import Batch
@@ -97,10 +97,9 @@ class Transformers:
         config = AutoConfig.for_model(**self._case.shape.config)
         dtype = torch.bfloat16 if self._precision in ("masters", "pure") else torch.float32
         chosen = {"experts_implementation": self._experts} if self._experts else {}
+        kind_of_model = AutoModelForImageTextToText if self._case.images else AutoModelForCausalLM
         with torch.device(_DEVICE):
-            self._model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=self._attention, **chosen
-            )
+            self._model = kind_of_model.from_config(config, dtype=dtype, attn_implementation=self._attention, **chosen)
         fill_transformers(self._model)
         self._model.train()
         if self._case.recompute:

@@ -15,6 +15,7 @@ ON_GPU = torch.cuda.is_available()
 PHASES = ("forward", "backward", "reduce", "optimizer")
 # Parts of a model by the names that either side gives its modules.
 PARTS = {
+    "pictures": re.compile(r".*\.(vision_model|visual)"),
     "attention": re.compile(r".*\.(self_attention|self_attn)"),
     "feed-forward": re.compile(r".*layers\.\d+\.mlp"),
     "experts": re.compile(r".*\.mlp\.experts"),

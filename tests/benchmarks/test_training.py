@@ -38,6 +38,26 @@ def test_both_sides_compute_the_same_losses_and_a_failing_one_costs_its_line_onl
     assert "\n- Transformers (failing): ValueError" in text
 
 
+def test_both_sides_compute_the_same_losses_of_pictures() -> None:
+    from gpu_training import MEGATUNE
+    from training.case import TRANSFORMERS, Case
+    from training.report import gather
+    from training.shapes import TINY_VL
+    from training.visits import Limits, Visit, Visits
+
+    case = Case(
+        name="vision", shape=TINY_VL, tokens=64, micro_batches=2, document_median=None, bf16=False,
+        images=((1, 4, 6), (1, 6, 2)),
+    )  # fmt: skip
+    visits = Visits([Visit(case, (MEGATUNE, TRANSFORMERS), 0)], Limits(budget=240, steps=2))
+    visits.run()
+    mine, theirs = gather(visits.outcomes)
+    assert (mine.failures, theirs.failures) == ([], [])
+    assert len(mine.speed(theirs)) == 2
+    assert mine.loss_gap(theirs) < 1e-6
+    assert mine.outcomes[0].closing.forward_parts["pictures"] > 0
+
+
 def test_what_the_budget_does_not_allow_is_named() -> None:
     from training.case import TRANSFORMERS
     from training.visits import Limits, Visit, Visits

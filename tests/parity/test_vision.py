@@ -8,11 +8,16 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
+import torch
 from computing import differences, failures, measure_in_layout
 from layouts import Layout
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from megatune.bridge.assemble import assemble
+from megatune.bridge.assemble import assemble, load_model
 from megatune.config.settings import Settings
+from megatune.data.rows import IGNORE_INDEX
+from megatune.engine import groups, step
 from megatune.families import load_architecture
 from megatune.training.train_step import train_step
 from megatune.verify.compare import WHOLE_GRADIENT, compare, judge
@@ -150,6 +155,28 @@ def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_
     truth = reference(model, samples, "float16")
     stock = compare(reference(model, samples, "float16", "float16"), truth)
     assert not failures(judge(compare(Numbers(tmp_path), truth), stock))
+
+
+def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[Tensor]:
+    """On every rank: of each sample's labels, [s], from a model that is not trained; empty before the last stage."""
+    place = groups.build(settings.parallel, seed=0, timeout=60)
+    loaded = load_model(model, settings, place, trained=False)
+    batches = shard_samples(samples, place, settings.parallel, vision=loaded.architecture.vision)
+    return [rows[0] for rows in step.token_log_probs(loaded.model, batches)]
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2"])
+def test_log_probs_agree(pool, model_dir, reference, layout):
+    """As a reference model of preferences computes them."""
+    model, (chosen, *_) = model_dir("qwen3_vl", num_hidden_layers=NUM_LAYERS), LAYOUTS[layout]
+    samples = samples_of(model, "mixed")
+    truth = reference(model, samples)
+    *_, found = pool.run(2, log_probs, model, chosen.settings(), samples)
+    assert len(found) == len(samples)
+    for number, (sample, of_sample) in enumerate(zip(samples, found, strict=True)):
+        labels = torch.tensor(sample.labels[1:])
+        expected = -cross_entropy(truth.logits(number)[:-1], labels, reduction="none", ignore_index=IGNORE_INDEX)
+        torch.testing.assert_close(of_sample[: len(labels)], expected, rtol=1e-4, atol=1e-5)
 
 
 def checked_steps(model: Path, settings: Settings, steps: list[list[Sample]]) -> None:
