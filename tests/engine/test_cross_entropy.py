@@ -112,7 +112,8 @@ def test_nothing_is_as_large_as_the_logits_and_untrained_tokens_cost_nothing(mon
     with Sizes() as forward:
         weight = problem.weight.clone().requires_grad_()
         weight.main_grad = torch.zeros_like(weight)
-        losses = token_losses(problem.hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 997))
+        hidden_states = problem.hidden_states.clone().requires_grad_()
+        losses = token_losses(hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 997))
     assert sum(forward.products) == n
     with Sizes() as backward:
         losses.backward(problem.grad_losses)
