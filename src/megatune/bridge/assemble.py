@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.adapters import weight_sources
 from megatune.bridge.parameters import LocalParameter, local_parameters
-from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.config.settings import Settings
 from megatune.engine.groups import RankCoordinates, build
 from megatune.engine.model import Chunk, build_model
@@ -50,18 +51,26 @@ class Assembly(LoadedModel):
     optimizer: Optimizer
 
 
-def assemble(model_dir: str | Path, settings: Settings) -> Assembly:
+def assemble(model_dir: str | Path, settings: Settings, adapter: Path | None = None) -> Assembly:
     """Build the layout of `settings`, load the checkpoint into it and attach an optimizer. `groups.join` comes first.
+
+    Args:
+        adapter: see `load_model`.
 
     Raises:
         MegatuneError: INPUT, when the checkpoint cannot be used.
     """
     place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
-    return attach_optimizer(load_model(model_dir, settings, place), settings)
+    return attach_optimizer(load_model(model_dir, settings, place, adapter=adapter), settings)
 
 
 def load_model(
-    model_dir: str | Path, settings: Settings, place: RankCoordinates, *, trained: bool = True
+    model_dir: str | Path,
+    settings: Settings,
+    place: RankCoordinates,
+    *,
+    trained: bool = True,
+    adapter: Path | None = None,
 ) -> LoadedModel:
     """Build a model in the layout that `groups.build` made and load a checkpoint into it; any number of them fit beside
     each other.
@@ -69,6 +78,8 @@ def load_model(
     Args:
         place: what `groups.build` returned for `settings.parallel`.
         trained: False for a model that only runs forward: frozen, in eval mode, without gradient buffers.
+        adapter: a folder with what is trained beside the base, such as a checkpoint; None for what the settings begin
+            with.
 
     Raises:
         MegatuneError: INPUT, when the checkpoint cannot be used.
@@ -77,7 +88,11 @@ def load_model(
     model = build_model(architecture, settings, trained=trained)
     parameters = local_parameters(model, architecture, place)
     folder, form = open_checkpoint(model_dir, architecture)
-    load_weights(folder, parameters, architecture)
+    base, beside = weight_sources(folder, architecture, settings, adapter)
+    for local in parameters:
+        # Of a module that is trained whole an adapter may have the weights, or the base.
+        has_own = beside is not None and beside.has(next(iter(local.hf_shapes(architecture))))
+        load_weights(beside if beside is not None and has_own else base, [local], architecture)
     return LoadedModel(architecture, place, model, parameters, form)
 
 
@@ -132,14 +147,14 @@ def _some(keys: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def load_weights(folder: SafetensorsFolder, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
-    """Fill this rank's parameters from a Hugging Face checkpoint, cast to their dtype; padding is zero.
+def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
+    """Fill this rank's parameters from Hugging Face tensors, cast to their dtype; padding is zero.
 
     Raises:
         MegatuneError: INPUT, where a file is damaged.
     """
     for local in parameters:
-        folder.fill(local.parameter.data.view(-1), local.segments(architecture))
+        source.fill(local.parameter.data.view(-1), local.segments(architecture))
 
 
 @torch.no_grad()

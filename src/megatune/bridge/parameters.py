@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from megatune.architecture import Architecture
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
-from megatune.engine.weights import named_weights
+from megatune.engine.weights import named_weights, rank_slice
 from megatune.families.weights import Segment, Slice, TensorLayout, Weight, by_expert, engine_shape, hf_shapes, segments
 
 
@@ -79,12 +79,10 @@ def local_parameters(
 
     The shapes that the family declares are held against those that Megatron-Core built.
     """
-    whole = Slice(place.tp_size, place.tp_rank)
-    experts = Slice(place.etp_size, place.etp_rank, place.ep_size, place.ep_rank)
     found: list[LocalParameter] = []
     for chunk in model:
         for weight, layer, tensor, is_copy in named_weights(chunk, architecture):
-            part, built = (experts if weight.per_expert else whole), tuple(tensor.shape)
+            part, built = rank_slice(weight, place), tuple(tensor.shape)
             declared = engine_shape(weight, architecture, part)
             assert built == declared, f"{weight.engine}: built {built}, declared {declared}"
             found.append(LocalParameter(weight, layer, part, tensor, is_copy))
@@ -186,6 +184,9 @@ def _whole(
     for rank, values in enumerate(slices):
         position = 0
         for segment in segments(local.weight, architecture, replace(piece.slice, tp_rank=rank), local.layer):
+            if not segment.name:
+                position += segment.stop
+                continue
             target = whole[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
             target.copy_(values[position : position + target.numel()].view(target.shape))
             position += target.numel()

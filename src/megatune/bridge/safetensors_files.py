@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,52 @@ from megatune.families.weights import Segment
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-class SafetensorsFolder:
+class TensorSource(ABC):
+    """Hugging Face tensors by name, of which slices can be read."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+
+    @abstractmethod
+    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+        """Return the rows or columns that the segment names, on the CPU.
+
+        Args:
+            prefix: of the tensor's name.
+        """
+
+    def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "", *, start: int = 0) -> None:
+        """Fill elements of an engine tensor, flattened, with what its segments hold; those beyond them with zeros.
+
+        Only segments with such elements are read, one at a time.
+
+        Args:
+            target: elements `start` on of the engine's slice, [n], of any dtype and device.
+            segments: of the whole slice, one below the other.
+        """
+        position = -start  # of a segment's first element in the target
+        for segment in segments:
+            if not segment.name:
+                first, last = max(position, 0), min(position + segment.stop, len(target))
+                target[first : max(first, last)].zero_()
+                position += segment.stop
+                continue
+            shape = self.shape(prefix + segment.name)
+            size = math.prod(shape) // shape[segment.dim] * (segment.stop - segment.start)
+            first, last = max(position, 0), min(position + size, len(target))
+            if first < last:
+                values = self.read(segment, prefix).reshape(-1)
+                target[first:last].copy_(values[first - position : last - position])
+            position += size
+        target[max(position, 0) :].zero_()
+
+
+class SafetensorsFolder(TensorSource):
     """The tensors of `NAME.safetensors`, or of the files that `NAME.safetensors.index.json` lists.
 
     Only what is asked for is read, from memory-mapped files. NAME is "model" for a Hugging Face checkpoint.
@@ -74,6 +120,9 @@ class SafetensorsFolder:
         """List the names of all tensors in the files."""
         return set(self._file_of)
 
+    def has(self, name: str) -> bool:
+        return self._place(name).name in self._file_of
+
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
         try:
@@ -114,26 +163,6 @@ class SafetensorsFolder:
 
     def _place(self, name: str) -> FileTensor:
         return self.places.get(name) or FileTensor(name)
-
-    def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "", *, start: int = 0) -> None:
-        """Fill elements of an engine tensor, flattened, with what its segments hold; those beyond them with zeros.
-
-        Only segments with such elements are read, one at a time.
-
-        Args:
-            target: elements `start` on of the engine's slice, [n], of any dtype and device.
-            segments: of the whole slice, one below the other.
-        """
-        position = -start  # of a segment's first element in the target
-        for segment in segments:
-            shape = self.shape(prefix + segment.name)
-            size = math.prod(shape) // shape[segment.dim] * (segment.stop - segment.start)
-            first, last = max(position, 0), min(position + size, len(target))
-            if first < last:
-                values = self.read(segment, prefix).reshape(-1)
-                target[first:last].copy_(values[first - position : last - position])
-            position += size
-        target[max(position, 0) :].zero_()
 
 
 def _damaged(path: Path, error: Exception) -> MegatuneError:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.engine.weights import named_weights
-from megatune.families.trained import Selection, first_trained_layer, is_trained
+from megatune.families.selection import Selection
+from megatune.families.trained import first_trained_layer, is_trained
 
 
 def freeze(chunk: Any, architecture: Architecture, selection: Selection) -> None:

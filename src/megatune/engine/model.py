@@ -18,6 +18,7 @@ from torch import Tensor
 from megatune.architecture import Architecture, Vision
 from megatune.config.settings import Settings
 from megatune.engine import device, frozen
+from megatune.engine.adapters import add_adapters
 from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import OutputLayer
@@ -29,14 +30,13 @@ from megatune.engine.layers.rotary import (
     multimodal_cos_sin,
     rows_of_frequencies,
 )
-from megatune.engine.layers.vision.dealing import mark_dealt
 from megatune.engine.layers.vision.features import PictureFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.sequences import Pictures, Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
 from megatune.engine.weights import mark_weights
-from megatune.families.weights import padded_vocab_size
+from megatune.families.weights import Weight, padded_vocab_size
 
 # A pipeline chunk as the rest of the project sees it. A frozen one is wrapped like a trained one, without buffers.
 Chunk: TypeAlias = DistributedDataParallel
@@ -48,10 +48,12 @@ class DecoderModel(GPTModel):
     Attributes:
         passes_gradient: something before the chunk is trained: the stage before gets a gradient.
         asks_for_gradient: what goes into the first layer has a gradient, whatever is before it.
+        adapter_weights: entries of adapters beside its weights.
     """
 
     passes_gradient = True
     asks_for_gradient = False
+    adapter_weights: tuple[Weight, ...] = ()
 
     def __init__(self, architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> None:
         tp_size = config.tensor_model_parallel_size
@@ -90,7 +92,6 @@ class DecoderModel(GPTModel):
         from megatune.engine.layers.vision.tower import Tower, build_encoder
 
         encoder = build_encoder(architecture, self.config).to(self.config.params_dtype)
-        mark_dealt(encoder)
         # First, as it computes first: buckets of gradients are made in this order, backward.
         decoder = dict(self._modules)
         self._modules.clear()
@@ -218,6 +219,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     chunks = []
     for vp_stage in range(stages) if stages else [None]:
         chunk = DecoderModel(architecture, config, vp_stage).to(config.params_dtype)
+        add_adapters(chunk, architecture, settings.finetuning)
         mark_weights(chunk, architecture)
         frozen.freeze(chunk, architecture, settings.finetuning)
         if not trained:

@@ -133,7 +133,7 @@ def _own_learning_rates(settings: OptimizerSettings) -> Iterator[tuple[ParamKey,
 
 
 def _is_of(stacks: set[Stack], parameter: Any) -> bool:
-    return parameter.stack in stacks
+    return parameter.entry.stack in stacks
 
 
 def shards_optimizer(parallel: ParallelSettings) -> bool:

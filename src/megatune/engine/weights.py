@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.engine.groups import RankCoordinates
 from megatune.families import FAMILIES
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
-from megatune.families.weights import TensorLayout, Weight
+from megatune.families.weights import Slice, Stack, TensorLayout, Weight
 
 # A tensor of a numbered module: of a layer, whatever stack it is in.
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
@@ -29,19 +30,37 @@ def named_weights(chunk: torch.nn.Module, architecture: Architecture) -> Iterato
     module: Any = chunk
     while hasattr(module, "module"):  # DDP and mixed-precision wrappers
         module = module.module
-    by_name = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
-    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        layer, match = 0, _NUMBERED.fullmatch(name)
-        if name not in by_name and match is not None:
-            index = int(match[2])
-            # Megatron-Core's layers know their number, from 1; a module of another list is counted by its index.
-            layer = getattr(module.get_submodule(f"{match[1]}.{index}"), "layer_number", index + 1) - 1
-            name = f"{match[1]}.{{layer}}.{match[3]}"
+    weights = (*FAMILIES[architecture.model_type].weight_map(architecture), *module.adapter_weights)
+    by_name = {weight.engine: weight for weight in weights}
+    for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        name, layer = entry_name(module, path, by_name)
         is_copy = name == OUTPUT_LAYER.engine and architecture.tie_word_embeddings
         if isinstance(tensor, torch.nn.Parameter):
             yield by_name[EMBEDDING.engine if is_copy else name], layer, tensor, is_copy
         elif name in by_name and by_name[name].is_buffer:
             yield by_name[name], layer, tensor, False
+
+
+def entry_name(module: torch.nn.Module, path: str, known: Container[str]) -> tuple[str, int]:
+    """Return what the weight map calls a tensor of a chunk, with {layer}, and its layer over all pipeline stages.
+
+    Args:
+        known: names of the map, which may have numbers of their own.
+    """
+    match = _NUMBERED.fullmatch(path)
+    if path in known or match is None:
+        return path, 0
+    index = int(match[2])
+    # Megatron-Core's layers know their number, from 1; a module of another list is counted by its index.
+    layer = getattr(module.get_submodule(f"{match[1]}.{index}"), "layer_number", index + 1) - 1
+    return f"{match[1]}.{{layer}}.{match[3]}", layer
+
+
+def rank_slice(weight: Weight, place: RankCoordinates) -> Slice:
+    """Return which part of a weight a rank holds."""
+    if weight.per_expert:
+        return Slice(place.etp_size, place.etp_rank, place.ep_size, place.ep_rank)
+    return Slice(place.tp_size, place.tp_rank)
 
 
 def mark_weights(chunk: torch.nn.Module, architecture: Architecture) -> None:
@@ -58,6 +77,8 @@ def mark_weights(chunk: torch.nn.Module, architecture: Architecture) -> None:
         marked.partition_dim = -1 if weight.partition_dim is None else weight.partition_dim
         marked.partition_stride = len(weight.hf) if weight.layout is TensorLayout.GATE_UP else 1
         # By which they may have a learning rate of their own.
-        marked.stack = weight.stack
+        marked.entry = weight
+        # Each tensor-parallel rank finds the gradient of the pictures that it encodes.
+        marked.is_dealt = weight.stack is not Stack.DECODER
         # Gradients of experts are summed over the ranks that hold the same ones, not over all replicas.
         marked.allreduce = not weight.per_expert

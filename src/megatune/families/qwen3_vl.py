@@ -31,7 +31,7 @@ def _merger(stack: Stack, name: str, normalized: str) -> tuple[Weight, ...]:
 ENCODER = (
     PATCHES,
     part(Stack.VISION, "patch_embed.proj.bias", "hidden_size"),
-    part(Stack.VISION, "pos_embed.weight", "num_position_embeddings", "hidden_size"),
+    part(Stack.VISION, "pos_embed.weight", "num_position_embeddings", "hidden_size", linear=False),
     *LAYER_NORMS,
     *ATTENTION,
     *with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc1", "intermediate_size", "hidden_size"),

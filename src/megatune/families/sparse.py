@@ -14,7 +14,12 @@ def routed_experts(module: str, gate: str, up: str, down: str) -> tuple[Weight, 
     """Declare the router and its experts, by the sparse feed-forward's name in a layer and the projections'."""
     expert, ffn = f"{module}.experts.{{expert}}", "moe.moe_ffn_hidden_size"
     return (
-        _sparse("router.weight", TensorLayout.REPLICATED, (f"{module}.gate.weight", "moe.num_experts", "hidden_size")),
+        _sparse(
+            "router.weight",
+            TensorLayout.REPLICATED,
+            (f"{module}.gate.weight", "moe.num_experts", "hidden_size"),
+            linear=False,
+        ),
         _sparse(
             "experts.weight1",
             TensorLayout.GATE_UP,
@@ -41,13 +46,16 @@ def shared_experts(module: str) -> tuple[Weight, ...]:
     )
 
 
-def _sparse(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], role: Role = Role.BASE) -> Weight:
-    return layer_weight(f"mlp.{engine}", layout, *hf, layers=Layers.SPARSE, role=role)
+def _sparse(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], **declared: Any) -> Weight:
+    return layer_weight(f"mlp.{engine}", layout, *hf, layers=Layers.SPARSE, **declared)
 
 
 EXPERTS = routed_experts("mlp", "gate_proj", "up_proj", "down_proj")
 SHARED_EXPERT_GATE = _sparse(
-    "shared_experts.gate_weight", TensorLayout.REPLICATED, ("mlp.shared_expert_gate.weight", 1, "hidden_size")
+    "shared_experts.gate_weight",
+    TensorLayout.REPLICATED,
+    ("mlp.shared_expert_gate.weight", 1, "hidden_size"),
+    linear=False,
 )
 EXPERT_BIAS = _sparse(
     "router.expert_bias",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
+from megatune.families.adapters import adapter_weights
 from megatune.families.dense import FINAL_NORM, OUTPUT_LAYER
-from megatune.families.weights import Stack, Weight, layers_of
+from megatune.families.selection import Selection, is_frozen
+from megatune.families.weights import Role, Stack, Weight, layers_of
 
 ALL_MODULES = "all"
 # Hidden states of the last layer come to these; all other weights outside of layers are before the first one.
@@ -21,33 +22,12 @@ _NAMES = {
 }
 
 
-class Selection(Protocol):
-    """What is trained, in LLaMA-Factory's words; see `config.groups.finetuning`."""
-
-    @property
-    def finetuning_type(self) -> str: ...
-    @property
-    def freeze_trainable_layers(self) -> int: ...
-    @property
-    def freeze_trainable_modules(self) -> Sequence[str]: ...
-    @property
-    def freeze_extra_modules(self) -> Sequence[str]: ...
-    @property
-    def use_llama_pro(self) -> bool: ...
-    @property
-    def freeze_language_model(self) -> bool: ...
-    @property
-    def freeze_vision_tower(self) -> bool: ...
-    @property
-    def freeze_multi_modal_projector(self) -> bool: ...
-    @property
-    def freeze_deepstack_mergers(self) -> bool | None: ...
-
-
 def is_trained(weight: Weight, layer: int, architecture: Architecture, selection: Selection) -> bool:
     """Return whether a weight of a layer has gradients and optimizer state; `layer` says nothing outside of layers."""
-    if weight.is_buffer or selection.finetuning_type == "lora" or _is_frozen(weight.stack, selection):
-        return False
+    if weight.role is not Role.BASE or is_frozen(weight.stack, selection):
+        return weight.role is Role.ADAPTER
+    if selection.finetuning_type == "lora":
+        return not weight.per_layer and module_of(weight) in selection.additional_target
     if weight.stack is not Stack.DECODER or selection.finetuning_type == "full":
         return True
     module = module_of(weight)
@@ -55,17 +35,6 @@ def is_trained(weight: Weight, layer: int, architecture: Architecture, selection
         return module in selection.freeze_extra_modules
     asked = selection.freeze_trainable_modules
     return layer in _trained_layers(architecture.num_layers, selection) and (ALL_MODULES in asked or module in asked)
-
-
-def _is_frozen(stack: Stack, selection: Selection) -> bool:
-    match stack:
-        case Stack.DECODER:
-            return selection.freeze_language_model
-        case Stack.PROJECTOR:
-            return selection.freeze_multi_modal_projector
-        case Stack.DEEPSTACK if selection.freeze_deepstack_mergers is not None:
-            return selection.freeze_deepstack_mergers
-    return selection.freeze_vision_tower
 
 
 def _trained_layers(num_layers: int, selection: Selection) -> range:
@@ -90,9 +59,14 @@ def modules(architecture: Architecture, *, per_layer: bool) -> list[str]:
     return list(dict.fromkeys(map(module_of, ours)))
 
 
+def all_weights(architecture: Architecture, selection: Selection) -> tuple[Weight, ...]:
+    """List the weights of a model and of the adapters beside them."""
+    return *FAMILIES[architecture.model_type].weight_map(architecture), *adapter_weights(architecture, selection)
+
+
 def trained_weights(architecture: Architecture, selection: Selection) -> Iterator[tuple[Weight, int]]:
     """Yield each trained weight with its layer, 0 outside of layers."""
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+    for weight in all_weights(architecture, selection):
         for layer in layers_of(weight, architecture):
             if is_trained(weight, layer, architecture, selection):
                 yield weight, layer

@@ -101,11 +101,13 @@ def _as_decoder(tensor: HFTensor) -> HFTensor:
     return replace(tensor, name=_MODULES + tensor.name.removeprefix("model."))
 
 
-def part(stack: Stack, name: str, *shape: str) -> Weight:
+def part(stack: Stack, name: str, *shape: str, linear: bool = True) -> Weight:
     """Declare a tensor of the encoder or of a merger, by its name in Transformers' module and Vision attributes."""
     num_layers = "vision.num_deepstack_mergers" if stack is Stack.DEEPSTACK else "vision.depth"
     tensor = HFTensor(f"model.visual.{name}", tuple(f"vision.{size}" for size in shape))
-    return Weight(f"vision_model.{name}", TensorLayout.REPLICATED, (tensor,), stack=stack, num_layers=num_layers)
+    return Weight(
+        f"vision_model.{name}", TensorLayout.REPLICATED, (tensor,), stack=stack, num_layers=num_layers, linear=linear
+    )
 
 
 def with_bias(stack: Stack, name: str, *shape: str) -> tuple[Weight, Weight]:

@@ -26,7 +26,7 @@ class TensorLayout(Enum):
     Of a weight that each expert has, the engine's tensor is that of every local expert, stacked in a new dimension 0.
     """
 
-    REPLICATED = "replicated"  # one tensor, whole on every rank
+    REPLICATED = "replicated"  # tensors one below the other, whole on every rank
     ROWS = "rows"  # one tensor, cut along dim 0
     COLUMNS = "columns"  # one tensor, cut along dim 1
     VOCABULARY = "vocabulary"  # one tensor, cut along dim 0 after padding to the engine's vocabulary
@@ -62,7 +62,7 @@ class Role(Enum):
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A Hugging Face tensor: its name, with {layer} and {expert}, and its shape as names of Architecture attributes
-    ("moe.num_experts") or numbers."""
+    ("moe.num_experts") or numbers. Without a name it is in no file, and its rows are zero."""
 
     name: str
     shape: tuple[str | int, ...]
@@ -76,6 +76,7 @@ class Weight:
         layers: which layers have it, where its name has a {layer}.
         exists: whether a member of the family has it at all.
         num_layers: Architecture attribute with the number of layers that {layer} counts.
+        linear: a matrix of it is that of a linear layer, and may have an adapter.
     """
 
     engine: str
@@ -86,6 +87,7 @@ class Weight:
     stack: Stack = Stack.DECODER
     role: Role = Role.BASE
     num_layers: str = "num_layers"
+    linear: bool = True
 
     @property
     def per_layer(self) -> bool:
@@ -93,7 +95,7 @@ class Weight:
 
     @property
     def per_expert(self) -> bool:
-        return "{expert}" in self.hf[0].name
+        return any("{expert}" in tensor.name for tensor in self.hf)
 
     @property
     def is_buffer(self) -> bool:
@@ -130,7 +132,7 @@ WHOLE = Slice()
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Rows (dim 0) or columns (dim 1) start..stop of one Hugging Face tensor; segments lie in the engine's slice in
-    their order."""
+    their order. Without a name it is `stop` - `start` elements that are zero, in no file."""
 
     name: str
     dim: int
@@ -174,7 +176,7 @@ def hf_shapes(
     weight: Weight, architecture: Architecture, layer: int, part: Slice = WHOLE
 ) -> dict[str, tuple[int, ...]]:
     """Return the whole shapes of the Hugging Face tensors of the slice's experts in a layer, by name."""
-    shapes = [(tensor.name, hf_shape(tensor, architecture)) for tensor in weight.hf]
+    shapes = [(tensor.name, hf_shape(tensor, architecture)) for tensor in weight.hf if tensor.name]
     return {
         name.format(layer=layer, expert=expert): shape
         for expert in experts_of(weight, architecture, part)
@@ -207,14 +209,16 @@ def segments(weight: Weight, architecture: Architecture, part: Slice, layer: int
     """Return the pieces of Hugging Face tensors that make up a slice, in the slice's order.
 
     One below the other they fill the engine's tensor, whose dimensions before the last are counted as rows. For
-    TensorLayout.VOCABULARY the rows that pad the slice are in no segment: they are zero.
+    TensorLayout.VOCABULARY the rows that pad the slice are in no segment: they are zero. Those of a tensor without a
+    name are zero, too, and have a segment.
     """
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
     found: list[Segment] = []
     for expert in experts_of(weight, architecture, part):
         names = [tensor.name.format(layer=layer, expert=expert) for tensor in weight.hf]
         found += _segments(weight.layout, names, shapes, part, architecture.num_query_groups)
-    return found
+    width = math.prod(shapes[0][1:])
+    return [one if one.name else Segment("", 0, 0, (one.stop - one.start) * width) for one in found]
 
 
 def _segments(
@@ -223,7 +227,8 @@ def _segments(
     size, rank = part.tp_size, part.tp_rank
     match layout:
         case TensorLayout.REPLICATED:
-            yield Segment(names[0], 0, 0, shapes[0][0])
+            for name, shape in zip(names, shapes, strict=True):
+                yield Segment(name, 0, 0, shape[0])
         case TensorLayout.COLUMNS:
             columns = shapes[0][1] // size
             yield Segment(names[0], 1, rank * columns, (rank + 1) * columns)

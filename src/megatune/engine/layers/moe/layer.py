@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatune.engine import device
+from megatune.engine.layers.adapter import ExpertAdapter
 from megatune.engine.layers.feed_forward import LINEAR, SharedExperts
 from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatune.engine.layers.moe.router import Router, capacity_of
@@ -36,7 +37,11 @@ class GroupedExperts(torch.nn.Module):
     Attributes:
         weight1: [L, 2 · f, h], of each expert its gate rows, then its up rows.
         weight2: [L, h, f].
+        adapter1, adapter2: beside them.
     """
+
+    adapter1: ExpertAdapter | None
+    adapter2: ExpertAdapter | None
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **unused: Any) -> None:
         super().__init__()
@@ -45,10 +50,8 @@ class GroupedExperts(torch.nn.Module):
         factory = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * size, hidden_size, **factory))
         self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, hidden_size, size, **factory))
-        itemsize = config.params_dtype.itemsize
-        # Sizes that the grouped kernels refuse are no real model's.
-        is_aligned = not any(length * itemsize % _ALIGNMENT for length in (size, hidden_size))
-        self.is_grouped = config.moe_grouped_gemm and is_aligned and config.params_dtype in _GROUPED_DTYPES
+        self.adapter1 = self.adapter2 = None
+        self.is_grouped = config.moe_grouped_gemm and config.params_dtype in _GROUPED_DTYPES
         self.recomputes_activation = (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         )
@@ -60,15 +63,28 @@ class GroupedExperts(torch.nn.Module):
 
         With expert tensor parallelism the output is this rank's part of a sum.
         """
-        linear = grouped_linear if self.is_grouped else looped_linear
-        gate_up = linear(permuted_hidden_states, self.weight1, tokens_per_expert)
+        gate_up = self._project(permuted_hidden_states, self.weight1, self.adapter1, tokens_per_expert)
         if not self.recomputes_activation:
-            return linear(self._activate(gate_up, permuted_probs), self.weight2, tokens_per_expert), None
+            activated = self._activate(gate_up, permuted_probs)
+            return self._project(activated, self.weight2, self.adapter2, tokens_per_expert), None
         checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
         activated = checkpoint.checkpoint(self._activate, gate_up, permuted_probs)
-        output = linear(activated, self.weight2, tokens_per_expert)
+        output = self._project(activated, self.weight2, self.adapter2, tokens_per_expert)
         checkpoint.discard_output_and_register_recompute(output)
         return output, None
+
+    def _project(
+        self, rows: Tensor, weight: Tensor, adapter: ExpertAdapter | None, tokens_per_expert: Tensor
+    ) -> Tensor:
+        output = self._linear(rows, weight, tokens_per_expert)
+        return output if adapter is None else adapter(rows, output, tokens_per_expert, self._linear)
+
+    def _linear(self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Compute rows · weightᵀ with each row's expert's weight; see `grouped_linear`."""
+        # Sizes that the grouped kernels refuse are no real model's, but an adapter may have such a rank.
+        is_aligned = not any(length * weight.itemsize % _ALIGNMENT for length in weight.shape[1:])
+        linear = grouped_linear if self.is_grouped and is_aligned else looped_linear
+        return linear(rows, weight, tokens_per_expert)
 
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
         """Compute silu(gate) · up · probability: [R, 2 · f] to [R, f]."""

@@ -84,14 +84,9 @@ class _Gather(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
-def mark_dealt(encoder: torch.nn.Module) -> None:
-    """Mark parameters whose gradient each tensor-parallel rank finds a part of."""
-    for parameter in encoder.parameters():
-        parameter.is_dealt = True  # type: ignore[attr-defined]
-
-
 def sum_dealt_gradients(model: Sequence[DistributedDataParallel]) -> None:
-    """Sum the gradients of marked parameters over tensor-parallel ranks, after those of replicas were summed."""
+    """Sum the gradients of an encoder's parameters, marked so, over tensor-parallel ranks, after those of replicas were
+    summed: each rank has found a part."""
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return

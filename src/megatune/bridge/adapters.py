@@ -1,0 +1,83 @@
+"""Where the weights of a model with adapters come from, and the files that hold what is trained beside its base."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import MergedFolder, open_adapter
+from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
+from megatune.config.settings import Settings
+from megatune.families.adapters import LORA_A, MAGNITUDE, adapter_weights
+from megatune.families.weights import Segment, Weight, hf_shapes, layers_of
+
+
+class InitialAdapters(TensorSource):
+    """New adapters, as peft begins them: A uniform within ±1 / √in, B zero, lengths those of the base's rows.
+
+    Each A is drawn from the seed and its own name, so that every layout begins with the same ones.
+
+    Args:
+        base: what the lengths are read from.
+    """
+
+    def __init__(self, weights: Sequence[Weight], architecture: Architecture, base: TensorSource, seed: int) -> None:
+        self._base, self._seed = base, seed
+        self._shapes = {
+            name: shape
+            for weight in weights
+            for layer in layers_of(weight, architecture)
+            for name, shape in hf_shapes(weight, architecture, layer).items()
+        }
+
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+        shape, part = self._shapes[segment.name], slice(segment.start, segment.stop)
+        if segment.name.endswith(MAGNITUDE):
+            rows = Segment(segment.name.removesuffix(MAGNITUDE) + "weight", 0, segment.start, segment.stop)
+            return self._base.read(rows).float().norm(dim=1)
+        if not segment.name.endswith(LORA_A):
+            return torch.zeros(segment.stop - segment.start, *shape[1:])
+        digest = hashlib.blake2b(f"{self._seed} {segment.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        bound = 1 / math.sqrt(shape[1])
+        drawn = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        return drawn[part] if segment.dim == 0 else drawn[:, part]
+
+
+def weight_sources(
+    folder: SafetensorsFolder, architecture: Architecture, settings: Settings, adapter: Path | None
+) -> tuple[TensorSource, TensorSource | None]:
+    """Return what the model's own weights are read from, and what those of adapters and of modules trained whole are.
+
+    Args:
+        folder: the model's weights.
+        adapter: what a run resumes from; None for the last of `adapter_name_or_path`, or new adapters.
+
+    Returns:
+        The base, with the adapters before that merged into it; and None where there are no adapters.
+
+    Raises:
+        MegatuneError: INPUT, where an adapter cannot be used.
+    """
+    finetuning = settings.finetuning
+    if finetuning.finetuning_type != "lora":
+        return folder, None
+    chain = [Path(path) for path in finetuning.adapter_name_or_path]
+    last = None if finetuning.create_new_adapter or not chain else chain.pop()
+    merged = [open_adapter(path, architecture) for path in chain]
+    base: TensorSource = MergedFolder(folder, merged) if merged else folder
+    if (found := adapter or last) is not None:
+        return base, open_adapter(found, architecture, finetuning)
+    return base, InitialAdapters(adapter_weights(architecture, finetuning), architecture, base, settings.run.seed)

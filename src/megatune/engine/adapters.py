@@ -1,0 +1,90 @@
+"""Adds adapters to the linear layers of a built chunk, as the weight map has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.engine import groups
+from megatune.engine.layers.adapter import Adapter, Cut, ExpertAdapter, add_adapter
+from megatune.engine.layers.moe.layer import GroupedExperts
+from megatune.engine.weights import entry_name, rank_slice
+from megatune.families.adapters import AdapterWeights, adapter_weights, adapters, scaling
+from megatune.families.weights import Slice, Stack, TensorLayout, Weight, by_expert, engine_shape, segments
+
+
+def add_adapters(chunk: Any, architecture: Architecture, settings: FinetuningSettings) -> None:
+    """Add the adapters of a DecoderModel's layers; their parameters are uninitialized."""
+    chunk.adapter_weights = adapter_weights(architecture, settings)
+    beside, rows = adapters(architecture, settings), dict[str, torch.Tensor | None]()
+    base = {weight.engine: weight for weight in _base_weights(architecture)}
+    place = groups.place()
+    for path, _ in list(chunk.named_parameters()):
+        name, _ = entry_name(chunk, path, base)
+        if name not in beside:
+            continue
+        module_path, _, attribute = path.rpartition(".")
+        linear, weight, its = chunk.get_submodule(module_path), base[name], beside[name]
+        part = rank_slice(weight, place)
+        if name not in rows:  # layers share it
+            rows[name] = _rows(its, architecture, part)
+        adapter = (ExpertAdapter if weight.per_expert else Adapter)(
+            engine_shape(its.a, architecture, part),
+            engine_shape(its.b, architecture, part),
+            rows[name],
+            decomposed=its.magnitude is not None,
+            scale=scaling(settings),
+            dropout=settings.lora_dropout,
+            **_parallel(weight, linear, chunk.config),
+        )
+        if isinstance(linear, GroupedExperts):
+            setattr(linear, attribute.replace("weight", "adapter"), adapter)
+        else:
+            add_adapter(linear, adapter)
+
+
+def _base_weights(architecture: Architecture) -> tuple[Weight, ...]:
+    from megatune.families import FAMILIES
+
+    return FAMILIES[architecture.model_type].weight_map(architecture)
+
+
+def _parallel(weight: Weight, linear: Any, config: TransformerConfig) -> dict[str, Any]:
+    """Return how ranks share a layer, and which they are."""
+    if weight.per_expert:
+        of_inputs = weight.layout is TensorLayout.COLUMNS
+        cut = Cut.INPUTS_PARTIAL if of_inputs else Cut.OUTPUTS_GATHERED
+        return {"cut": cut, "group": groups.expert_tensor_parallel_group(), "sequence_parallel": False}
+    explicit = getattr(linear, "explicit_expert_comm", False)
+    match weight.layout:
+        case TensorLayout.REPLICATED:
+            cut = Cut.NONE
+        case TensorLayout.COLUMNS:
+            cut = Cut.INPUTS_PARTIAL if explicit else Cut.INPUTS
+        case _:
+            cut = Cut.OUTPUTS_GATHERED if explicit else Cut.OUTPUTS
+    # Pictures are dealt over ranks whole.
+    sequence_parallel = config.sequence_parallel and weight.stack is Stack.DECODER
+    return {"cut": cut, "group": groups.tensor_parallel_group(), "sequence_parallel": sequence_parallel}
+
+
+def _rows(beside: AdapterWeights, architecture: Architecture, part: Slice) -> torch.Tensor | None:
+    """Return which of a rank's outputs are which matrix's, bool [o, n]; None where all are the only one's."""
+    (one, *_) = by_expert(beside.b, architecture, part)
+    rank = engine_shape(beside.b, architecture, part)[-1]
+    counts: list[tuple[int, int]] = []  # rows, and the place of their matrix, below 0 for none
+    names = [tensor.name.format(layer=0, expert=one.ep_rank) for tensor in beside.b.hf if tensor.name]
+    for segment in segments(beside.b, architecture, one):
+        if segment.dim or not segment.name:
+            counts.append(((segment.stop - segment.start) // rank, -1))
+        else:
+            counts.append((segment.stop - segment.start, names.index(segment.name)))
+    places = torch.tensor([place for size, place in counts for _ in range(size)])
+    if len(names) == 1 and not (places < 0).any():
+        return None
+    rows = places[:, None] == torch.arange(len(names))
+    return rows.to(torch.cuda.current_device())

@@ -1,0 +1,150 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as entries of the weight map, made from those of the matrices beside them.
+
+Every Hugging Face matrix W [out, in] with an adapter has its own A [r, in] and B [out, r], and is used as W + s · B · A.
+Where the engine stacks matrices it stacks their A, which every rank holds whole, and their B, which are cut like the
+matrices; where it cuts the inputs it cuts A's columns, and B is whole. With weight decomposition (DoRA,
+arXiv:2402.09353) a matrix also has a length for each of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatune.architecture import Architecture
+from megatune.families import FAMILIES
+from megatune.families.selection import Selection, is_frozen
+from megatune.families.weights import HFTensor, Role, Stack, TensorLayout, Weight, layers_of
+
+ALL_TARGETS = ("all", "all-linear")
+# How peft names an adapter's tensors behind the module's own name.
+LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+
+_NO_NAME = re.compile(r"[^\w.{}-]")  # what is in regular expressions, and in no name of a module
+
+
+class AdapterWeights(NamedTuple):
+    """An adapter's entries beside one weight: matrices that the engine stacks, each with its own.
+
+    Attributes:
+        a: [n · r, in] for n matrices with an adapter.
+        b: [rows, r] as the weight's rows; those of matrices without an adapter are zero.
+        magnitude: lengths of the weight's rows, [rows], as those of b; None without weight decomposition.
+    """
+
+    a: Weight
+    b: Weight
+    magnitude: Weight | None
+
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """All of them, in the engine's order."""
+        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
+
+
+@lru_cache(maxsize=256)
+def adapters(architecture: Architecture, selection: Selection) -> dict[str, AdapterWeights]:
+    """Return the adapters of a model by the engine's name of the weight that each is beside."""
+    if selection.finetuning_type != "lora":
+        return {}
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    return {
+        weight.engine: _beside(weight, names, selection) for weight, names in _targets(weights, architecture, selection)
+    }
+
+
+def adapter_weights(architecture: Architecture, selection: Selection) -> tuple[Weight, ...]:
+    """List the entries of all adapters, in the order of the weight map."""
+    return tuple(entry for each in adapters(architecture, selection).values() for entry in each.entries)
+
+
+def scaling(selection: Selection) -> float:
+    """Return the factor s of adapters' products: alpha / r, rank-stabilized (arXiv:2312.03732) alpha / √r."""
+    alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
+    return alpha / (math.sqrt(selection.lora_rank) if selection.use_rslora else selection.lora_rank)
+
+
+def takes_adapter(weight: Weight) -> bool:
+    """Return whether a weight is that of linear layers, of attention or a feed-forward; word embeddings and output
+    layer are not, nor is a router, which Transformers has no linear layer for."""
+    is_matrix = all(len(tensor.shape) == 2 for tensor in weight.hf)
+    return weight.linear and is_matrix and weight.role is Role.BASE and weight.layout is not TensorLayout.VOCABULARY
+
+
+def module_path(tensor: HFTensor) -> str:
+    """Return the name of the module that has a weight, with {layer} and {expert}."""
+    return tensor.name.removesuffix(".weight")
+
+
+def is_target(target: str, weight: Weight, tensor: HFTensor, architecture: Architecture) -> bool:
+    """Return whether a name of `lora_target` is that of a matrix's linear layer.
+
+    It is, as in peft, a name or the end of one, of modules (q_proj, self_attn.q_proj), or a regular expression of whole
+    names; or Megatron-Core's name of a layer (linear_qkv), which has all of its matrices. Without its number a layer is
+    every layer; a regular expression that holds for some layers only holds for none.
+    """
+    path = module_path(tensor)
+    if target in ALL_TARGETS:
+        return weight.stack is not Stack.PROJECTOR
+    if _NO_NAME.search(target):
+        numbered = (path.format(layer=layer, expert=0) for layer in layers_of(weight, architecture))
+        return all(re.fullmatch(target, one) for one in numbered)
+    return target in (path, engine_layer(weight)) or path.endswith(f".{target}")
+
+
+def engine_layer(weight: Weight) -> str:
+    """Return Megatron-Core's name of the linear layer of a decoder's weight; "" of an encoder's.
+
+    The projections of multi-latent attention, but for the last, count as linear_qkv; experts' as those of a dense
+    feed-forward.
+    """
+    if weight.stack is not Stack.DECODER:
+        return ""
+    name = weight.engine.rpartition(".")[0].rpartition(".")[2]
+    if ".self_attention." in weight.engine:
+        return name if name == "linear_proj" else "linear_qkv"
+    return {"weight1": "linear_fc1", "weight2": "linear_fc2"}.get(weight.engine.rpartition(".")[2], name)
+
+
+def _targets(
+    weights: tuple[Weight, ...], architecture: Architecture, selection: Selection
+) -> Iterator[tuple[Weight, set[str]]]:
+    """Yield weights that have an adapter, and the names of those of their matrices that have one."""
+    for weight in weights:
+        if not takes_adapter(weight) or is_frozen(weight.stack, selection):
+            continue
+        names = {
+            tensor.name
+            for tensor in weight.hf
+            if any(is_target(target, weight, tensor, architecture) for target in selection.lora_target)
+        }
+        if names:
+            yield weight, names
+
+
+def _beside(weight: Weight, names: set[str], selection: Selection) -> AdapterWeights:
+    rank, cuts_inputs = selection.lora_rank, weight.layout is TensorLayout.COLUMNS
+    head, _, tail = weight.engine.rpartition(".weight")
+
+    def entry(which: str, layout: TensorLayout, *hf: HFTensor) -> Weight:
+        return Weight(
+            f"{head}.adapter{tail}.{which}", layout, hf, weight.layers, weight.exists, weight.stack, Role.ADAPTER,
+            weight.num_layers,
+        )  # fmt: skip
+
+    def named(tensor: HFTensor, which: str, *shape: str | int) -> HFTensor:
+        return HFTensor(f"{module_path(tensor)}.{which}" if tensor.name in names else "", shape)
+
+    of_inputs = TensorLayout.COLUMNS if cuts_inputs else TensorLayout.REPLICATED
+    of_rows = TensorLayout.REPLICATED if cuts_inputs else weight.layout
+    adapted = [tensor for tensor in weight.hf if tensor.name in names]
+    return AdapterWeights(
+        entry("lora_A", of_inputs, *(named(one, LORA_A, rank, one.shape[1]) for one in adapted)),
+        entry("lora_B", of_rows, *(named(one, LORA_B, one.shape[0], rank) for one in weight.hf)),
+        entry("magnitude", of_rows, *(named(one, MAGNITUDE, one.shape[0]) for one in weight.hf))
+        if selection.use_dora
+        else None,
+    )

@@ -1,0 +1,55 @@
+"""What a user says is trained, in LLaMA-Factory's words; see `config.groups.finetuning`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatune.families.weights import Stack
+
+
+class Selection(Protocol):
+    """Hashable."""
+
+    @property
+    def finetuning_type(self) -> str: ...
+    @property
+    def freeze_trainable_layers(self) -> int: ...
+    @property
+    def freeze_trainable_modules(self) -> Sequence[str]: ...
+    @property
+    def freeze_extra_modules(self) -> Sequence[str]: ...
+    @property
+    def use_llama_pro(self) -> bool: ...
+    @property
+    def freeze_language_model(self) -> bool: ...
+    @property
+    def freeze_vision_tower(self) -> bool: ...
+    @property
+    def freeze_multi_modal_projector(self) -> bool: ...
+    @property
+    def freeze_deepstack_mergers(self) -> bool | None: ...
+    @property
+    def lora_rank(self) -> int: ...
+    @property
+    def lora_alpha(self) -> int | None: ...
+    @property
+    def lora_target(self) -> Sequence[str]: ...
+    @property
+    def additional_target(self) -> Sequence[str]: ...
+    @property
+    def use_rslora(self) -> bool: ...
+    @property
+    def use_dora(self) -> bool: ...
+
+
+def is_frozen(stack: Stack, selection: Selection) -> bool:
+    """Return whether a part of the model is left as it is, adapters included."""
+    match stack:
+        case Stack.DECODER:
+            return selection.freeze_language_model
+        case Stack.PROJECTOR:
+            return selection.freeze_multi_modal_projector
+        case Stack.DEEPSTACK if selection.freeze_deepstack_mergers is not None:
+            return selection.freeze_deepstack_mergers
+    return selection.freeze_vision_tower
