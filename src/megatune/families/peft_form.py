@@ -17,6 +17,7 @@ from megatune.families.weights import Role, Weight, layers_of
 # Transformers has the matrices of all experts in parameters of these names.
 EXPERT_PARAMETERS = {2: "gate_up_proj", 1: "down_proj"}  # by how many matrices of an expert are in one
 _EXPERTS = "mlp.experts"
+_GATE_UP = r"(mlp\.experts\.gate_up_proj)"
 
 
 def adapter_config(
@@ -30,12 +31,12 @@ def adapter_config(
     """
     modules, parameters = _targets(architecture, selection)
     alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
-    gate_up = f"{_EXPERTS}.{EXPERT_PARAMETERS[2]}"
     ranks, alphas = {}, {}
-    if gate_up in parameters:
-        # Gate and up together have twice the rank, and the factor that each of them has.
-        ranks[gate_up] = 2 * selection.lora_rank
-        alphas[gate_up] = alpha * (math.sqrt(2) if selection.use_rslora else 2)
+    if f"{_EXPERTS}.{EXPERT_PARAMETERS[2]}" in parameters:
+        # Gate and up together have twice the rank, and the factor that each of them has. peft adds a pattern of its own
+        # with twice the alpha, which is wrong with use_rslora: the first one that holds counts, and it sorts them.
+        ranks[_GATE_UP] = 2 * selection.lora_rank
+        alphas[_GATE_UP] = alpha * (math.sqrt(2) if selection.use_rslora else 2)
     saved = _saved(architecture, selection)
     return {
         "peft_type": "LORA",
@@ -61,20 +62,19 @@ def adapter_config(
 
 def peft_problems(architecture: Architecture, selection: Selection) -> Iterator[tuple[str, str]]:
     """Yield what is trained that peft has no form for, by the setting that asks for it, and why."""
-    gate_up = [entry.a.hf for entry in adapters(architecture, selection).values() if entry.a.per_expert]
     weights = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
     for engine, entry in adapters(architecture, selection).items():
         if entry.a.per_expert and len(entry.a.hf) < len(weights[engine].hf):
             names = " and ".join(module_path(tensor).rpartition(".")[2] for tensor in weights[engine].hf)
             yield "lora_target", f"of experts, {names} are one matrix to Transformers: both have adapters, or none"
-    if selection.use_dora and (gate_up or _targets(architecture, selection)[1]):
+    if selection.use_dora and _targets(architecture, selection)[1]:
         yield "use_dora", "peft has no weight decomposition for the feed-forwards of a model with experts"
 
 
 def is_stacked(architecture: Architecture, selection: Selection) -> bool:
     """Return whether peft reads adapters of experts stacked only: where checkpoints of the family stack them, too, or
     where gate, up and down are not all trained."""
-    trained = [entry.a for entry in adapters(architecture, selection).values() if entry.a.per_expert]
+    trained = [weight for weight in _trained(architecture, selection) if weight.per_expert]
     if not trained:
         return False
     return len(trained) < 2 or any(form.fused for form in FAMILIES[architecture.model_type].forms)
@@ -86,8 +86,14 @@ def stacked_path(weight: Weight, architecture: Architecture, selection: Selectio
     for part, other in FAMILIES[architecture.model_type].renamed:
         path = f"{path}.".replace(part, other).removesuffix(".")
     # peft wraps one parameter after the other: that of gate and up is inside, if both have adapters.
-    both = len({entry.a.engine for entry in adapters(architecture, selection).values() if entry.a.per_expert}) == 2
+    both = sum(each.per_expert for each in _trained(architecture, selection)) == 2
     return f"{path}.base_layer" if both and len(weight.hf) == 2 else path
+
+
+def _trained(architecture: Architecture, selection: Selection) -> list[Weight]:
+    """Return the entry of A of each adapter that a layer has."""
+    entries = adapters(architecture, selection).values()
+    return [entry.a for entry in entries if layers_of(entry.a, architecture)]
 
 
 def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str] | str, list[str]]:
@@ -97,17 +103,19 @@ def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str
     dense or shared feed-forward go by their parameters there.
     """
     paths = {
-        tensor.name.removesuffix(f".{LORA_A}"): entry.a.per_expert
-        for entry in adapters(architecture, selection).values()
-        for tensor in entry.a.hf
+        tensor.name.removesuffix(f".{LORA_A}"): weight.per_expert
+        for weight in _trained(architecture, selection)
+        for tensor in weight.hf
     }
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     everywhere = _modules(weights, architecture)
     of_experts = {_leaf(module_path(tensor)) for weight in weights if weight.per_expert for tensor in weight.hf}
     linear = [path for path, per_expert in paths.items() if not per_expert]
     as_parameters = [path for path in linear if _leaf(path) in of_experts]
-    parameters = [f"{name}.weight" for name in _suffixes(as_parameters, everywhere) or as_parameters]
-    trained = {len(entry.a.hf) for entry in adapters(architecture, selection).values() if entry.a.per_expert}
+    ends = _suffixes(as_parameters, everywhere)
+    assert ends is not None, "families with experts name no other feed-forward alike"
+    parameters = [f"{end}.weight" for end in ends]
+    trained = {len(weight.hf) for weight in _trained(architecture, selection) if weight.per_expert}
     parameters += [f"{_EXPERTS}.{EXPERT_PARAMETERS[count]}" for count in sorted(trained, reverse=True)]
     linear = [path for path in linear if path not in as_parameters]
     names: list[str] | str | None = _suffixes(linear, everywhere)

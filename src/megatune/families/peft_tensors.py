@@ -15,6 +15,7 @@ from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
 from megatune.families.adapters import LORA_A, LORA_B, MAGNITUDE, module_path
+from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, read_peft_config
 from megatune.families.weights import Weight, experts_of, hf_shape, hf_shapes, layers_of
 
@@ -141,7 +142,7 @@ class _Reading:
                 modules[path.removesuffix(end)][_ENDS[end]] = name, shape
             elif path in self.names:
                 self._whole(name, path, shape)
-            else:
+            elif not self._is_tied_copy(path):
                 self.unknown.append(name)
         for path, parts in modules.items():
             self._module(path, parts)
@@ -156,14 +157,21 @@ class _Reading:
             findings.append(Finding(f"{len(self.wrong) - 5} more tensors do not fit", where))
         return findings + list(self._tied(folder))
 
+    def _is_tied_copy(self, path: str) -> bool:
+        """Return whether a tensor is the embedding once more, which peft saves as the output layer, too."""
+        tied = self.architecture.tie_word_embeddings and self.adapter.config.ensure_weight_tying
+        return tied and path == OUTPUT_LAYER.hf[0].name
+
     def _tied(self, folder: Path) -> Iterator[Finding]:
-        """An embedding of its own would be another output layer than the one that was trained beside it."""
+        """An embedding of its own would leave the output layer as it was."""
         if not self.architecture.tie_word_embeddings or self.adapter.config.ensure_weight_tying:
             return
-        if saved := [name for name in self.adapter.whole if "embed_tokens" in name]:
+        weights = FAMILIES[self.architecture.model_type].weight_map(self.architecture)
+        embedding = next(weight.hf[0].name for weight in weights if weight.engine == EMBEDDING.engine)
+        if embedding in self.adapter.tensors:
             why = "the base's output layer is the same matrix, and peft trained a copy for the embedding alone"
             fix = "train it with ensure_weight_tying, or without the embedding in modules_to_save"
-            yield Finding(f"{saved[0]} is trained whole, of a model with tied embeddings", str(folder), why, fix)
+            yield Finding(f"{embedding} is trained whole, of a model with tied embeddings", str(folder), why, fix)
 
     def _whole(self, name: str, path: str, shape: Shape) -> None:
         canonical, expected = self.names[path]
