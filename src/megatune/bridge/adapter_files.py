@@ -10,16 +10,17 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.adapters import LORA_A, adapter_weights, scaling
+from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights, scaling
 from megatune.families.forms import CheckpointForm
-from megatune.families.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.peft_tensors import PREFIX, Adapter, AdapterTensor, read_adapter
 from megatune.families.selection import Selection
 from megatune.families.trained import trained_weights
 from megatune.families.weights import Role, Segment, hf_shapes, layers_of
 
+ADAPTER = WEIGHTS_FILE.removesuffix(".safetensors")
 # What peft calls the tensors of an adapter that are each by themselves.
-ADAPTER_FORM = CheckpointForm(prefixes=(("", PREFIX),))
+AS_IN_PEFT = CheckpointForm(prefixes=(("", PREFIX),))
 
 
 class AdapterFolder(TensorSource):
@@ -33,7 +34,7 @@ class AdapterFolder(TensorSource):
 
     def __init__(self, folder: Path, adapter: Adapter) -> None:
         self.folder, self.adapter = folder, adapter
-        self._files = SafetensorsFolder(folder, WEIGHTS_FILE.removesuffix(".safetensors"))
+        self._files = SafetensorsFolder(folder, ADAPTER)
         self._kept: tuple[str, Tensor] | None = None
 
     def has(self, name: str) -> bool:
@@ -130,7 +131,7 @@ def _differences(found: AdapterFolder, architecture: Architecture, selection: Se
     elif factors := {value for value in found.adapter.scalings.values() if abs(value / scaling(selection) - 1) > 1e-6}:
         said = ", ".join(f"{value:g}" for value in sorted(factors))
         what = f"its products are multiplied by {said}, in this run by {scaling(selection):g}"
-        yield Finding(what, str(found.folder / CONFIG_FILE), why, "write its own lora_alpha and use_rslora")
+        yield Finding(what, str(found.folder / ADAPTER_CONFIG), why, "write its own lora_alpha and use_rslora")
     if wrong := [name for name in found.adapter.halved if not found.is_halved(name)]:
         what = f"{wrong[0]} is one adapter of gate and up together"
         fix = "merge it into the model (create_new_adapter: true) and train a new one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.safetensors_files import TensorEntry, TensorSource, safetensors_writer
-from megatune.families.adapters import LORA_A, adapter_weights
+from megatune.bridge.adapter_files import ADAPTER
+from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, TensorSource, safetensors_writer
+from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
-from megatune.families.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from megatune.families.forms import FileTensor
+from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.peft_form import adapter_config, is_stacked, stacked_path
 from megatune.families.peft_tensors import PREFIX
 from megatune.families.selection import Selection
@@ -22,25 +25,36 @@ from megatune.families.trained import trained_weights
 from megatune.families.weights import Role, Segment, Weight, experts_of, hf_shape, hf_shapes, layers_of
 
 
-def write_adapter(
-    folder: Path,
-    source: TensorSource,
-    architecture: Architecture,
-    selection: Selection,
-    base_name: str,
-    *,
-    dropout: float = 0.0,
-) -> list[Path]:
-    """Write adapter_model.safetensors and adapter_config.json, tensor by tensor.
+def is_rewritten(architecture: Architecture, selection: Selection) -> bool:
+    """Return whether peft reads an adapter otherwise than tensor by tensor under the base's names: with experts that
+    are stacked, or an embedding that is the output layer, too."""
+    tied = architecture.tie_word_embeddings and any(
+        weight.engine == EMBEDDING.engine for weight, _ in trained_weights(architecture, selection)
+    )
+    return tied or is_stacked(architecture, selection)
+
+
+def join_adapter(folder: Path, architecture: Architecture, selection: Selection) -> Path:
+    """Make one file, as peft reads it, of those of an adapter that have its tensors by themselves; they and their index
+    go."""
+    parts = SafetensorsFolder(folder, ADAPTER)
+    names = (name.removeprefix(PREFIX) for name in parts.names())
+    parts.places = {name: FileTensor(PREFIX + name) for name in names}
+    partial, whole = folder / f".{WEIGHTS_FILE}.partial", folder / WEIGHTS_FILE
+    write_adapter(partial, parts, architecture, selection)
+    for file in (*parts.files(), folder / f"{WEIGHTS_FILE}.index.json"):
+        file.unlink(missing_ok=True)
+    os.replace(partial, whole)
+    return whole
+
+
+def write_adapter(path: Path, source: TensorSource, architecture: Architecture, selection: Selection) -> None:
+    """Write an adapter_model.safetensors, tensor by tensor.
 
     Tensors of adapters are fp32; those of modules that are trained whole have the source's dtype.
 
     Args:
         source: has what is trained, under the base's names, experts one by one.
-        base_name, dropout: see `adapter_config`.
-
-    Returns:
-        The two files.
     """
     stacked = is_stacked(architecture, selection)
     entries: list[TensorEntry] = []
@@ -66,21 +80,20 @@ def write_adapter(
                 plain[PREFIX + OUTPUT_LAYER.hf[0].name] = name
                 entries.append(replace(entries[-1], name=PREFIX + OUTPUT_LAYER.hf[0].name))
     entries.sort(key=lambda entry: entry.name)
-    with safetensors_writer(folder / WEIGHTS_FILE, entries) as write:
+    with safetensors_writer(path, entries) as write:
         for entry in entries:
             if entry.name in plain:
                 write(entry.name, _whole(source, plain[entry.name], entry.shape[0]).to(entry.dtype))
                 continue
             for part in _stack(source, *stacks[entry.name], architecture):
                 write(entry.name, part)
-    return [folder / WEIGHTS_FILE, write_adapter_config(folder, architecture, selection, base_name, dropout=dropout)]
 
 
 def write_adapter_config(
     folder: Path, architecture: Architecture, selection: Selection, base_name: str, *, dropout: float = 0.0
 ) -> Path:
     """Write adapter_config.json; see `adapter_config`."""
-    path = folder / CONFIG_FILE
+    path = folder / ADAPTER_CONFIG
     config = adapter_config(architecture, selection, base_name, dropout=dropout)
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.adapters import ADAPTER_CONFIG
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 
 # Fields that say nothing of what a saved adapter computes: descriptions, what chose its modules, how it was begun.
-_HARMLESS = frozenset(
+_HARMLESS = (
     "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules exclude_modules"
     " layers_to_transform layers_pattern megatron_core loftq_config eva_config corda_config lora_ga_config"
-    " qalora_group_size runtime_config".split()
+    " qalora_group_size runtime_config"
 )
-_READ = frozenset(
+_READ = (
     "peft_type r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern target_parameters"
-    " modules_to_save ensure_weight_tying init_lora_weights bias".split()
+    " modules_to_save ensure_weight_tying init_lora_weights bias"
 )
 _VARIANT = "it is another computation than W + s · B · A"
 # Fields that must be off, and why.
@@ -86,7 +87,7 @@ def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 def is_adapter(folder: Path) -> bool:
     """Return whether a folder holds an adapter in place of a model."""
-    return (folder / CONFIG_FILE).is_file()
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -101,7 +102,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         raise MegatuneError(Finding(f"there is no folder {folder}", "adapter_name_or_path", "", fix), ExitCode.INPUT)
     config, findings = _read_json(folder)
     findings += _missing_weights(folder)
-    path = str(folder / CONFIG_FILE)
+    path = str(folder / ADAPTER_CONFIG)
     findings += _problems(config, path) if config is not None else []
     if findings or config is None:
         raise MegatuneError(findings, ExitCode.INPUT)
@@ -121,7 +122,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 
 def _read_json(folder: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
-    path = folder / CONFIG_FILE
+    path = folder / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -129,7 +130,7 @@ def _read_json(folder: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
         fix = "give the folder of an adapter, as peft saves it"
         if (folder / "config.json").is_file():
             why, fix = "the folder holds a whole model", "give it as model_name_or_path"
-        return None, [Finding(f"there is no {CONFIG_FILE}", str(folder), why, fix)]
+        return None, [Finding(f"there is no {ADAPTER_CONFIG}", str(folder), why, fix)]
     except (OSError, ValueError) as error:
         return None, [Finding(f"cannot be read: {error}", str(path), "", "copy it again")]
     if not isinstance(config, dict):
@@ -175,7 +176,7 @@ def _problems(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
     for key, why in _OFF.items():
         if config.get(key):
             yield Finding(f"{key} is {_short(config[key])}", path, why, "train an adapter without it")
-    for key in sorted(config.keys() - _HARMLESS - _READ - _OFF.keys()):
+    for key in sorted(config.keys() - {*_HARMLESS.split(), *_READ.split()} - _OFF.keys()):
         if config[key]:
             why = "it is not known here, and it may change what the adapter computes"
             yield Finding(f"{key} is {_short(config[key])}", path, why, f"train an adapter without {key}")

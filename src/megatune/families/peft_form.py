@@ -160,9 +160,7 @@ def _saved(architecture: Architecture, selection: Selection) -> list[str]:
         for weight, _ in trained_weights(architecture, selection)
         if weight.role is Role.BASE
     }
-    return [
-        _leaf(path) if sum(other.endswith(_leaf(path)) for other in everywhere) == 1 else path for path in trained
-    ]
+    return [_leaf(path) if sum(other.endswith(_leaf(path)) for other in everywhere) == 1 else path for path in trained]
 
 
 def _leaf(path: str) -> str:

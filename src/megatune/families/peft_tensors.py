@@ -14,9 +14,9 @@ from typing import NamedTuple
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
-from megatune.families.adapters import LORA_A, LORA_B, MAGNITUDE, module_path
+from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
-from megatune.families.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, read_peft_config
+from megatune.families.peft_config import WEIGHTS_FILE, PeftConfig, read_peft_config
 from megatune.families.weights import Weight, experts_of, hf_shape, hf_shapes, layers_of
 
 # What peft puts before the names of the base's modules.
@@ -186,7 +186,7 @@ class _Reading:
             self.wrong.append(f"{name} is there without {path}.{missing[0]}")
         elif (MAGNITUDE in parts) != self.adapter.config.use_dora:
             said = "a magnitude" if MAGNITUDE in parts else "no magnitude"
-            self.wrong.append(f"{path} has {said}, {CONFIG_FILE} says use_dora {self.adapter.config.use_dora}")
+            self.wrong.append(f"{path} has {said}, {ADAPTER_CONFIG} says use_dora {self.adapter.config.use_dora}")
         elif f"{path}.weight" in self.names:
             self._linear(path, parts)
         elif (match := _STACKED.fullmatch(path)) and MAGNITUDE not in parts:
@@ -211,7 +211,7 @@ class _Reading:
     def _scale(self, modules: Iterable[str], path: str, rank: int) -> None:
         config = self.adapter.config
         if config.rank_of(path) != rank:
-            self.wrong.append(f"the adapter of {path} has rank {rank}, {CONFIG_FILE} says {config.rank_of(path)}")
+            self.wrong.append(f"the adapter of {path} has rank {rank}, {ADAPTER_CONFIG} says {config.rank_of(path)}")
         self.adapter.scalings |= dict.fromkeys(modules, config.scaling_of(path, rank))
 
     def _stacked(self, path: str, layer: int, parts: Mapping[str, tuple[str, Shape]]) -> None:
