@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Refused
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules.problem import Context, Problem, divisors, nearest
