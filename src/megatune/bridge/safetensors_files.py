@@ -120,6 +120,16 @@ class SafetensorsFolder(TensorSource):
         """List the names of all tensors in the files."""
         return set(self._file_of)
 
+    def files(self) -> list[Path]:
+        """List the files that hold tensors."""
+        return [self.folder / file for file in sorted(set(self._file_of.values()))]
+
+    def entry(self, name: str) -> TensorEntry:
+        """Describe a tensor in the files."""
+        found = self._slice(name)
+        dtype = next(dtype for dtype, text in _DTYPE_NAMES.items() if text == found.get_dtype())
+        return TensorEntry(name, tuple(found.get_shape()), dtype)
+
     def has(self, name: str) -> bool:
         return self._place(name).name in self._file_of
 
@@ -223,3 +233,16 @@ def safetensors_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[C
         assert not pending, f"{len(pending)} tensors were not written"
         file.flush()
         os.fsync(file.fileno())
+
+
+def join_files(folder: Path, name: str) -> Path:
+    """Put the files that an index lists together to one, NAME.safetensors, tensor by tensor; they and the index go."""
+    index, whole = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
+    parts = SafetensorsFolder(folder, name)
+    entries = [parts.entry(tensor) for tensor in sorted(parts.names())]
+    with safetensors_writer(whole, entries) as write:
+        for entry in entries:
+            write(entry.name, parts.read(Segment(entry.name, 0, 0, entry.shape[0])))
+    for file in (*parts.files(), index):
+        file.unlink()
+    return whole

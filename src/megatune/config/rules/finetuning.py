@@ -20,11 +20,7 @@ _OF_LORA = (
     "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio loraplus_lr_embedding "
     "adapter_name_or_path"
 )
-NOT_BUILT: dict[str, Refused] = {
-    "finetuning_type": _TYPE,
-    **{name: Refused(_LORA) for name in _OF_LORA.split()},
-    **{name: Refused(_LORA, off=(False,)) for name in ("use_rslora", "use_dora", "create_new_adapter")},
-}
+NOT_BUILT: dict[str, Refused] = {}
 _OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro")
 _LAYERS = "freeze_trainable_layers"
 _DEFAULTS = FinetuningSettings()
