@@ -29,11 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Answers --prompt; without one, chats on a terminal, or answers each line of its input.",
     )
     parser.add_argument("model", metavar="MODEL",
-                        help="a Hugging Face model, a checkpoint-N, a run's output_dir, the folder of an adapter, or an id on a hub")  # fmt: skip
+                        help="a Hugging Face model, a checkpoint-N, a run's output_dir, each with a model or an "
+                        "adapter, or an id on a hub")  # fmt: skip
     parser.add_argument("--adapter_name_or_path", "--adapter-name-or-path", type=_names, default=[], metavar="A[,B]",
                         help="folders of adapters on MODEL, applied in this order")  # fmt: skip
     parser.add_argument("--model_name_or_path", "--model-name-or-path", metavar="BASE",
-                        help="the model that MODEL, an adapter, was trained on (what its adapter_config.json names)")  # fmt: skip
+                        help="where MODEL is an adapter: its base (what its adapter_config.json names)")  # fmt: skip
     parser.add_argument("--model_revision", "--model-revision", default="main", metavar="REVISION",
                         help="branch, tag or commit of a model on a hub (main)")  # fmt: skip
     parser.add_argument("--cache_dir", "--cache-dir", metavar="DIR",
@@ -81,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and answer.
 
     Raises:
-        MegatuneError: (SETTINGS) flags; (INPUT) what the model or an adapter lacks, or a picture; (DATA) a picture that cannot be
-            read, or a prompt that is empty, too long or has not a tag for each picture; what a hub refuses the model
-            with.
+        MegatuneError: (SETTINGS) flags; (INPUT) what the model or an adapter lacks, or a picture; (DATA) a picture
+            that cannot be read, or a prompt that is empty, too long or has not a tag for each picture; what a hub
+            refuses the model with.
     """
     from megatune.generation.adapters import adapted_model
     from megatune.generation.inputs import GenerationOptions, PictureFile, check_options, find_model

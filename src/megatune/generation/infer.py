@@ -107,9 +107,9 @@ class Generator:
         if missing := sorted(loading["missing_keys"]):
             raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
         if adapters:
-            from megatune.generation.peft_model import apply_adapters
+            from megatune.generation.peft_model import apply_adapter, merge_adapters
 
-            model = apply_adapters(model, adapters).model
+            model = apply_adapter(merge_adapters(model, adapters[:-1]), adapters[-1]).model
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         source = str(adapters[-1] if adapters else folder)
         return cls(model.to(device).eval(), tokenizer, options, source, pictures)

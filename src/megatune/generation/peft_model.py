@@ -13,7 +13,8 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,46 +54,59 @@ class AppliedAdapter:
         """The Transformers model, with the adapter's layers in it."""
         return self.peft.get_base_model()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the adapter's gradients by their names in files, without peft's prefix."""
+    def gradients(self, names_of_experts: Iterable[str] = ()) -> dict[str, Tensor]:
+        """Return the adapter's gradients by its tensors' names in files, without peft's prefix.
+
+        Args:
+            names_of_experts: what the tensors of experts one by one are called, for files that stack them.
+        """
+        places = self.places
+        if not any(map(_OF_EXPERT.fullmatch, places)):
+            places = dict(_places(self.peft, names_of_experts))
         return {
             name: part(parameter.grad).contiguous()
-            for name, (parameter, part) in self.places.items()
+            for name, (parameter, part) in places.items()
             if parameter.grad is not None
         }
 
 
-def apply_adapters(model: PreTrainedModel, folders: Sequence[Path], *, trained: bool = False) -> AppliedAdapter:
-    """Apply adapters in order: all but the last one are merged into the model's weights.
-
-    Args:
-        folders: at least one.
-        trained: the last one requires gradients, and nothing else does.
+def merge_adapters(model: PreTrainedModel, folders: Sequence[Path]) -> PreTrainedModel:
+    """Merge adapters into a model's weights, in its dtype, one after the other.
 
     Raises:
         MegatuneError: (INPUT) an adapter that does not fit the model.
     """
-    *before, last = folders
     with _quiet():
-        for folder in before:
+        for folder in folders:
             model = _apply(model, folder, trained=False).peft.merge_and_unload()
-        return _apply(model, last, trained=trained)
+    return model
 
 
-class _quiet:  # noqa: N801  (a context)
-    """What peft and libraries that it imports say is checked here, or of no use."""
+def apply_adapter(model: PreTrainedModel, folder: Path, *, trained: bool = False) -> AppliedAdapter:
+    """Put an adapter beside a model's weights, in fp32.
 
-    def __enter__(self) -> None:
-        self._warnings = warnings.catch_warnings()
-        self._warnings.__enter__()
-        warnings.simplefilter("ignore")
-        self._logger = logging.getLogger("bitsandbytes")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
+    Args:
+        trained: it requires gradients, and nothing else does.
 
-    def __exit__(self, *error: object) -> None:
-        self._logger.setLevel(self._level)
-        self._warnings.__exit__(None, None, None)
+    Raises:
+        MegatuneError: (INPUT) an adapter that does not fit the model.
+    """
+    with _quiet():
+        return _apply(model, folder, trained=trained)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Pass over what peft and libraries that it imports say: it is checked here, or of no use."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _apply(model: PreTrainedModel, folder: Path, *, trained: bool) -> AppliedAdapter:
@@ -166,8 +180,12 @@ def _target_all(config: Any, tensors: dict[str, Tensor], stacks: dict[str, nn.Mo
     config.target_parameters = parameters
 
 
-def _places(peft: Any, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Place]]:
-    """Yield the names of the adapter's tensors in files, and where they belong."""
+def _places(peft: Any, tensors: Iterable[str]) -> Iterator[tuple[str, Place]]:
+    """Yield the names of the adapter's tensors in files, and where they belong.
+
+    Args:
+        tensors: names in files; experts are one by one where some of these are.
+    """
     from peft.tuners.lora.layer import ParamWrapper
 
     names = {
