@@ -15,7 +15,7 @@ from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.merged import MergedFolder
-from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, safetensors_writer
+from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.dense import OUTPUT_LAYER
 from megatune.families.forms import FileTensor
