@@ -168,7 +168,9 @@ def _set(export: _Export, entry: SettingEntry) -> list[Finding]:
 
 
 def _shown(value: Value) -> str:
-    return str(value.data) if value.text is None else repr(value.text) if isinstance(value.data, str) else value.text
+    from megatune.config.values import shown
+
+    return repr(value.data) if isinstance(value.data, str) else shown(value.data)
 
 
 def _text(value: Value) -> str | None:
