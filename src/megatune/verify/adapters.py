@@ -60,9 +60,8 @@ def write_random_adapter(
     base = _open(model_dir, architecture)
     tensors = {name: _random(name, shape, base, generator) for name, shape in _adapter_shapes(architecture, selection)}
     modules = sorted({name.partition(".lora_")[0] for name in tensors})
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.role is Role.BASE and not weight.per_layer and is_trained(weight, 0, architecture, selection):
-            tensors |= {name: _whole(base, name).float() for name in hf_shapes(weight, architecture, 0)}
+    whole = {name: _whole(base, name).float() for name in _trained_whole(architecture, selection)}
+    tensors |= whole
     save_file({_PREFIX + name: tensor for name, tensor in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -73,7 +72,8 @@ def write_random_adapter(
         "use_rslora": selection.use_rslora,
         "use_dora": selection.use_dora,
         "target_modules": modules,
-        "modules_to_save": list(selection.additional_target) or None,
+        # Paths: peft takes a name for the end of others, such as norm for that of input_layernorm.
+        "modules_to_save": [name.rpartition(".")[0] for name in whole] or None,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
@@ -86,6 +86,12 @@ def _adapter_shapes(architecture: Architecture, selection: Selection) -> Iterato
     for weight in adapter_weights(architecture, selection):
         for layer in layers_of(weight, architecture):
             yield from hf_shapes(weight, architecture, layer).items()
+
+
+def _trained_whole(architecture: Architecture, selection: Selection) -> Iterator[str]:
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if weight.role is Role.BASE and not weight.per_layer and is_trained(weight, 0, architecture, selection):
+            yield from hf_shapes(weight, architecture, 0)
 
 
 def _random(name: str, shape: tuple[int, ...], base: SafetensorsFolder, generator: torch.Generator) -> Tensor:
