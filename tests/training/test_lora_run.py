@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pool import RankPool
 from runs import assert_same_tensors, metrics, settings_of, tensors, train
 
@@ -19,6 +18,8 @@ from megatune.training.storage.manifest import digest_file
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}
 STEPS = {"max_steps": 6, "save_steps": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -34,13 +35,17 @@ def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "fp32, one process": ("qwen3", 1, {}),
-    "bf16, tp2 sp dp2, overlaps": ("qwen3", 4, {**TP2, **OVERLAPS, "gradient_accumulation_steps": 2, "bf16": True}),
+    "bf16, tp2 sp dp2, overlaps, dropout": (
+        "qwen3",
+        4,
+        {**TP2, **OVERLAPS, "gradient_accumulation_steps": 2, "bf16": True, "lora_dropout": 0.1},
+    ),
     "bf16, pp2, words trained whole, dropout": (
         "qwen3",
         2,
-        {"pipeline_model_parallel_size": 2, "additional_target": "embed_tokens,norm", "lora_dropout": 0.1, "bf16": True},
+        {**PP2, "bf16": True, "additional_target": "embed_tokens,norm", "lora_dropout": 0.1},
     ),
-    "experts, ep2 etp2 tp2 sp": ("qwen3_moe", 4, {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "gradient_accumulation_steps": 4}),
+    "experts, ep2 etp2 tp2 sp": ("qwen3_moe", 4, {**TP2, **EXPERTS, "gradient_accumulation_steps": 2}),
     "DoRA, dp2, recomputed": (
         "qwen3",
         2,

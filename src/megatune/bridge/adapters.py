@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import MergedFolder, open_adapter
+from megatune.bridge.adapter_files import open_adapter
+from megatune.bridge.merged import MergedFolder
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.config.settings import Settings
 from megatune.families.adapters import LORA_A, MAGNITUDE, adapter_weights

@@ -233,16 +233,3 @@ def safetensors_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[C
         assert not pending, f"{len(pending)} tensors were not written"
         file.flush()
         os.fsync(file.fileno())
-
-
-def join_files(folder: Path, name: str) -> Path:
-    """Put the files that an index lists together to one, NAME.safetensors, tensor by tensor; they and the index go."""
-    index, whole = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
-    parts = SafetensorsFolder(folder, name)
-    entries = [parts.entry(tensor) for tensor in sorted(parts.names())]
-    with safetensors_writer(whole, entries) as write:
-        for entry in entries:
-            write(entry.name, parts.read(Segment(entry.name, 0, 0, entry.shape[0])))
-    for file in (*parts.files(), index):
-        file.unlink()
-    return whole

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import ADAPTER, AS_IN_PEFT
+from megatune.bridge.adapter_writer import is_rewritten, join_adapter
 from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of, send_expert
-from megatune.bridge.safetensors_files import TensorEntry, join_files, safetensors_writer
+from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
 from megatune.families.forms import AS_MAPPED, CheckpointForm
+from megatune.families.selection import Selection
 from megatune.families.weights import hf_shapes
 
 # Hugging Face's own limit of a weight file.
@@ -61,12 +63,20 @@ def save_weights(
 
 
 def save_adapters(
-    folder: Path, parameters: Sequence[LocalParameter], architecture: Architecture, place: RankCoordinates
+    folder: Path,
+    parameters: Sequence[LocalParameter],
+    architecture: Architecture,
+    place: RankCoordinates,
+    selection: Selection,
 ) -> list[Path]:
     """Write what is trained beside a base, adapters and whole modules, each in its dtype, as peft's
     `adapter_model.safetensors`; collective over all ranks.
 
-    Ranks write files of their own, which the first one puts together: peft reads a single file.
+    Ranks write files of their own, which the first one puts together: peft reads a single file, and some experts'
+    tensors stacked.
+
+    Args:
+        selection: what is trained.
 
     Returns:
         The files that this rank wrote.
@@ -80,10 +90,11 @@ def save_adapters(
     files = _FileSet(folder, ADAPTER, ("",), None, provide, False, architecture, place, MAX_FILE_BYTES, form)
     written = files.write(trained)
     groups.barrier()
-    if not (folder / f"{ADAPTER}.safetensors.index.json").is_file():
+    is_one = not (folder / f"{ADAPTER}.safetensors.index.json").is_file()
+    if is_one and not is_rewritten(architecture, selection):
         return written
     groups.barrier()  # every rank has looked for the index, which goes now
-    return [join_files(folder, ADAPTER)] if place.rank == 0 else []
+    return [join_adapter(folder, architecture, selection)] if place.rank == 0 else []
 
 
 def save_optimizer(

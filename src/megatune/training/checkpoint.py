@@ -16,7 +16,7 @@ from typing import Any
 import safetensors.torch
 
 from megatune import __version__
-from megatune.bridge.adapter_files import write_adapter_config
+from megatune.bridge.adapter_writer import write_adapter_config
 from megatune.bridge.assemble import Assembly, load_optimizer
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.save import save_adapters, save_optimizer, save_weights
@@ -103,7 +103,8 @@ def save_checkpoint(
 
 def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainState) -> Iterator[Path]:
     if _has_adapters(settings):
-        yield from save_adapters(folder, assembly.parameters, assembly.architecture, assembly.place)
+        what = (assembly.parameters, assembly.architecture, assembly.place, settings.finetuning)
+        yield from save_adapters(folder, *what)
     else:
         yield from save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
     if settings.checkpoint.save_only_model:
@@ -132,7 +133,8 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Pa
         shutil.copyfile(source / name, folder / name)
     if _has_adapters(settings):
         base, architecture = settings.model.model_name_or_path, load_architecture(source)
-        write_adapter_config(folder, architecture, settings.finetuning, base or str(source))
+        finetuning = settings.finetuning
+        write_adapter_config(folder, architecture, finetuning, base or str(source), dropout=finetuning.lora_dropout)
         return [*(folder / name for name in names), folder / ADAPTER_CONFIG]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
