@@ -5,29 +5,28 @@ The B of a new adapter is zero in training, and so are the gradients of its A: w
 
 from __future__ import annotations
 
-import json
-import math
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.adapter_writer import write_adapter, write_adapter_config
+from megatune.bridge.adapters import InitialAdapters
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.families import FAMILIES, read_config
-from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, adapter_weights, scaling
+from megatune.families.adapters import LORA_B, MAGNITUDE, adapter_weights
 from megatune.families.forms import find_form
+from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.selection import Selection
-from megatune.families.trained import is_trained
-from megatune.families.weights import Role, Segment, hf_shapes, layers_of
+from megatune.families.weights import Segment
 
-_PREFIX = "base_model.model."
-_WEIGHTS = "adapter_model.safetensors"
 _LARGEST_B = 0.05
 
 
@@ -54,58 +53,32 @@ def with_adapters(settings: Settings, model_dir: Path, architecture: Architectur
 def write_random_adapter(
     folder: Path, model_dir: Path, architecture: Architecture, selection: Selection, seed: int
 ) -> None:
-    """Write an adapter as peft has it: A and B random, lengths of rows near the base's, modules trained whole as the
-    base has them; all fp32."""
-    generator = torch.Generator().manual_seed(seed)
+    """Write an adapter, as training does: A and B random, lengths of rows near the base's, and modules that are trained
+    whole as the base has them."""
     base = _open(model_dir, architecture)
-    tensors = {name: _random(name, shape, base, generator) for name, shape in _adapter_shapes(architecture, selection)}
-    modules = sorted({name.partition(".lora_")[0] for name in tensors})
-    whole = {name: _whole(base, name).float() for name in _trained_whole(architecture, selection)}
-    tensors |= whole
-    save_file({_PREFIX + name: tensor for name, tensor in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model_dir),
-        "r": selection.lora_rank,
-        "lora_alpha": round(scaling(selection) * _divisor(selection)),
-        "use_rslora": selection.use_rslora,
-        "use_dora": selection.use_dora,
-        "target_modules": modules,
-        # Paths: peft takes a name for the end of others, such as norm for that of input_layernorm.
-        "modules_to_save": [name.rpartition(".")[0] for name in whole] or None,
-    }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    source = _RandomAdapters(adapter_weights(architecture, selection), architecture, base, seed)
+    write_adapter(folder / WEIGHTS_FILE, source, architecture, selection)
+    write_adapter_config(folder, architecture, selection, str(model_dir))
 
 
-def _divisor(selection: Selection) -> float:
-    return math.sqrt(selection.lora_rank) if selection.use_rslora else selection.lora_rank
+class _RandomAdapters(InitialAdapters):
+    """New adapters with nothing that is zero, and the base's own weights beside them."""
 
+    def has(self, name: str) -> bool:
+        return super().has(name) or self._base.has(name)
 
-def _adapter_shapes(architecture: Architecture, selection: Selection) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for weight in adapter_weights(architecture, selection):
-        for layer in layers_of(weight, architecture):
-            yield from hf_shapes(weight, architecture, layer).items()
+    def shape(self, name: str) -> tuple[int, ...]:
+        return super().shape(name) if super().has(name) else self._base.shape(name)
 
-
-def _trained_whole(architecture: Architecture, selection: Selection) -> Iterator[str]:
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.role is Role.BASE and not weight.per_layer and is_trained(weight, 0, architecture, selection):
-            yield from hf_shapes(weight, architecture, 0)
-
-
-def _random(name: str, shape: tuple[int, ...], base: SafetensorsFolder, generator: torch.Generator) -> Tensor:
-    drawn = torch.empty(shape).uniform_(-1, 1, generator=generator)
-    if name.endswith(LORA_A):
-        return drawn / math.sqrt(shape[1])
-    if name.endswith(LORA_B):
-        return drawn * _LARGEST_B
-    rows = _whole(base, name.removesuffix(MAGNITUDE) + "weight").float()
-    return rows.norm(dim=1) * (1 + drawn / 4)
-
-
-def _whole(folder: SafetensorsFolder, name: str) -> Tensor:
-    return folder.read(Segment(name, 0, 0, folder.shape(name)[0]))
+    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+        if not super().has(segment.name):
+            return self._base.read(segment, prefix)
+        tensor = super().read(segment, prefix)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {segment}".encode()))
+        drawn = torch.empty_like(tensor).uniform_(-1, 1, generator=generator)
+        if segment.name.endswith(LORA_B):
+            return drawn * _LARGEST_B
+        return tensor * (1 + drawn / 4) if segment.name.endswith(MAGNITUDE) else tensor
 
 
 def _open(model_dir: Path, architecture: Architecture) -> SafetensorsFolder:
@@ -119,5 +92,5 @@ def _open(model_dir: Path, architecture: Architecture) -> SafetensorsFolder:
 
 def is_new(folder: Path) -> bool:
     """Return whether all B of an adapter are zero, as they are before the first step."""
-    tensors = load_file(folder / _WEIGHTS)
+    tensors = load_file(folder / WEIGHTS_FILE)
     return not any(tensor.any() for name, tensor in tensors.items() if name.endswith(LORA_B))
