@@ -212,8 +212,16 @@ def _peft_steps(
     betas = settings["adam_beta1"], settings["adam_beta2"]
     optimizer = torch.optim.AdamW(groups, settings["learning_rate"], betas, settings["adam_epsilon"])
     parameters = [parameter for group in groups for parameter in group["params"]]
+    # peft stacks gate and up of all experts in one pair, whose B would also learn to take the ranks of one for the rows
+    # of the other.
+    masks = {parameter: torch.zeros_like(parameter) for parameter, _ in adapter.places.values()}
+    for parameter, part in adapter.places.values():
+        part(masks[parameter]).fill_(1)
     for index in range(NUM_STEPS):
         compute_reference(model, step_samples(index, architecture), adapter=adapter)
+        for parameter, own in masks.items():
+            assert parameter.grad is not None
+            parameter.grad *= own
         torch.nn.utils.clip_grad_norm_(parameters, settings["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
@@ -232,7 +240,8 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> None:
         updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)
         assert updated
     gather_parameters(assembly.model)
-    save_adapters(folder, assembly.parameters, assembly.architecture, assembly.place)
+    architecture, place = assembly.architecture, assembly.place
+    save_adapters(folder, assembly.parameters, architecture, place, settings.finetuning)
 
 
 @pytest.mark.parametrize(
