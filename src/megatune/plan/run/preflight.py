@@ -82,14 +82,21 @@ def preflight(
         raise MegatuneError([*findings, *(refusal.findings if refusal else ())], ExitCode.SETTINGS)
     if refusal is not None:
         raise refusal
-    settings = loaded.settings
+    settings, lines = loaded.settings, tuple(_unsaid(loaded))
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
-        return Preflight(settings=settings)
+        return Preflight(settings=settings, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)
     planned = estimate(Case(model=model, settings=settings, world_size=world_size, machine=machine))
     said = _warnings(planned, idle_gpus) if planned.fits else [_allowed(planned, loaded.phrased)]
-    lines = (*_plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said))
+    lines = (*lines, *_plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said))
     return Preflight(settings=settings, planned=planned, lines=lines)
+
+
+def _unsaid(loaded: Loaded) -> Iterator[str]:
+    """Yield what a file leaves unsaid that another program understands otherwise."""
+    is_file = any(entry.origin not in ("override", "flag") for entry in loaded.entries.values())
+    if is_file and "finetuning.finetuning_type" not in loaded.entries:
+        yield "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
 
 
 def with_pictures(case: Case, tokens: int, largest: int) -> Preflight:
