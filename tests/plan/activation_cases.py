@@ -88,6 +88,7 @@ QWEN2_5_VL = vision_language("qwen2_5_vl", [4, 6, 6])
 QWEN3_VL = vision_language("qwen3_vl", [6, 5, 5])
 
 ALL = FinetuningSettings()
+ENCODER_ADAPTED = FinetuningSettings(finetuning_type="lora", freeze_vision_tower=False)
 WHOLE = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
 
 
@@ -329,6 +330,9 @@ def _encoder(model: str, architecture: Architecture) -> dict[str, Measured]:
         ("encoder frozen, bf16", Layout(1), True, ALL),
         ("projector trained, fp32", Layout(1), False, FinetuningSettings(freeze_multi_modal_projector=False)),
         ("full, bf16", Layout(1, recompute=FULL), True, WHOLE),
+        ("LoRA, bf16", Layout(1), True, FinetuningSettings(finetuning_type="lora")),
+        ("LoRA with encoder, bf16", Layout(1), True, ENCODER_ADAPTED),
+        ("LoRA with encoder, fp32", Layout(1), False, ENCODER_ADAPTED),
     ):
         found[name] = Measured(model, architecture, layout, bf16, trainable=trainable, images=6)
     return found

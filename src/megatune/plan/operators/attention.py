@@ -66,8 +66,8 @@ def self_attention(shapes: Shapes) -> Iterator[Operator]:
     yield from _grouped_query(shapes, heads) if shapes.architecture.mla is None else _latent(shapes, heads)
     yield from core_attention(heads)
     yield linear(
-        shapes, "self_attention.linear_proj", "proj", heads.queries * heads.value_channels, shapes.architecture.hidden_size,
-        scatters=shapes.sequence_parallel, saved=0, shares_gradient=True,
+        shapes, "self_attention.linear_proj", "proj", heads.queries * heads.value_channels,
+        shapes.architecture.hidden_size, scatters=shapes.sequence_parallel, saved=0, shares_gradient=True,
     )  # fmt: skip
 
 

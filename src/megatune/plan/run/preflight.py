@@ -187,6 +187,8 @@ def _too_large(planned: Estimate) -> Finding:
     if longest := longest_row(planned):
         rows = "the longest rows that fit: memory is planned for rows of that length"
         lines.append(f"        cutoff_len: {longest}, {rows}")
+    if (adapters := _adapters(planned)) is not None:
+        lines.append(f"        {adapters}: adapters learn instead of the model")
     lines.append("        megatune plan searches all layouts for this machine, or for another one")
     least, most = map(size, least_and_most(planned.case, planned.stages))
     if may_fit(planned):
@@ -195,6 +197,14 @@ def _too_large(planned: Estimate) -> Finding:
         what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
         lines.append("        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len")
     return Finding(f"{what}, and {device.name} has {size(device.memory)}", why=why, fix="\n".join(lines).strip())
+
+
+def _adapters(planned: Estimate) -> Fix | None:
+    """Return what adapters in place of full training do, where the run then fits."""
+    if planned.case.settings.finetuning.finetuning_type != "full":
+        return None
+    found = fix(planned, {"finetuning.finetuning_type": "lora"})
+    return found if found is not None and found.after.fits else None
 
 
 # --- what a run could do better --------------------------------------------------------------------------------------
