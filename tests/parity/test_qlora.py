@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from computing import LENGTHS, failures, measure_in_layout
-from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, Layout
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, Layout
 from pool import RankPool
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +28,7 @@ from megatune.verify.samples import Sample, random_samples
 
 peft = pytest.importorskip("peft")
 
-ALL = {**LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
+ALL = {**LAYOUTS, **MORE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
 _NEVER = re.compile(r".*(embed_tokens|lm_head|norm|mlp\.gate|shared_expert_gate)\.weight")
 FORMS: dict[str, tuple[dict[str, Any], QuantizedForm]] = {
     "nf4": ({"quantization_bit": 4}, QuantizedForm("nf4", double=True)),
@@ -93,7 +93,7 @@ def peft_numbers(base: Path, adapter: Path, folder: Path, targets: list[str], *,
         logits.append(out.detach())
         total += loss.item()
     gradients = {
-        re.sub(r"^base_model\.model\.|\.default\b|(?<=vector)\.weight", "", name): parameter.grad
+        re.sub(r"^base_model\.model\.|(?<=vector)\.default\.weight|\.default\b", "", name): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
