@@ -82,7 +82,9 @@ OFF = [
     "account_for_loss_in_pipeline_split=false", "pipeline_model_parallel_layout=null", "calculate_per_token_loss=true",
     "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=false", "save_hf_model=true",
     "use_rslora=false", "create_new_adapter=false", "lora_rank=null", "lora_alpha=null", "adapter_name_or_path=null",
-    "finetuning_type=full", "finetuning_type=freeze", "freeze_vision_tower=true",
+    "finetuning_type=full", "finetuning_type=freeze", "finetuning_type=lora", "freeze_vision_tower=true",
+    "lora_rank=8", "lora_target=all", "loraplus_lr_embedding=1e-6", "pissa_init=false", "export_legacy_format=false",
+    "use_galore=false",
     "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none",
     "do_train=True",
 ]  # fmt: skip
@@ -96,11 +98,12 @@ def test_a_value_that_asks_for_nothing_passes(override):
 
 REFUSED = [
     "preprocessing_batch_size=64", "image_do_pan_and_scan=true", "crop_to_patches=true", "use_audio_in_video=true",
-    "finetuning_type=lora", "report_to=wandb",
+    "report_to=wandb",
     "report_to=tensorboard,swanlab", "trust_remote_code=true", "transformer_impl=transformer_engine",
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
-    "deepspeed=ds_z3.json", "lora_rank=8", "lora_target=all", "use_dora=true",
-    "adapter_name_or_path=out",
+    "deepspeed=ds_z3.json", "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
+    "oft_rank=8", "adapter_folder=out", "export_dir=out", "export_size=5", "export_quantization_bit=4",
+    "use_galore=true", "use_badam=true", "use_unsloth=true",
 ]  # fmt: skip
 
 
@@ -118,17 +121,14 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "lora_target: q_proj,v_proj\nfinetuning_type: lora\npreprocessing_batch_size: 64\n"
+        "finetuning_type: lora\nloraplus_lr_embedding: 1e-5\npreprocessing_batch_size: 64\n"
         "transformer_impl: transformer_engine\n"
     )
     findings = [finding for finding in load(path).check() if finding.where]
     assert "\n".join(map(str, findings)).replace(str(path), "run.yaml") == (
-        "run.yaml:1: lora_target: q_proj,v_proj is not supported\n"
-        "    why: LoRA is not built yet\n"
-        "    fix: remove lora_target\n"
-        "run.yaml:2: finetuning_type: lora is not supported\n"
-        "    why: full fine-tuning and freezing are built; LoRA is not yet\n"
-        "    fix: write finetuning_type: full, or freeze\n"
+        "run.yaml:2: loraplus_lr_embedding: 1e-5 is not supported\n"
+        "    why: embeddings have no adapters here: additional_target trains them whole, at learning_rate\n"
+        "    fix: remove loraplus_lr_embedding, or write loraplus_lr_embedding: 1e-06\n"
         "run.yaml:3: preprocessing_batch_size: 64 is not supported\n"
         "    why: how many rows are tokenised together changes no result here, and is chosen by the program\n"
         "    fix: remove preprocessing_batch_size, or write preprocessing_batch_size: 1000\n"
@@ -154,8 +154,8 @@ def test_the_last_value_decides_whether_a_key_is_refused(tmp_path):
 
 def test_reading_data_refuses_what_is_not_built(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("model_name_or_path: m\ndataset: d\nlora_rank: 8\n")
-    with pytest.raises(MegatuneError, match=r"run\.yaml:3: lora_rank: 8 is not supported"):
+    path.write_text("model_name_or_path: m\ndataset: d\nloraplus_lr_embedding: 1\n")
+    with pytest.raises(MegatuneError, match=r"run\.yaml:3: loraplus_lr_embedding: 1 is not supported"):
         load(path).require_valid(rules=DATA_RULES)
 
 

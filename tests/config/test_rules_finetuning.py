@@ -22,7 +22,7 @@ def messages(architecture: Architecture | None, *overrides: str) -> list[str]:
     return [str(finding) for finding in check(loaded.settings, architecture, written=loaded.written)]
 
 
-FREEZE = "finetuning_type=freeze"
+FREEZE, LORA = "finetuning_type=freeze", "finetuning_type=lora"
 TRAINED = ["freeze_vision_tower=false", "freeze_multi_modal_projector=false"]
 
 
@@ -40,6 +40,11 @@ TRAINED = ["freeze_vision_tower=false", "freeze_multi_modal_projector=false"]
         (QWEN3_VL, ["freeze_vision_tower=false", "vision_lr=1e-6", "merger_lr=1e-5"]),
         (QWEN3_VL, ["freeze_deepstack_mergers=false", "merger_lr=1e-5"]),
         (None, ["freeze_vision_tower=false", "vision_lr=1e-6"]),
+        (QWEN, [LORA]),
+        (None, [LORA, "lora_target=.*[qv]_proj", "use_dora=true", "use_rslora=true", "loraplus_lr_ratio=16"]),
+        (QWEN, [LORA, "adapter_name_or_path=a,b", "create_new_adapter=true", "lora_dropout=0.1"]),
+        (QWEN_VL, [LORA, *TRAINED, "vision_lr=1e-6", "merger_lr=1e-5"]),
+        (QWEN, ["lora_rank=8", "lora_target=all", "create_new_adapter=false"]),
     ],
 )  # fmt: skip
 def test_what_is_valid_passes(architecture, overrides):
@@ -131,6 +136,66 @@ WRONG = [
         "vision_lr 1e-06 with learning_rate 0\n"
         "    why: it rises and falls with learning_rate, at a fixed ratio\n"
         "    fix: write freeze_language_model: true and another learning_rate, to train nothing else",
+    ),
+    (
+        QWEN,
+        ["lora_rank=16"],
+        "lora_rank with finetuning_type: full\n"
+        "    why: it says what lora trains\n"
+        "    fix: write finetuning_type: lora, or remove lora_rank",
+    ),
+    (
+        QWEN,
+        [FREEZE, "adapter_name_or_path=a"],
+        "adapter_name_or_path with finetuning_type: freeze\n"
+        "    why: it says what lora trains\n"
+        "    fix: write finetuning_type: lora, or remove adapter_name_or_path",
+    ),
+    (
+        QWEN,
+        [LORA, "freeze_trainable_layers=4"],
+        "freeze_trainable_layers with finetuning_type: lora\n"
+        "    why: it says what freeze trains\n"
+        "    fix: write finetuning_type: freeze, or remove freeze_trainable_layers",
+    ),
+    (
+        None,
+        [LORA, "lora_target=[]"],
+        "lora_target names nothing\n    why: there would be no adapters\n    fix: remove lora_target",
+    ),
+    (
+        None,
+        [LORA, "lora_target=(q_proj"],
+        "lora_target (q_proj is no regular expression: missing ), unterminated subpattern at position 0\n"
+        "    fix: write names of linear layers, such as lora_target: q_proj,v_proj",
+    ),
+    (
+        None,
+        [LORA, "create_new_adapter=true"],
+        "create_new_adapter: true without adapter_name_or_path\n"
+        "    why: a run without adapters to start from trains a new one anyway\n"
+        "    fix: remove create_new_adapter, or write adapter_name_or_path: FOLDER",
+    ),
+    (
+        QWEN,
+        [LORA, "use_dora=true", "lora_dropout=0.1"],
+        "use_dora: true with lora_dropout 0.1\n"
+        "    why: rows are divided by the lengths of the whole adapted matrix, which sees all inputs\n"
+        "    fix: remove lora_dropout, or use_dora",
+    ),
+    (
+        QWEN,
+        [LORA, "loraplus_lr_ratio=16", "optimizer=sgd"],
+        "loraplus_lr_ratio 16 with optimizer sgd\n"
+        "    why: the ratio is derived for Adam, whose steps do not depend on how large gradients are\n"
+        "    fix: write optimizer: adam, or remove loraplus_lr_ratio",
+    ),
+    (
+        QWEN_VL,
+        [LORA, "vision_lr=1e-6"],
+        "vision_lr 1e-06 with freeze_vision_tower: true\n"
+        "    why: what is frozen learns at no rate\n"
+        "    fix: write freeze_vision_tower: false, or remove vision_lr",
     ),
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from megatune.plan.case import Case
 from megatune.plan.memory.buffers import Bucket, shared_buckets
-from megatune.plan.memory.parameters import Part, Rules, sum_parts, trained_of
+from megatune.plan.memory.parameters import Kind, Part, Rules, sum_parts, trained_of
 from megatune.plan.memory.tensors import HeldParameter
 
 
@@ -25,25 +25,25 @@ def rank_state(case: Case, rank: int) -> SimpleNamespace:
         rank // parallel.tensor_model_parallel_size % rules.shards[0],
         rank // expert_ranks % rules.shards[1],
     )
-    parts = [_exact_part(rules, stage, is_expert, places[is_expert]) for is_expert in rules.kinds]
-    padding = sum(part.buffers - part.trained for part in parts) * (rules.parameter_bytes + rules.gradient_bytes)
+    parts = [_exact_part(rules, stage, kind, places[kind.is_expert]) for kind in rules.kinds]
+    padding = sum(part.padding * sum(rules.bytes_of(part.kind)) for part in parts)
     host_state = sum(part.on_host for part in parts) * rules.optimizer.element_bytes
     state = sum_parts(rules, stage, parts)
     return SimpleNamespace(**state._asdict(), buffer_padding=padding, host_state=host_state)
 
 
-def _exact_part(rules: Rules, stage: int, is_expert: bool, place: int) -> Part:
+def _exact_part(rules: Rules, stage: int, kind: Kind, place: int) -> Part:
     """What one rank holds.
 
     Args:
         place: of the rank among those that share the buffers.
     """
-    held, shards = rules.held(), rules.shards[is_expert]
+    held, shards = rules.held(), rules.shards[kind.is_expert]
     updated: list[tuple[int, HeldParameter]] = []
     size = trained = buffers = 0
     for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-        parameters = trained_of(held.of_chunk(chunk), is_expert)
-        size += sum(one.numel for one in held.of_chunk(chunk) if one.is_expert == is_expert)
+        parameters = trained_of(held.of_chunk(chunk), kind)
+        size += sum(one.numel for one in held.of_chunk(chunk) if kind.has(one))
         trained += sum(one.numel for one in parameters)
         if not rules.is_sharded:
             updated += [(one.numel, one) for one in parameters]
@@ -53,7 +53,12 @@ def _exact_part(rules: Rules, stage: int, is_expert: bool, place: int) -> Part:
             updated += shard(bucket, shards, place)
     count = sum(count for count, _ in updated)
     return Part(
-        size, trained, buffers if rules.is_sharded else trained, count, on_host(rules.optimizer.host_fraction, updated)
+        kind,
+        size,
+        trained,
+        buffers if rules.is_sharded else trained,
+        count,
+        on_host(rules.optimizer.host_fraction, updated),
     )
 
 

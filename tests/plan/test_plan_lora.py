@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from exact_state import rank_state
 from layouts import Layout
 from model_sizes import tiny_config
+from test_plan_parameters import architecture as tiny
+from test_plan_parameters import RULES, assert_planned
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.config.rules import check
+from megatune.config.settings import Settings
 from megatune.families import FAMILIES
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
@@ -53,6 +59,22 @@ def planned(architecture: Architecture, layout: Layout, trainable: FinetuningSet
         # By hand: 32 layers, r (in + out) of the output projection.
         (LLAMA_3_8B, LORA.model_copy(update={"lora_target": ["o_proj"]}), 32 * 8 * (4096 + 4096)),
         (LLAMA_3_8B, LORA.model_copy(update={"freeze_language_model": True}), 0),
+        # Alone of matrices that the engine stacks; every length of a row; a module that is trained whole.
+        (
+            LLAMA_3_8B,
+            LORA.model_copy(update={"lora_target": ["q_proj", "v_proj"]}),
+            32 * 8 * (4096 + 4096 + 4096 + 1024),
+        ),
+        (
+            LLAMA_3_8B,
+            LORA.model_copy(update={"lora_target": ["up_proj"], "use_dora": True}),
+            32 * (8 * (4096 + 14336) + 14336),
+        ),
+        (
+            LLAMA_3_8B,
+            LORA.model_copy(update={"lora_target": ["o_proj"], "additional_target": ["lm_head"]}),
+            32 * 8 * (4096 + 4096) + 128256 * 4096,
+        ),
     ],
 )
 def test_adapters_are_as_many_as_peft_has(architecture, trainable, expected):
@@ -101,9 +123,73 @@ def test_adapters_alone_have_gradients_and_an_optimizer(world_size):
     case = planned(QWEN2_5_7B, Layout(world_size), LORA)
     states = [rank_state(case, rank) for rank in range(world_size)]
     trained = 20_185_088
-    assert {one.weights for one in states} == {2 * (num_parameters(QWEN2_5_7B) + trained)}
+    # The model in bf16, adapters in fp32, which need no master weights.
+    assert {one.weights for one in states} == {2 * num_parameters(QWEN2_5_7B) + 4 * trained}
     assert {one.gradients for one in states} == {4 * trained}
-    assert sum(one.master_weights for one in states) == 4 * trained
+    assert {one.master_weights for one in states} == {0}
     # One scalar on each rank.
     assert sum(one.optimizer_state for one in states) == 8 * trained + 4 * world_size
     assert max(one.optimizer_state for one in states) == state_bytes(case, 0).optimizer_state
+
+
+_TP2, _PP2, _SP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}
+_OF_ATTENTION = {"lora_target": ["q_proj", "v_proj"]}
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "q and v": _OF_ATTENTION,
+    "all, and words": {"additional_target": ["embed_tokens", "norm", "lm_head"], "lora_rank": 3},
+    "DoRA of attention": {"use_dora": True, "lora_target": ["linear_qkv", "linear_proj"]},
+}
+# A covering design: each family meets every selection, precision and way to cut.
+_DENSE = {
+    "1": Layout(1),
+    "tp2 sp": Layout(2, _TP2 | _SP),
+    "dp2": Layout(2),
+    "pp2 dp2": Layout(4, _PP2),
+    "tp4": Layout(4, {"tensor_model_parallel_size": 4}),
+    "whole optimizer": Layout(2, {"use_distributed_optimizer": False}),
+    "dp3": Layout(3),
+    "overlap": Layout(4, _PP2 | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+}
+_SPARSE = {
+    "ep2": Layout(2, {"expert_model_parallel_size": 2}),
+    "ep2 etp1 tp2 sp": Layout(2, _TP2 | _SP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    "ep2 dp4": Layout(4, {"expert_model_parallel_size": 2}),
+    "etp2 tp2 sp": Layout(2, _TP2 | _SP),
+}  # fmt: skip
+FAMILIES_AND_MORE = {
+    "qwen3": ({"num_hidden_layers": 2}, {}),
+    "qwen3_moe": ({"num_hidden_layers": 2}, {}),
+    "deepseek_v3": ({"num_hidden_layers": 3}, {}),
+    "qwen3_vl": ({"num_hidden_layers": 2}, {"freeze_vision_tower": False}),
+}
+_PRECISIONS: list[tuple[dict[str, Any], dict[str, bool]]] = [
+    ({}, _BF16),
+    ({}, {}),
+    ({"exp_avg_dtype": "bf16"}, _BF16 | {"accumulate_allreduce_grads_in_fp32": False}),
+    ({"optimizer": "sgd"}, {"fp16": True}),
+    ({"optimizer_cpu_offload": True}, _BF16),
+]
+
+
+def adapted_cases(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
+    """Every family in layouts of this many ranks; selections and precisions in turn."""
+    found: dict[str, tuple[Architecture, Settings]] = {}
+    turn = 0
+    for family, (sizes, more) in FAMILIES_AND_MORE.items():
+        model = tiny(family, **sizes)
+        for name, one in (_DENSE | (_SPARSE if model.moe else {})).items():
+            for selection in list(SELECTIONS)[turn % 2 :: 2]:
+                optimizer, precision = _PRECISIONS[turn % len(_PRECISIONS)]
+                turn += 1
+                if one.world_size != world_size or check(one.settings(), model, world_size, rules=RULES):
+                    continue
+                trainable = FinetuningSettings(finetuning_type="lora", **SELECTIONS[selection] | more)
+                settings = one.settings(optimizer, precision).model_copy(update={"finetuning": trainable})
+                found[f"{family}, {name}, {selection}, {optimizer}, {precision}"] = (model, settings)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_state_of_adapters_is_planned_to_the_byte(pool, world_size):
+    assert_planned(pool, world_size, adapted_cases(world_size))

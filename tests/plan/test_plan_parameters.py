@@ -209,6 +209,11 @@ FREEZING: dict[str, dict[str, Any]] = {
     "attention and words": {"freeze_trainable_modules": ["self_attn"], "freeze_extra_modules": ["embed_tokens"]},
     "second and fourth, and the norm": {"use_llama_pro": True, "freeze_extra_modules": ["norm"]},
 }
+FREEZE, LORA = {"finetuning_type": "freeze"}, {"finetuning_type": "lora"}
+ADAPTERS: list[dict[str, Any]] = [
+    LORA,
+    LORA | {"lora_target": ["o_proj", "gate_proj"], "lora_rank": 64, "additional_target": ["norm"]},
+]
 
 
 def of_freezing(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
@@ -224,7 +229,7 @@ def of_freezing(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
             if check(one.settings(), model, world_size, rules=RULES):
                 continue
             for selection, values in FREEZING.items():
-                trainable = FinetuningSettings(finetuning_type="freeze", **values)
+                trainable = FinetuningSettings(**FREEZE, **values)
                 settings = one.settings(*variant).model_copy(update={"finetuning": trainable})
                 found[f"{family}, {name}, {selection}, {variant}"] = (model, settings)
     return found
@@ -297,8 +302,8 @@ def cases(draw: st.DrawFn) -> Case:
     one = Layout(0, parallel)
     optimizer, precision = draw(st.sampled_from(VARIANTS))
     world_size = one.settings().parallel.smallest_world * draw(st.sampled_from([1, 2, 3, 8]))
-    selection = draw(st.sampled_from([None, *FREEZING.values()]))
-    trainable = FinetuningSettings(finetuning_type="freeze", **selection) if selection else FinetuningSettings()
+    selection = draw(st.sampled_from([{}, *(FREEZE | one for one in FREEZING.values()), *ADAPTERS]))
+    trainable = FinetuningSettings(**selection)
     settings = one.settings(optimizer, precision).model_copy(update={"finetuning": trainable})
     return planned(model, settings, world_size)
 

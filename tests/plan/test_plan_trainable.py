@@ -13,13 +13,13 @@ from megatune.config.load import load
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.run.preflight import preflight
 
-FREEZE = "finetuning_type=freeze"
+FREEZE, LORA = "finetuning_type=freeze", "finetuning_type=lora"
 SWITCHES = ["freeze_language_model=true", "freeze_vision_tower=true", "freeze_multi_modal_projector=true"]
 
 
-def refused(folder: Path, family: str, overrides: list[str]) -> str:
+def refused(folder: Path, family: str, overrides: list[str], **sizes: object) -> str:
     """What a run is refused with before its processes start; "" where it is not."""
-    (folder / "config.json").write_text(json.dumps(tiny_config(family).to_dict()))
+    (folder / "config.json").write_text(json.dumps(tiny_config(family, **sizes).to_dict()))
     loaded = load(
         None,
         [f"model_name_or_path={folder}", "output_dir=o", "dataset=d", "template=qwen", "cutoff_len=64", *overrides],
@@ -39,6 +39,13 @@ def refused(folder: Path, family: str, overrides: list[str]) -> str:
         ("qwen3_vl", [FREEZE, "freeze_extra_modules=norm"]),
         ("qwen3_vl", [*SWITCHES, "freeze_deepstack_mergers=false"]),
         ("qwen2_vl", [*SWITCHES[:2], "freeze_multi_modal_projector=false"]),
+        ("qwen3", [LORA, "additional_target=embed_tokens,norm,lm_head"]),
+        ("qwen3", [LORA, r"lora_target=q_proj,self_attn.v_proj,linear_fc1,model\.layers\.\d+\.mlp\.down_proj"]),
+        ("mixtral", [LORA, "lora_target=w1,q_proj"]),
+        ("deepseek_v3", [LORA, "lora_target=q_a_proj,kv_b_proj", "lora_dropout=0.1"]),
+        ("qwen3_vl", [LORA, "freeze_vision_tower=false", "vision_lr=1e-6", "merger_lr=1e-5"]),
+        ("qwen2_vl", [LORA, "freeze_multi_modal_projector=false", "lora_target=all,merger.mlp.0", "merger_lr=1e-5"]),
+        ("qwen2_vl", [LORA, "freeze_vision_tower=false", "freeze_language_model=true"]),
     ],
 )
 def test_what_the_model_has_passes(tmp_path, family, overrides):
@@ -87,7 +94,130 @@ WRONG = [
         "freeze_language_model: true, freeze_vision_tower: true, freeze_multi_modal_projector: true "
         "leave nothing to train\n    fix: write freeze_vision_tower: false, or remove freeze_language_model",
     ),
+    (
+        "qwen3",
+        [LORA, "lora_target=q_proj,v_prj"],
+        "lora_target has v_prj\n"
+        "    why: linear layers of a qwen3: gate_proj, up_proj, down_proj, q_proj, k_proj, v_proj, o_proj\n"
+        "    fix: did you mean v_proj?",
+    ),
+    (
+        "qwen3",
+        [LORA, "lora_target=lm_head"],
+        "lora_target has lm_head\n"
+        "    why: the output layer and word embeddings have no adapters here\n"
+        "    fix: write additional_target: lm_head, which trains it whole",
+    ),
+    (
+        "qwen3_moe",
+        [LORA, "lora_target=mlp.gate"],
+        "lora_target has mlp.gate\n"
+        "    why: the router is no linear layer in Transformers, and has no adapter\n"
+        "    fix: remove mlp.gate",
+    ),
+    (
+        "qwen2_moe",
+        [LORA, "lora_target=shared_expert_gate"],
+        "lora_target has shared_expert_gate\n"
+        "    why: shared_expert_gate weighs what shared experts make with one number a token, and has no adapter here\n"
+        "    fix: remove shared_expert_gate",
+    ),
+    (
+        "qwen3",
+        [LORA, "lora_target=norm"],
+        "lora_target has norm\n"
+        "    why: norm is no matrix, and has no adapter\n"
+        "    fix: write additional_target: norm, which trains it whole",
+    ),
+    (
+        "qwen3",
+        [LORA, r"lora_target=.*\.[12]\..*q_proj"],
+        "lora_target has .*\\.[12]\\..*q_proj\n"
+        "    why: it holds for layers 1, 2 only; an adapter is in every layer that has the matrix, or in none\n"
+        "    fix: write \\d+ in place of the layers' numbers",
+    ),
+    (
+        "qwen3_vl",
+        [LORA, "lora_target=qkv"],
+        "lora_target has qkv, which is in the vision encoder, and freeze_vision_tower: true\n"
+        "    why: what is frozen has no adapters\n"
+        "    fix: write freeze_vision_tower: false, or remove qkv",
+    ),
+    (
+        "qwen3_vl",
+        [LORA, "freeze_language_model=true", "freeze_vision_tower=false", "lora_target=q_proj,qkv"],
+        "lora_target has q_proj, which is in the language model, and freeze_language_model: true\n"
+        "    why: what is frozen has no adapters\n"
+        "    fix: write freeze_language_model: false, or remove q_proj",
+    ),
+    (
+        "qwen3_vl",
+        [LORA, "freeze_vision_tower=false", "lora_target=q_proj", "vision_lr=1e-6"],
+        "freeze_vision_tower: false, and no adapter is in the vision encoder\n"
+        "    why: with lora a part is trained where lora_target names its linear layers, such as qkv\n"
+        "    fix: write lora_target: q_proj,qkv, or remove freeze_vision_tower",
+    ),
+    (
+        "qwen3_vl",
+        [LORA, "freeze_multi_modal_projector=false"],
+        "freeze_multi_modal_projector: false, and no adapter is in the projector\n"
+        "    why: with lora a part is trained where lora_target names its linear layers, such as merger.linear_fc1; "
+        "all leaves it out\n"
+        "    fix: write lora_target: all,merger.linear_fc1, or remove freeze_multi_modal_projector",
+    ),
+    (
+        "qwen2",
+        [LORA, "additional_target=embed_tokens,lm_heat"],
+        "additional_target has lm_heat\n"
+        "    why: modules of a qwen2 outside of layers: embed_tokens, norm, lm_head\n"
+        "    fix: did you mean lm_head?",
+    ),
+    (
+        "qwen3",
+        [LORA, "additional_target=q_proj"],
+        "additional_target has q_proj\n"
+        "    why: modules of a qwen3 outside of layers: embed_tokens, norm, lm_head\n"
+        "    fix: write lora_target: q_proj, for adapters beside it",
+    ),
+    (
+        "qwen3_vl",
+        [LORA, "additional_target=norm", "freeze_vision_tower=false", "freeze_language_model=true"],
+        "additional_target with freeze_language_model: true\n"
+        "    why: its modules are the language model's\n"
+        "    fix: remove additional_target, or freeze_language_model",
+    ),
+    (
+        "qwen3_moe",
+        [LORA, "lora_dropout=0.1"],
+        "lora_dropout 0.1 with adapters of routed experts\n"
+        "    why: peft's adapters of experts drop nothing\n"
+        "    fix: write lora_dropout: 0, or write lora_target: q_proj,k_proj,v_proj,o_proj",
+    ),
+    (
+        "mixtral",
+        [LORA, "lora_target=w1", "use_dora=true"],
+        "use_dora: true with adapters of routed experts\n"
+        "    why: peft has no decomposed adapters of experts\n"
+        "    fix: write use_dora: false, or write lora_target: q_proj,k_proj,v_proj,o_proj",
+    ),
+    (
+        "qwen3",
+        [LORA, "freeze_language_model=true"],
+        "freeze_language_model: true leaves nothing to train\n"
+        "    why: the model has no vision encoder\n"
+        "    fix: remove freeze_language_model",
+    ),
 ]  # fmt: skip
+
+
+def test_tied_embeddings_are_not_trained_in_one_of_their_two_places(tmp_path):
+    found = refused(tmp_path, "qwen3", [LORA, "additional_target=embed_tokens,lm_head"], tie_word_embeddings=True)
+    assert found.partition(": ")[2] == (
+        "additional_target has embed_tokens, lm_head, and the model ties embed_tokens and lm_head\n"
+        "    why: one matrix is both; peft trains a copy in one of the two places, which no merged model can have\n"
+        "    fix: remove embed_tokens from additional_target, or write finetuning_type: freeze, which trains the one "
+        "matrix"
+    )
 
 
 @pytest.mark.parametrize(("family", "overrides", "message"), WRONG)

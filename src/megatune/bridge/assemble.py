@@ -100,7 +100,8 @@ def load_model(
 
 def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
     """Build the optimizer of a trained model. After its weights are loaded: master weights are made from them."""
-    optimizer = build_optimizer(loaded.model, settings.optimizer, settings.parallel, settings.precision)
+    of_settings = settings.optimizer, settings.parallel, settings.precision, settings.finetuning.loraplus_lr_ratio
+    optimizer = build_optimizer(loaded.model, *of_settings)
     return Assembly(loaded.architecture, loaded.place, loaded.model, loaded.parameters, loaded.form, optimizer)
 
 

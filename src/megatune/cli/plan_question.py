@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.config.entry import Arguments
-from megatune.config.rules import PLAN_RULES, finetuning
+from megatune.config.rules import RULES, finetuning
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -189,12 +189,12 @@ class QuestionReader:
         if self.file is None:
             is_known = Path(model.name).expanduser().is_dir() or is_hub_id(model.name)
             settings = with_settings(settings, {"model.model_name_or_path": model.name if is_known else None})
-        rules: tuple[Rule, ...] = finetuning.PLAN_RULES
+        rules: tuple[Rule, ...] = finetuning.RULES
         left_out: set[str] = set()
         if plans_own:
             # A model that is only named is planned for rows longer than it was trained on, with a note.
             left_out = {*_NOT_HERE, *(["data.cutoff_len"] if self.file is None else [])}
-            rules = PLAN_RULES
+            rules = RULES
         rules = (*rules, *trainable.RULES)
         planned = replace(asked.loaded, settings=settings)
         self.findings += planned.check_rules(model.architecture, world, rules=rules, leave_out=left_out)

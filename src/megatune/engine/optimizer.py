@@ -30,7 +30,7 @@ from torch import Tensor
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
 from megatune.engine import groups
 from megatune.engine.adam import FusedAdam
-from megatune.families.weights import Stack
+from megatune.families.weights import Role, Stack, Weight
 
 # The optimizer as the rest of the project sees it.
 Optimizer: TypeAlias = ChainedOptimizer
@@ -83,8 +83,13 @@ def build_optimizer(
     settings: OptimizerSettings,
     parallel: ParallelSettings,
     precision: PrecisionSettings,
+    adapter_ratio: float | None = None,
 ) -> ChainedOptimizer:
-    """Build Megatron-Core's optimizer for these model chunks, its state allocated."""
+    """Build Megatron-Core's optimizer for these model chunks, its state allocated.
+
+    Args:
+        adapter_ratio: loraplus_lr_ratio.
+    """
     _patch_megatron(settings)
     config = OptimizerConfig(
         optimizer=settings.optimizer,
@@ -104,7 +109,7 @@ def build_optimizer(
         use_distributed_optimizer=shards_optimizer(parallel),
         overlap_param_gather=parallel.overlap_param_gather,
     )
-    overrides = get_standard_config_overrides(config) | dict(_own_learning_rates(settings))
+    overrides = get_standard_config_overrides(config) | dict(_own_learning_rates(settings, adapter_ratio or 1.0))
     optimizer = get_megatron_optimizer(config, model, overrides, use_gloo_process_groups=False)
     if precision.fp16:
         scale = SharedLossScale(config)
@@ -121,19 +126,30 @@ def build_optimizer(
     return optimizer
 
 
-def _own_learning_rates(settings: OptimizerSettings) -> Iterator[tuple[ParamKey, Any]]:
-    """Yield which parameters have a learning rate of their own, and by which factor of the others' it is."""
+def _own_learning_rates(settings: OptimizerSettings, ratio: float) -> Iterator[tuple[ParamKey, Any]]:
+    """Yield which parameters have a learning rate of their own, and by which factor of the others' it is.
+
+    A parameter is in no more than one of these groups.
+
+    Args:
+        ratio: of what adapters multiply their latent by, B and lengths of rows (LoRA+, arXiv:2402.12354).
+    """
     for name, rate, stacks in (
+        ("", None, {Stack.DECODER}),
         ("vision_lr", settings.vision_lr, {Stack.VISION}),
         ("merger_lr", settings.merger_lr, {Stack.PROJECTOR, Stack.DEEPSTACK}),
     ):
-        if rate is not None:
-            key = ParamKey(predicate=ParamPredicate(name, partial(_is_of, stacks)))
-            yield key, {"lr_mult": rate / settings.learning_rate}
+        own = 1.0 if rate is None else rate / settings.learning_rate
+        for behind, factor in ((False, own), (True, own * ratio)):
+            if factor != 1.0:
+                which = f"{name} behind the latent" if behind else name
+                yield ParamKey(predicate=ParamPredicate(which, partial(_is_of, stacks, behind))), {"lr_mult": factor}
 
 
-def _is_of(stacks: set[Stack], parameter: Any) -> bool:
-    return parameter.entry.stack in stacks
+def _is_of(stacks: set[Stack], behind: bool, parameter: Any) -> bool:
+    entry: Weight = parameter.entry
+    is_behind = entry.role is Role.ADAPTER and not entry.engine.endswith(".lora_A")
+    return entry.stack in stacks and is_behind == behind
 
 
 def shards_optimizer(parallel: ParallelSettings) -> bool:

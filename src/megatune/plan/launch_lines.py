@@ -170,15 +170,8 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
         origins: "group.name" -> where a user wrote it, as `Loaded.origins`. Where some were written in a file, the text
             holds every setting; where none was, only those that differ from the defaults, and comments in place of
             what only the user knows.
-
-    Raises:
-        MegatuneError: SETTINGS, where what is planned cannot be trained yet.
     """
     settings = estimate.case.settings
-    if settings.finetuning.finetuning_type == "lora":
-        what = f"no settings file for {estimate.case.model.name}: training LoRA adapters is not built yet"
-        finding = Finding(what, why="it is planned only", fix="plan without --output, or full training")
-        raise MegatuneError(finding, ExitCode.SETTINGS)
     if all(origin == "default" for origin in origins.values()):
         return _short(estimate.case)
     chosen = {

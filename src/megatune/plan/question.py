@@ -1,4 +1,4 @@
-"""What a user asks the planner: settings as `megatune train` reads them, those that can only be planned among them."""
+"""What a user asks the planner: settings as `megatune train` reads them."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def read_settings(source: str | None, words: Arguments, trainable: str | None = 
     loaded = load(source, words.overrides, words.flags)
     if trainable is not None:
         loaded = replace(loaded, settings=with_settings(loaded.settings, {"finetuning.finetuning_type": trainable}))
-    found = loaded.check_rules(rules=finetuning.PLAN_RULES)
+    found = loaded.check_rules(rules=finetuning.RULES)
     return Asked(replace(loaded, findings=[*loaded.findings, *found]))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatune.config.rules import finetuning as rules
 from megatune.config.rules.problem import Context, Problem
 from megatune.families.trained import ALL_MODULES, modules, trained_weights
+from megatune.plan import trainable_adapters as adapter_rules
 
 _OF_MODEL = ("freeze_language_model", "freeze_vision_tower", "freeze_multi_modal_projector")
 
@@ -42,12 +43,13 @@ def known_modules(context: Context) -> Iterator[Problem]:
 def something(context: Context) -> Iterator[Problem]:
     """A run trains something."""
     architecture, finetuning = context.architecture, context.settings.finetuning
-    if architecture is None or finetuning.finetuning_type == "lora" or any(rules.layers(context)):
+    if architecture is None or any(rules.layers(context)) or any(rules.adapters(context)):
         return
-    if any(known_modules(context)) or any(trained_weights(architecture, finetuning)):
+    found_already = any(problem for rule in (known_modules, *adapter_rules.RULES) for problem in rule(context))
+    if found_already or any(trained_weights(architecture, finetuning)):
         return
     frozen = [name for name in _OF_MODEL if getattr(finetuning, name)]
-    if not finetuning.freeze_language_model:
+    if not finetuning.freeze_language_model and finetuning.finetuning_type == "freeze":
         what, fix = "freeze_trainable_modules names nothing", "write freeze_trainable_modules: all"
         yield Problem(("freeze_trainable_modules",), what, "nothing would be trained", fix)
     elif architecture.vision is None:
@@ -58,4 +60,4 @@ def something(context: Context) -> Iterator[Problem]:
         yield Problem(tuple(frozen), what, "", f"write {frozen[1]}: false, or remove freeze_language_model")
 
 
-RULES = (known_modules, something)
+RULES = (known_modules, *adapter_rules.RULES, something)

@@ -15,6 +15,12 @@ from megatune.engine import device
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.attention.choice import describe
 from megatune.engine.optimizer import shards_optimizer
+from megatune.families.adapter_words import (
+    adapted_modules,
+    kind_of_adapters,
+    num_adapter_parameters,
+    whole_modules,
+)
 from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
 from megatune.plan.flops import num_parameters
@@ -69,15 +75,26 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
 
 
 def _trained(settings: Settings, architecture: Architecture) -> str:
-    """Say how much is trained, what is frozen, and what has a learning rate of its own; "" where all is alike."""
-    frozen, optimizer = frozen_parts(architecture, settings.finetuning), settings.optimizer
+    """Say how much is trained, what has adapters, what is frozen, and what has a learning rate of its own; "" where all
+    is alike."""
+    trainable, optimizer = settings.finetuning, settings.optimizer
     rates = {"vision tower": optimizer.vision_lr, "mergers": optimizer.merger_lr}
     own = [f"{part} at a highest learning rate of {rate:g}" for part, rate in rates.items() if rate is not None]
-    if not frozen and not own:
+    frozen = frozen_parts(architecture, trainable)
+    if not frozen and not own and trainable.finetuning_type != "lora":
         return ""
-    trained, all_of_them = num_trained_parameters(architecture, settings.finetuning), num_parameters(architecture)
-    parts = [f"{trained:,} of {all_of_them:,} parameters", *([f"frozen: {', '.join(frozen)}"] if frozen else []), *own]
-    return "; ".join(parts)
+    trained, all_of_them = num_trained_parameters(architecture, trainable), num_parameters(architecture)
+    parts = [*([f"frozen: {', '.join(frozen)}"] if frozen else []), *own]
+    if trainable.finetuning_type != "lora":
+        return "; ".join((f"{trained:,} of {all_of_them:,} parameters", *parts))
+    all_of_them += num_adapter_parameters(architecture, trainable)
+    what = f"{kind_of_adapters(trainable)} on {adapted_modules(architecture, trainable)}"
+    if whole := whole_modules(architecture, trainable):
+        parts.insert(0, f"whole: {', '.join(whole)}")
+    if (ratio := trainable.loraplus_lr_ratio) is not None:
+        parts.append(f"B at {ratio:g} times the learning rate (LoRA+)")
+    counts = f"{trained:,} of {all_of_them:,} parameters ({100 * trained / all_of_them:.2g} %)"
+    return "; ".join((f"{counts}: {what}", *parts))
 
 
 def _layout(parallel: ParallelSettings, place: RankCoordinates, architecture: Architecture) -> Iterator[str]:

@@ -16,6 +16,13 @@ _TOKEN_MEAN = (
     "the loss is always divided by the global number of trained tokens, once; any other mean weighs tokens unequally"
 )
 
+_EXPORT = "a run saves what it trained in output_dir; the verb `megatune export` writes merged models"
+_GPTQ = "models are written in the dtype that they are trained in, and not quantized"
+_PISSA = "adapters start at zero beside the model as it is, and PiSSA changes the model itself"
+_OFT = "of adapters LoRA is built, with its variants rsLoRA, LoRA+ and DoRA"
+_OPTIMIZERS = "the key `optimizer` chooses the optimizer, of which there are adam (AdamW) and sgd"
+_KERNELS = "the engine's own layers are used, whose kernels the keys of Megatron-Core choose"
+
 NOT_BUILT: dict[str, Refused] = {
     # Values of keys that are built.
     "do_train": Refused("training is what this command does", values=(False,), off=(True,)),
@@ -51,6 +58,23 @@ NOT_BUILT: dict[str, Refused] = {
         "Megatron-Core's data parallelism expects a gradient for every parameter, and every parameter gets one",
         off=(False,),
     ),
+    # Adapters.
+    "pissa_init": Refused(_PISSA, off=(False,)),
+    "pissa_iter": Refused(_PISSA, off=(16,)),
+    "pissa_convert": Refused(_PISSA, off=(False,)),
+    "oft_rank": Refused(_OFT, off=(0,)),
+    "oft_block_size": Refused(_OFT, off=(32,)),
+    "oft_target": Refused(_OFT, off=("all",)),
+    "module_dropout": Refused(_OFT, off=(0.0, 0)),
+    "adapter_folder": Refused("the key `adapter_name_or_path` takes whole paths"),
+    **{name: Refused(_EXPORT) for name in ("export_dir", "export_size", "export_device", "export_hub_model_id")},
+    "export_legacy_format": Refused(_EXPORT, off=(False,)),
+    **{f"export_quantization_{name}": Refused(_GPTQ) for name in ("bit", "dataset", "nsamples", "maxlen")},
+    # Other ways to save memory.
+    **{
+        f"use_{name}": Refused(_OPTIMIZERS, off=(False,)) for name in ("galore", "apollo", "badam", "adam_mini", "muon")
+    },
+    **{name: Refused(_KERNELS, off=(False,)) for name in ("use_unsloth", "use_unsloth_gc", "enable_liger_kernel")},
     # Common in LLaMA-Factory's files, though not of its Megatron path.
     "deepspeed": Refused("Megatron-Core shards the optimizer itself: see use_distributed_optimizer"),
     "fsdp": Refused("Megatron-Core shards the optimizer itself: see use_distributed_optimizer"),

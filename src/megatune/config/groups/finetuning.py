@@ -8,28 +8,18 @@ from pydantic import Field
 
 from megatune.config.setting import Count, Group, NonNegative, Positive
 
-_QKV, _PROJ, _FC1, _FC2 = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
-# Names that lora_target takes -> the engine's linear layers: its own names, and those of Hugging Face's modules.
-LORA_TARGETS: dict[str, str] = {
-    "linear_qkv": _QKV, "q_proj": _QKV, "k_proj": _QKV, "v_proj": _QKV,
-    "linear_proj": _PROJ, "o_proj": _PROJ,
-    "linear_fc1": _FC1, "gate_proj": _FC1, "up_proj": _FC1,
-    "linear_fc2": _FC2, "down_proj": _FC2,
-}  # fmt: skip
-ALL_TARGETS = ("all", "all-linear")
-
 
 class FinetuningSettings(Group):
     finetuning_type: Literal["full", "freeze", "lora"] = "full"
     """Which parameters are trained.
     How: full keeps weights, gradients and optimizer state of every parameter: 18 bytes each in bf16, 16 in fp32,
     sharded by the layout and the distributed optimizer. Frozen parameters are weights only, and layers before the first
-    one that is trained keep no activations.
-    When: full learns most. freeze where memory or time is short, or to change little of the model; LoRA can be planned,
-    and training refuses it by name.
+    one that is trained keep no activations. Adapters are fp32, 16 bytes for each of their few parameters.
+    When: full learns most. lora where memory is short, or where one model is to serve many tasks; freeze where time is
+    short, or to change little of the model.
     - full: trains every parameter
     - freeze: trains the layers of freeze_trainable_layers, and what freeze_extra_modules names
-    - lora: trains low-rank adapters beside frozen matrices; not built yet"""
+    - lora: trains low-rank adapters beside frozen matrices, in peft's format"""
     freeze_trainable_layers: Annotated[int, "layers"] = 2
     """With freeze: the layers that are trained, the last ones; a negative number trains the first ones.
     How: The other layers keep their weights, and have no gradients and no optimizer state.
@@ -97,60 +87,59 @@ class FinetuningSettings(Group):
     - hqq: refused"""
     lora_rank: Count = 8
     """With lora: the rank of the adapters.
-    How: A matrix of r × in and one of out × r are trained for each adapted matrix; their product, scaled by lora_alpha
-    / rank, is added to it.
-    When: 8 to 64: raise it where the task is far from what the model knows. Memory of the adapters is in proportion; it
-    can be planned, training is not built yet."""
+    How: A matrix A of rank × in and one B of out × rank are trained for each adapted matrix; their product, scaled by
+    lora_alpha / rank, is added to it.
+    When: 8 to 64: raise it where the task is far from what the model knows. Memory of the adapters is in proportion."""
     lora_alpha: Count | None = None
     """With lora: the adapters' product is scaled by lora_alpha / lora_rank. null takes twice the rank.
     How: It works like a learning rate of the adapters.
-    When: Leave it at null; not built yet."""
+    When: Leave it at null, or write what a recipe says."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """With lora: the share of an adapter's inputs that are dropped in training.
-    How: The frozen matrix sees all inputs.
-    When: 0.05 to 0.1 for little data trained for many epochs; not built yet."""
+    How: The frozen matrix sees all inputs; matrices that the engine stacks, as those of queries, keys and values, drop
+    the same ones. Adapters of routed experts take none, as in peft.
+    When: 0.05 to 0.1 for little data trained for many epochs."""
     lora_target: list[str] = Field(default=["all"])
-    """With lora: the linear layers with adapters, by Hugging Face's names or Megatron-Core's; all takes every one of
-    attention and feed-forward.
-    How: q_proj, k_proj and v_proj are one layer of the engine, linear_qkv, and gate_proj and up_proj another,
-    linear_fc1. Experts' matrices are among them.
-    When: all learns best. Name some to save memory; it can be planned, training is not built yet."""
+    """With lora: the linear layers with adapters; all takes every one of attention and feed-forward.
+    How: Names are those of Transformers' modules, or ends of them (q_proj, self_attn.q_proj), Megatron-Core's of its
+    layers (linear_qkv, linear_proj, linear_fc1, linear_fc2), or regular expressions of whole names. Experts' matrices
+    are among them, and with freeze_vision_tower: false those of the vision encoder; routers, embeddings and the output
+    layer are not.
+    When: all learns best. q_proj,v_proj is what small adapters usually have; leave experts out where they are many."""
     additional_target: list[str] = Field(default=[])
-    """With lora: modules that are trained whole and saved with the adapters.
-    How: Names are Hugging Face's: embed_tokens, lm_head.
-    When: Set it for new tokens, whose embeddings must be learnt; not built yet."""
+    """With lora: modules outside of the layers that are trained whole and saved with the adapters.
+    How: Names are those of Transformers' modules: embed_tokens, norm, lm_head. They have gradients and optimizer state
+    as in full fine-tuning.
+    When: Set it for new tokens, whose embeddings must be learnt."""
     use_rslora: bool = False
     """With lora: scale by lora_alpha / √rank instead of lora_alpha / rank.
     How: The size of an update then does not shrink as the rank grows.
-    When: For ranks above 32; not built yet."""
+    When: For ranks above 32."""
     use_dora: bool = False
     """With lora: train a length for each row of a matrix beside its direction.
-    How: The adapted matrix is normalized row by row and multiplied by the trained lengths.
-    When: For small ranks, at the cost of time; not built yet."""
+    How: The adapted matrix is normalized row by row and multiplied by the trained lengths, which start as the matrix's
+    own. Each step computes the rows' lengths anew.
+    When: For small ranks, at the cost of time."""
     loraplus_lr_ratio: Positive | None = None
-    """With lora: the second of an adapter's matrices learns at this many times the learning rate (LoRA+). null is off.
-    How: That matrix starts at zero, and its gradients are smaller.
-    When: 16 is usual; not built yet."""
+    """With lora: B, the second of an adapter's matrices, learns at this many times the learning rate (LoRA+). null is
+    off.
+    How: B starts at zero, and A does not; with one rate for both, B is too slow in wide models. Lengths of rows
+    (use_dora) learn at B's rate.
+    When: 16 is usual; lower learning_rate where the loss then jumps."""
     loraplus_lr_embedding: NonNegative = 1e-6
     """With loraplus_lr_ratio: the learning rate of adapters of embeddings.
-    How: It is used as it is, without the ratio.
-    When: Seldom; not built yet."""
+    How: Embeddings are trained whole, by additional_target, and learn at learning_rate; no other value than the default
+    is taken.
+    When: Leave it."""
     adapter_name_or_path: list[str] = Field(default=[])
-    """With lora: folders of adapters to start from.
+    """With lora: folders of adapters, in peft's format, to start from.
     How: All but the last are merged into the model; the last one is trained further, unless create_new_adapter says
     otherwise.
-    When: Set it to train an adapter further; not built yet."""
+    When: Set it to train an adapter further, or a new one on top of others."""
     create_new_adapter: bool = False
     """With adapter_name_or_path: merge all of its adapters, and train a new one.
     How: The new adapter starts at zero beside the merged model.
-    When: To add a task to a model that adapters changed before; not built yet."""
-
-    @property
-    def lora_layers(self) -> tuple[str, ...]:
-        """The engine's linear layers that lora_target names; names that it does not know are left to a rule."""
-        if not set(self.lora_target).isdisjoint(ALL_TARGETS):
-            return _QKV, _PROJ, _FC1, _FC2
-        return tuple(dict.fromkeys(LORA_TARGETS[name] for name in self.lora_target if name in LORA_TARGETS))
+    When: To add a task to a model that adapters changed before."""
 
     def __hash__(self) -> int:
         """Hash some of the settings: lists have no hash of their own, and equal settings have the same one."""

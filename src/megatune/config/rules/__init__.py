@@ -14,10 +14,9 @@ from megatune.errors import Finding
 _MODULES = (data, run, layout, pipeline, experts, memory)
 _BUILT = tuple(rule for module in _MODULES for rule in module.RULES)
 
-# Of a run, of what only reads its data, and of a plan, which takes some of what is not built.
+# Of a run, and of what only reads its data.
 RULES = (*finetuning.RULES, *_BUILT)
 DATA_RULES = (*finetuning.RULES, *data.RULES)
-PLAN_RULES = (*finetuning.PLAN_RULES, *_BUILT)
 
 
 def check(

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Refused
-from megatune.config.groups.finetuning import ALL_TARGETS, LORA_TARGETS, FinetuningSettings
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules.problem import Context, Problem, divisors, nearest
 from megatune.config.settings import setting_value
 
-_TYPE = Refused(
-    "full fine-tuning and freezing are built; LoRA is not yet",
-    values=("lora",),
-    fix="write finetuning_type: full, or freeze",
-)
-_LORA = "LoRA is not built yet"
-_OF_LORA = (
-    "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio loraplus_lr_embedding "
-    "adapter_name_or_path"
-)
 NOT_BUILT: dict[str, Refused] = {
-    "finetuning_type": _TYPE,
-    **{name: Refused(_LORA) for name in _OF_LORA.split()},
-    **{name: Refused(_LORA, off=(False,)) for name in ("use_rslora", "use_dora", "create_new_adapter")},
+    "loraplus_lr_embedding": Refused(
+        "embeddings have no adapters here: additional_target trains them whole, at learning_rate", off=(1e-6,)
+    ),
 }
 _OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro")
+_OF_LORA = (
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target", "use_rslora", "use_dora",
+    "loraplus_lr_ratio", "adapter_name_or_path", "create_new_adapter",
+)  # fmt: skip
 _LAYERS = "freeze_trainable_layers"
 _DEFAULTS = FinetuningSettings()
 
@@ -37,14 +32,6 @@ def not_built(context: Context) -> Iterator[Problem]:
         if name in NOT_BUILT and NOT_BUILT[name].refuses(value):
             said = value if entry.value.text is None else entry.value.text
             yield Problem((name,), *NOT_BUILT[name].texts(name, said), entry.where)
-
-
-def not_planned(context: Context) -> Iterator[Problem]:
-    """A plan knows all parameters, those without a part, and plain adapters."""
-    finetuning = context.settings.finetuning
-    for name in ("use_dora", "additional_target", "adapter_name_or_path"):
-        if getattr(finetuning, name):
-            yield Problem((name,), f"{name} cannot be planned", fix=f"remove {name}")
 
 
 def layers(context: Context) -> Iterator[Problem]:
@@ -72,11 +59,12 @@ def layers(context: Context) -> Iterator[Problem]:
 def without_effect(context: Context) -> Iterator[Problem]:
     """What is written takes part in what is trained."""
     finetuning, architecture = context.settings.finetuning, context.architecture
-    for name in _OF_FREEZE if finetuning.finetuning_type != "freeze" else ():
-        if getattr(finetuning, name) != getattr(_DEFAULTS, name):
-            what = f"{name} with finetuning_type: {finetuning.finetuning_type}"
-            fix = f"write finetuning_type: freeze, or remove {name}"
-            yield Problem((name, "finetuning_type"), what, "it says what freeze trains", fix)
+    for kind, names in (("freeze", _OF_FREEZE), ("lora", _OF_LORA)):
+        for name in names if finetuning.finetuning_type != kind else ():
+            if getattr(finetuning, name) != getattr(_DEFAULTS, name):
+                what = f"{name} with finetuning_type: {finetuning.finetuning_type}"
+                fix = f"write finetuning_type: {kind}, or remove {name}"
+                yield Problem((name, "finetuning_type"), what, f"it says what {kind} trains", fix)
     if architecture is None:
         return
     has_vision, has_deepstack = architecture.vision is not None, bool(_num_deepstack_mergers(architecture))
@@ -106,9 +94,6 @@ def own_learning_rates(context: Context) -> Iterator[Problem]:
         if architecture is not None and architecture.vision is None:
             what = f"{name} {rate:g}, and the model has no vision encoder"
             yield Problem((name,), what, "", f"remove {name}")
-        elif finetuning.finetuning_type == "lora":
-            what, why = f"{name} {rate:g} with finetuning_type: lora", "adapters alone are trained"
-            yield Problem((name, "finetuning_type"), what, why, f"remove {name}")
         elif is_frozen:
             what, why = f"{name} {rate:g} with {switch}: true", "what is frozen learns at no rate"
             yield Problem((name, switch), what, why, f"write {switch}: false, or remove {name}")
@@ -125,15 +110,36 @@ def _num_deepstack_mergers(architecture: Architecture) -> int:
     return architecture.vision.num_deepstack_mergers if architecture.vision is not None else 0
 
 
-def targets(context: Context) -> Iterator[Problem]:
-    """Adapters are added to linear layers of the model."""
-    names = context.settings.finetuning.lora_target
-    unknown = [name for name in names if name not in LORA_TARGETS]
-    if (unknown or not names) and set(names).isdisjoint(ALL_TARGETS):
-        what = f"lora_target has {', '.join(unknown) or 'nothing'}"
-        yield Problem(("lora_target",), what, fix=f"one or more of all, {', '.join(LORA_TARGETS)}")
+def adapters(context: Context) -> Iterator[Problem]:
+    """What adapters are asked to do goes together."""
+    finetuning, optimizer = context.settings.finetuning, context.settings.optimizer
+    if finetuning.finetuning_type != "lora":
+        return
+    if not finetuning.lora_target:
+        yield Problem(("lora_target",), "lora_target names nothing", "there would be no adapters", "remove lora_target")
+    for target in finetuning.lora_target:
+        try:
+            re.compile(target)
+        except re.error as error:
+            what = f"lora_target {target} is no regular expression: {error}"
+            yield Problem(
+                ("lora_target",), what, "", "write names of linear layers, such as lora_target: q_proj,v_proj"
+            )
+    if finetuning.create_new_adapter and not finetuning.adapter_name_or_path:
+        what = "create_new_adapter: true without adapter_name_or_path"
+        why = "a run without adapters to start from trains a new one anyway"
+        fix = "remove create_new_adapter, or write adapter_name_or_path: FOLDER"
+        yield Problem(("create_new_adapter", "adapter_name_or_path"), what, why, fix)
+    if finetuning.use_dora and finetuning.lora_dropout:
+        what = f"use_dora: true with lora_dropout {finetuning.lora_dropout:g}"
+        why = "rows are divided by the lengths of the whole adapted matrix, which sees all inputs"
+        yield Problem(("lora_dropout", "use_dora"), what, why, "remove lora_dropout, or use_dora")
+    if finetuning.loraplus_lr_ratio is not None and optimizer.optimizer != "adam":
+        what = f"loraplus_lr_ratio {finetuning.loraplus_lr_ratio:g} with optimizer {optimizer.optimizer}"
+        why = "the ratio is derived for Adam, whose steps do not depend on how large gradients are"
+        yield Problem(
+            ("loraplus_lr_ratio", "optimizer"), what, why, "write optimizer: adam, or remove loraplus_lr_ratio"
+        )
 
 
-_BUILT = (layers, without_effect, own_learning_rates)
-RULES = (not_built, *_BUILT)
-PLAN_RULES = (not_planned, targets, *_BUILT)
+RULES = (not_built, layers, without_effect, own_learning_rates, adapters)

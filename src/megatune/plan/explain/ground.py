@@ -29,7 +29,7 @@ _RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *experts.RULES,
     *memory.RULES,
-    *finetuning.PLAN_RULES,
+    *finetuning.RULES,
     *trainable.RULES,
     run.stage,
     run.precision,

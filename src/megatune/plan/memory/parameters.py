@@ -1,6 +1,7 @@
 """Bytes of parameters, gradients and optimizer, in closed form for the fullest rank of a stage.
 
-Dense weights and experts each lie in buffers, and have an optimizer, of their own.
+Dense weights and experts each lie in buffers, and have an optimizer, of their own. Adapters are fp32: in a 16-bit model
+they lie in further buffers, and have no master weights.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatune.plan.memory.tensors import (
 )
 
 _BYTES = {"fp32": 4, "bf16": 2}
+_FP32 = 4  # bytes of an element
 
 
 class StageState(NamedTuple):
@@ -99,6 +101,21 @@ class StageParameters:
     updated: int
 
 
+class Kind(NamedTuple):
+    """Parameters that share buffers.
+
+    Attributes:
+        is_expert: experts', or dense weights.
+        is_adapter: adapters', or others; None where they share them.
+    """
+
+    is_expert: bool
+    is_adapter: bool | None
+
+    def has(self, one: HeldParameter) -> bool:
+        return one.is_expert == self.is_expert and self.is_adapter in (None, one.is_adapter)
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """All that decides about state.
@@ -129,9 +146,18 @@ class Rules:
         return parallel.use_distributed_optimizer and (max(self.shards) > 1 or parallel.overlap_param_gather)
 
     @property
-    def kinds(self) -> tuple[bool, ...]:
-        """Whether parameters are experts': dense weights, and experts where the model has any."""
-        return (False, True) if self.model.architecture.moe is not None else (False,)
+    def kinds(self) -> tuple[Kind, ...]:
+        """Dense weights, and experts where the model has any; each in a 16-bit model without its adapters, and then
+        these."""
+        apart = self.parameter_bytes < _FP32 and self.trainable.finetuning_type == "lora"
+        experts = (False, True) if self.model.architecture.moe is not None else (False,)
+        return tuple(
+            Kind(is_expert, is_adapter) for is_expert in experts for is_adapter in ((False, True) if apart else (None,))
+        )
+
+    def bytes_of(self, kind: Kind) -> tuple[int, int]:
+        """Return bytes of an element, and of its gradient."""
+        return (_FP32, _FP32) if kind.is_adapter else (self.parameter_bytes, self.gradient_bytes)
 
     @property
     def num_optimizers(self) -> int:
@@ -158,9 +184,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements of a rank, of dense weights or of experts.
+    """Elements of a rank, of parameters that share buffers.
 
     Attributes:
+        kind: of them.
         size: of all parameters.
         trained: of those that are trained.
         buffers: of the buffers that those lie in.
@@ -168,11 +195,16 @@ class Part:
         on_host: of `updated`, what has its state on the host.
     """
 
-    size: int = 0
-    trained: int = 0
-    buffers: int = 0
-    updated: int = 0
-    on_host: int = 0
+    kind: Kind
+    size: int
+    trained: int
+    buffers: int
+    updated: int
+    on_host: int
+
+    @property
+    def padding(self) -> int:
+        return self.buffers - self.trained
 
 
 def state_bytes(case: Case, stage: int) -> StageState:
@@ -200,51 +232,51 @@ def stage_parameters(case: Case, stage: int) -> StageParameters:
 @lru_cache(maxsize=65536)
 def _elements(rules: Rules, stage: int) -> StageParameters:
     held, chunks = rules.held(), rules.chunks(stage)
-    dense, expert = (*_closed_parts(rules, stage), Part())[:2]
+    parts = _closed_parts(rules, stage)
+    dense, expert = ([part for part in parts if part.kind.is_expert == is_expert] for is_expert in (False, True))
     return StageParameters(
-        dense=dense.size,
-        expert=expert.size,
+        dense=sum(part.size for part in dense),
+        expert=sum(part.size for part in expert),
         embedding=held.embedding * any(chunk.embedding for chunk in chunks),
         output=held.output * any(chunk.loss for chunk in chunks),
-        trained_dense=dense.trained,
-        trained_expert=expert.trained,
-        updated=dense.updated + expert.updated,
+        trained_dense=sum(part.trained for part in dense),
+        trained_expert=sum(part.trained for part in expert),
+        updated=sum(part.updated for part in parts),
     )
 
 
 def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     """Return bytes of a rank that holds these parts."""
-    size, padding = sum(part.size for part in parts), sum(part.buffers - part.trained for part in parts)
-    updated, on_host = sum(part.updated for part in parts), sum(part.on_host for part in parts)
     chunks, optimizer = rules.chunks(stage), rules.optimizer
     buffers = sum(chunk.num_sparse for chunk in chunks) * rules.held().sparse_buffer_bytes
     scalars = optimizer.scalar_bytes(rules.num_optimizers, rules.is_sharded)
+    sizes = [rules.bytes_of(part.kind) for part in parts]
     return StageState(
         num_layers=sum(len(chunk.layers) for chunk in chunks),
-        weights=(size + padding) * rules.parameter_bytes + buffers,
-        gradients=sum(part.buffers for part in parts) * rules.gradient_bytes,
-        master_weights=updated * 4 if rules.parameter_bytes < 4 else 0,
-        optimizer_state=(updated - on_host) * optimizer.element_bytes + scalars,
+        weights=sum((part.size + part.padding) * size for part, (size, _) in zip(parts, sizes, strict=True)) + buffers,
+        gradients=sum(part.buffers * size for part, (_, size) in zip(parts, sizes, strict=True)),
+        master_weights=sum(part.updated * _FP32 for part, (size, _) in zip(parts, sizes, strict=True) if size < _FP32),
+        optimizer_state=sum(part.updated - part.on_host for part in parts) * optimizer.element_bytes + scalars,
     )
 
 
 @lru_cache(maxsize=1024)  # asked for twice, one soon after the other
 def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
-    """Return what the fullest rank holds, dense weights and then experts, layers counted by kind: as much of `updated`
-    as any, as little of `on_host`."""
+    """Return what the fullest rank holds, kind by kind, layers counted by theirs: as much of `updated` as any, as
+    little of `on_host`."""
     held, parts = rules.held(), []
-    for is_expert in rules.kinds:
+    for kind in rules.kinds:
         size = trained = buffers = 0
         for virtual_stage, chunk in enumerate(rules.chunks(stage)):
             for parameters, count in _repeated(held, chunk):
-                of_all, of_trained = _sizes(parameters, is_expert)
+                of_all, of_trained = _sizes(parameters, kind)
                 size, trained = size + count * of_all, trained + count * of_trained
             if rules.is_sharded:
-                full, shards = rules.bucket_size(stage, virtual_stage), rules.shards[is_expert]
-                buffers += _buffer_size(held, chunk, is_expert, shards, full)
+                full, shards = rules.bucket_size(stage, virtual_stage), rules.shards[kind.is_expert]
+                buffers += _buffer_size(held, chunk, kind, shards, full)
         buffers = buffers if rules.is_sharded else trained
-        updated = min(trained, buffers // rules.shards[is_expert]) if rules.is_sharded else trained
-        parts.append(Part(size, trained, buffers, updated, int(rules.optimizer.host_fraction * updated)))
+        updated = min(trained, buffers // rules.shards[kind.is_expert]) if rules.is_sharded else trained
+        parts.append(Part(kind, size, trained, buffers, updated, int(rules.optimizer.host_fraction * updated)))
     return tuple(parts)
 
 
@@ -256,20 +288,20 @@ def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple
 
 
 @lru_cache(maxsize=4096)
-def _sizes(parameters: tuple[HeldParameter, ...], is_expert: bool) -> tuple[int, int]:
+def _sizes(parameters: tuple[HeldParameter, ...], kind: Kind) -> tuple[int, int]:
     """Return elements of all, and of those that are trained."""
-    size = sum(one.numel for one in parameters if one.is_expert == is_expert)
-    return size, sum(one.numel for one in trained_of(parameters, is_expert))
+    size = sum(one.numel for one in parameters if kind.has(one))
+    return size, sum(one.numel for one in trained_of(parameters, kind))
 
 
 @lru_cache(maxsize=16384)
-def _buffer_size(held: HeldParameters, chunk: ChunkContent, is_expert: bool, shards: int, full: int | None) -> int:
+def _buffer_size(held: HeldParameters, chunk: ChunkContent, kind: Kind, shards: int, full: int | None) -> int:
     """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
-        return padded_size(((trained_of(part, is_expert), count) for part, count in _repeated(held, chunk)), shards)
-    ours = trained_of(held.of_chunk(chunk), is_expert)
+        return padded_size(((trained_of(part, kind), count) for part, count in _repeated(held, chunk)), shards)
+    ours = trained_of(held.of_chunk(chunk), kind)
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 
 
-def trained_of(parameters: Iterable[HeldParameter], is_expert: bool) -> list[HeldParameter]:
-    return [one for one in parameters if one.trained and one.is_expert == is_expert]
+def trained_of(parameters: Iterable[HeldParameter], kind: Kind) -> list[HeldParameter]:
+    return [one for one in parameters if one.trained and kind.has(one)]

@@ -1,10 +1,11 @@
-"""Which parameters, adapters (LoRA, arXiv:2106.09685) and buffers a rank holds, in the engine's order."""
+"""Which parameters, those of adapters among them, and buffers a rank holds, in the engine's order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -13,21 +14,10 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
+from megatune.families.adapters import adapters
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, OUTPUT_LAYER
 from megatune.families.trained import first_trained_layer, is_trained, trained_weights
-from megatune.families.weights import (
-    WHOLE,
-    Layers,
-    Slice,
-    Stack,
-    TensorLayout,
-    Weight,
-    engine_shape,
-    experts_of,
-    hf_shape,
-    hf_shapes,
-    layers_of,
-)
+from megatune.families.weights import Layers, Role, Slice, Stack, Weight, engine_shape, hf_shapes, layers_of
 from megatune.plan.case import PlannedModel
 
 # The order in which Megatron-Core's modules create them; the optimizer's shards follow from it.
@@ -56,15 +46,6 @@ _ORDER = (
 )
 # Latent attention creates the one just before the other.
 _OUTPUT_PROJECTION, _AFTER_ATTENTION = "self_attention.linear_proj.weight", "pre_mlp_layernorm.weight"
-# The engine's matrices by the names that lora_target has for them.
-_QKV = "linear_qkv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj"
-_TARGETS = {
-    **{f"self_attention.{name}.weight": "linear_qkv" for name in _QKV.split()},
-    "self_attention.linear_proj.weight": "linear_proj",
-    **{f"mlp.{of}linear_{name}.weight": f"linear_{name}" for of in ("", "shared_experts.") for name in ("fc1", "fc2")},
-    "mlp.experts.weight1": "linear_fc1",
-    "mlp.experts.weight2": "linear_fc2",
-}
 # A router's sums of auxiliary losses: three numbers in fp64.
 _ROUTER_SUMS_BYTES = 24
 
@@ -77,6 +58,7 @@ class HeldParameter:
         numel: elements of this rank.
         is_expert: its optimizer is sharded over the ranks that hold the same experts, not the same dense weights.
         is_vector: it has one dimension, and so no weight decay.
+        is_adapter: it is an adapter's, and so fp32 in a model of whatever dtype.
         trained: it has a gradient and optimizer state.
         is_shared_embedding: it is a copy of the word embedding on the first or the last pipeline stage.
     """
@@ -84,6 +66,7 @@ class HeldParameter:
     numel: int
     is_expert: bool = False
     is_vector: bool = False
+    is_adapter: bool = False
     trained: bool = True
     is_shared_embedding: bool = False
 
@@ -169,7 +152,7 @@ def layer_contents(architecture: Architecture, trainable: FinetuningSettings) ->
     first = first_trained_layer(architecture, trainable)
 
     def gradient(layer: int) -> Literal["weights", "through", "none"]:
-        if trainable.finetuning_type == "lora" or layer in trained:
+        if layer in trained:
             return "weights"
         # Of a language model that is frozen as a whole something before it is trained.
         return "none" if layer < first and not trainable.freeze_language_model else "through"
@@ -198,16 +181,12 @@ def held_parameters(
 
     def held(weight: Weight, layer: int = 0) -> HeldParameter:
         shape = engine_shape(weight, architecture, expert if weight.per_expert else whole)
-        has_gradient = is_trained(weight, layer, architecture, trainable)
-        return HeldParameter(prod(shape), weight.per_expert, len(shape) == 1, has_gradient)
+        has_gradient, is_adapter = is_trained(weight, layer, architecture, trainable), weight.role is Role.ADAPTER
+        return HeldParameter(prod(shape), weight.per_expert, len(shape) == 1, is_adapter, has_gradient)
 
     def layer(kind: Layers, index: int) -> Iterator[HeldParameter]:
-        for weight in weights:
-            if weight.layers in (Layers.ALL, kind):
-                yield held(weight, index)
-                part = expert if weight.per_expert else whole
-                for size in adapter_sizes(weight, architecture, part, trainable):
-                    yield HeldParameter(size, weight.per_expert)
+        ours = [weight for weight in weights if weight.layers in (Layers.ALL, kind)]
+        return (held(weight, index) for weight in _with_adapters(ours, architecture, trainable))
 
     weights = _of_layers(architecture)
     kinds = {False: Layers.DENSE, True: Layers.SPARSE}
@@ -216,7 +195,7 @@ def held_parameters(
     embedding = replace(held(EMBEDDING), is_shared_embedding=tied and pipelined)
     output = embedding if tied else held(OUTPUT_LAYER)
     return HeldParameters(
-        first=(*(held(weight, index) for weight, index in _of_vision(architecture)), embedding),
+        first=(*(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding),
         layers={
             (sparse, trains): tuple(layer(kind, index))
             for sparse, kind in kinds.items()
@@ -234,13 +213,26 @@ def _is_ours(weight: Weight) -> bool:
     return weight.stack is Stack.DECODER
 
 
-def _of_vision(architecture: Architecture) -> list[tuple[Weight, int]]:
-    """Return weights of the vision tower and its mergers with their layers, in the order in which Transformers' modules
-    create them: that of the weight map, layer by layer."""
-    weights = FAMILIES[architecture.model_type].weight_map(architecture)
-    ours = [(weight, layer) for weight in weights if not _is_ours(weight) for layer in layers_of(weight, architecture)]
+def _of_vision(architecture: Architecture, trainable: FinetuningSettings) -> list[tuple[Weight, int]]:
+    """Return weights of the vision tower and its mergers, and of adapters in them, with their layers, in the order in
+    which Transformers' modules create them: that of the weight map, layer by layer."""
+    weights = [weight for weight in FAMILIES[architecture.model_type].weight_map(architecture) if not _is_ours(weight)]
+    held = _with_adapters(weights, architecture, trainable)
+    ours = [(weight, layer) for weight in held for layer in layers_of(weight, architecture)]
     modules = list(dict.fromkeys(_module(weight) for weight, _ in ours))
     return sorted(ours, key=lambda one: (modules.index(_module(one[0])), one[1]))
+
+
+def _with_adapters(
+    weights: Sequence[Weight], architecture: Architecture, trainable: FinetuningSettings
+) -> Iterator[Weight]:
+    """Yield weights, and those of adapters behind all of the module that they are in."""
+    beside = adapters(architecture, trainable)
+    for _, same in groupby(weights, lambda weight: weight.engine.rpartition(".")[0]):
+        own = list(same)
+        yield from own
+        for weight in own:
+            yield from beside[weight.engine].entries if weight.engine in beside else ()
 
 
 def _module(weight: Weight) -> str:
@@ -262,37 +254,8 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
     )
 
 
-def adapter_sizes(
-    weight: Weight, architecture: Architecture, part: Slice, trainable: FinetuningSettings
-) -> Iterator[int]:
-    """Yield elements that a rank holds of each adapter matrix beside a weight: A, then B, of each Hugging Face tensor.
-
-    Nothing where the weight has no adapter. Every Hugging Face matrix [out, in] has its own, as PEFT makes it: A [r,
-    in] and B [out, r]; matrices that the engine fuses (queries, keys and values; gate and up) are counted apart. Where
-    tensor parallelism cuts the outputs, it cuts B's rows, and A is whole on every rank; where it cuts the inputs, it
-    cuts A's columns, and B is whole. An expert's matrices have an adapter for each expert.
-    """
-    if trainable.finetuning_type != "lora" or trainable.freeze_language_model:
-        return
-    if _TARGETS.get(weight.engine.removeprefix(f"{ENGINE_LAYER}.")) not in trainable.lora_layers:
-        return
-    # Key/value heads that are fewer than tp: the rank that gets most of them.
-    cut_rows = part.tp_size if weight.layout in (TensorLayout.ROWS, TensorLayout.QKV, TensorLayout.GATE_UP) else 1
-    cut_columns = part.tp_size if weight.layout is TensorLayout.COLUMNS else 1
-    of_rank = len(experts_of(weight, architecture, part)) * trainable.lora_rank
-    for tensor in weight.hf:
-        rows, columns = hf_shape(tensor, architecture)
-        yield of_rank * -(-columns // cut_columns)
-        yield of_rank * -(-rows // cut_rows)
-
-
 def num_trained_parameters(architecture: Architecture, trainable: FinetuningSettings) -> int:
-    """Return elements of the whole model that are trained, without padding; of adapters as PEFT counts them."""
-    if trainable.finetuning_type == "lora":
-        return sum(
-            sum(adapter_sizes(weight, architecture, WHOLE, trainable)) * len(layers_of(weight, architecture))
-            for weight in FAMILIES[architecture.model_type].weight_map(architecture)
-        )
+    """Return elements of the whole model that are trained, without padding; of adapters as peft counts them."""
     return sum(
         prod(shape)
         for weight, layer in trained_weights(architecture, trainable)

@@ -22,7 +22,7 @@ from megatune.plan.time.estimate import TIME_PARTS
 
 
 def standing_notes(question: Question) -> Iterator[str]:
-    """List what every plan takes for granted, and what this one cannot be trained with."""
+    """List what every plan takes for granted."""
     machine = question.machine
     device, dtype = machine.device, question.settings.precision.params_dtype
     speed = f"{device.flops[dtype] / 1e12:,.4g} TFLOP/s in {dtype}, {device.bandwidth / 1e9:,.4g} GB/s"
@@ -55,8 +55,6 @@ def standing_notes(question: Question) -> Iterator[str]:
         yield f"efficiencies are fitted to {count(runs, 'run')} on this device"
     else:
         yield "efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them"
-    if question.settings.finetuning.finetuning_type == "lora":
-        yield "LoRA can be planned, and not trained yet"
 
 
 def _planned(estimate: Estimate) -> dict[str, Any]:
@@ -104,7 +102,9 @@ def document(found: Answer, top: int) -> str:
             "trainable": {
                 "kind": trainable.finetuning_type,
                 "lora_rank": trainable.lora_rank,
-                "lora_target": trainable.lora_layers,
+                "lora_target": trainable.lora_target,
+                "additional_target": trainable.additional_target,
+                "use_dora": trainable.use_dora,
                 "freeze_vision_tower": trainable.freeze_vision_tower,
                 "freeze_multi_modal_projector": trainable.freeze_multi_modal_projector,
                 "freeze_deepstack_mergers": trainable.freeze_deepstack_mergers,

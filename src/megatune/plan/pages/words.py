@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatune.config.groups.performance import RecomputeSettings
+from megatune.families.adapter_words import adapted_modules, kind_of_adapters, whole_modules
 from megatune.families.trained import frozen_parts
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
@@ -238,7 +239,8 @@ def trained_words(case: Case) -> str:
     trainable = case.settings.finetuning
     architecture = case.model.architecture
     if trainable.finetuning_type == "lora":
-        text = f"LoRA of rank {trainable.lora_rank} on {', '.join(trainable.lora_layers)}"
+        text = f"{kind_of_adapters(trainable)} on {adapted_modules(architecture, trainable)}"
+        text += f"; whole: {', '.join(whole)}" if (whole := whole_modules(architecture, trainable)) else ""
     else:
         frozen = ", ".join(frozen_parts(architecture, trainable))
         text = f"{trainable.finetuning_type} fine-tuning{f', frozen: {frozen}' if frozen else ''}"

@@ -1,0 +1,70 @@
+"""Says what has adapters, and of which kind they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from megatune.architecture import Architecture
+from megatune.families import FAMILIES
+from megatune.families.adapters import LORA_A, adapter_weights, adapters
+from megatune.families.selection import Selection
+from megatune.families.trained import is_trained, module_of
+from megatune.families.weights import Role, Stack, hf_shapes, layers_of
+
+_WHOSE = {Stack.VISION: "vision tower's ", Stack.PROJECTOR: "projector's ", Stack.DEEPSTACK: "deepstack mergers' "}
+
+
+def kind_of_adapters(selection: Selection) -> str:
+    """Name the kind, with rank and alpha: "LoRA of rank 8, alpha 16"."""
+    alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
+    kind = "DoRA" if selection.use_dora else "LoRA"
+    scaled = "rank-stabilized " if selection.use_rslora else ""
+    return f"{scaled}{kind} of rank {selection.lora_rank}, alpha {alpha}"
+
+
+def adapted_modules(architecture: Architecture, selection: Selection) -> str:
+    """Name the linear layers that have adapters, those of routed experts and of encoders apart:
+    "q_proj, v_proj (28 layers); experts' down_proj (28 layers)"."""
+    found: dict[str, tuple[dict[str, None], set[int]]] = {}
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    for weight in sorted(weights, key=lambda each: ".mlp." in each.engine):
+        beside, layers = adapters(architecture, selection).get(weight.engine), layers_of(weight, architecture)
+        if beside is None or not layers:
+            continue
+        whose = "experts' " if weight.per_expert else _WHOSE.get(weight.stack, "")
+        names, where = found.setdefault(whose, ({}, set()))
+        names |= dict.fromkeys(_name(one.name.removesuffix(f".{LORA_A}")) for one in beside.a.hf)
+        where |= set(layers) if weight.per_layer else set()
+    return "; ".join(f"{whose}{', '.join(names)}{_layers(len(where))}" for whose, (names, where) in found.items())
+
+
+def whole_modules(architecture: Architecture, selection: Selection) -> list[str]:
+    """Name the modules that are trained whole beside adapters."""
+    return list(dict.fromkeys(_whole_modules(architecture, selection)))
+
+
+def num_adapter_parameters(architecture: Architecture, selection: Selection) -> int:
+    """Count the elements of all adapters, as peft does."""
+    return sum(
+        prod(shape)
+        for weight in adapter_weights(architecture, selection)
+        for layer in layers_of(weight, architecture)
+        for shape in hf_shapes(weight, architecture, layer).values()
+    )
+
+
+def _whole_modules(architecture: Architecture, selection: Selection) -> Iterator[str]:
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if weight.role is Role.BASE and not weight.per_layer and is_trained(weight, 0, architecture, selection):
+            yield module_of(weight)
+
+
+def _name(path: str) -> str:
+    """Return the last name of a module, with what it is in where that is but a number."""
+    *_, before, last = path.rsplit(".", 2)
+    return f"{before}.{last}" if last.isdigit() else last
+
+
+def _layers(count: int) -> str:
+    return f" ({count} layer{'s' * (count > 1)})" if count else ""
