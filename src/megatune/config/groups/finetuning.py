@@ -72,19 +72,14 @@ class FinetuningSettings(Group):
     - fp4: floating-point numbers with a sign, two bits of exponent and one of fraction"""
     double_quantization: bool = True
     """With quantization_bit 4: keep scales in 8 bits as well.
-    How: 256 of them share a statistic in 32 bits; an element then takes 4.127 bits instead of 4.5.
+    How: 256 of them share a statistic in 32 bits; an element then takes 4.13 bits instead of 4.5.
     When: Leave it on. Off, a step is a little faster."""
-    quantization_method: Literal["bnb", "gptq", "awq", "aqlm", "quanto", "eetq", "hqq"] = "bnb"
+    quantization_method: Literal["bnb"] = "bnb"
     """With quantization_bit: the way of quantizing.
-    How: bnb is bitsandbytes' on the fly, which needs no data; values are the same, and the library is not needed.
-    When: Leave it at bnb, the only one that is built.
-    - bnb: as bitsandbytes
-    - gptq: refused: it needs data to quantize by
-    - awq: refused: it needs data to quantize by
-    - aqlm: refused: it needs data to quantize by
-    - quanto: refused
-    - eetq: refused
-    - hqq: refused"""
+    How: bnb is that of bitsandbytes, on the fly and without data; the values are the same, and it need not be
+    installed.
+    When: Leave it at bnb: the other ways are refused by name.
+    - bnb: as bitsandbytes"""
     lora_rank: Count = 8
     """With lora: the rank of the adapters.
     How: A matrix A of rank × in and one B of out × rank are trained for each adapted matrix; their product, scaled by
