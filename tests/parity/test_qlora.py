@@ -21,6 +21,8 @@ from megatune.engine import groups
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.quantization import dynamic_table, quantize, table_of
 from megatune.families.quantized import QuantizedForm, is_quantized, quantized_buffers
+from megatune.plan.memory.quantized import saved_bytes
+from megatune.plan.memory.tensors import stage_chunks
 from megatune.verify.compare import compare, judge
 from megatune.verify.numbers import Numbers, write_gradients, write_logits, write_loss
 from megatune.verify.reference import load_reference_model
@@ -171,12 +173,12 @@ def test_lengths_of_dora_are_of_the_quantized_rows(pool, model_dir, tmp_path):
     assert few.loss == pytest.approx(full.loss, rel=1e-6)
 
 
-def held_in_layout(model: Path, settings: Settings) -> tuple[dict[str, torch.Tensor], int, dict[str, int]]:
-    """Return all values, bytes of this rank's quantized matrices, and by their planned sizes."""
+def held_in_layout(model: Path, settings: Settings) -> tuple[dict[str, torch.Tensor], int, int, int]:
+    """Return all values; bytes of this rank's quantized matrices; in full; and what a plan says that they save."""
     place = groups.build(settings.parallel, seed=1, timeout=settings.run.ddp_timeout)
     loaded = load_model(model, settings, place)
     form = FORMS["nf4"][1]
-    held = planned = 0
+    held = full = 0
     for local in loaded.parameters:
         assert isinstance(local.parameter, QuantizedMatrix) == is_quantized(local.weight, settings.finetuning)
         if isinstance(local.parameter, QuantizedMatrix):
@@ -185,8 +187,10 @@ def held_in_layout(model: Path, settings: Settings) -> tuple[dict[str, torch.Ten
                 each: shape for each, (_, shape) in kept.items()
             }
             held += sum(one.nbytes for one in local.parameter.buffers())
-            planned += local.parameter.numel() * local.parameter.dtype.itemsize
-    return dict(export_weights(loaded)), held, {"full": planned}
+            full += local.parameter.numel() * local.parameter.dtype.itemsize
+    chunks = stage_chunks(settings.parallel, loaded.architecture, settings.finetuning)[place.pp_rank]
+    saved = saved_bytes(loaded.architecture, settings.finetuning, settings.parallel, chunks, 4)
+    return dict(export_weights(loaded)), held, full, saved
 
 
 @pytest.mark.parametrize(
@@ -201,8 +205,9 @@ def test_every_layout_has_the_same_values_in_fewer_bytes(family, names, pool, mo
     expected = load_file(dequantize_checkpoint(model, tmp_path / "base", form) / "model.safetensors")
     for name in names:
         answers = pool.run(ALL[name].world_size, held_in_layout, model, with_adapters(ALL[name], **written))
-        for values, held, full in answers:
+        for values, held, full, saved in answers:
             assert values.keys() == expected.keys()
             assert all(torch.equal(values[each], expected[each]) for each in expected), name
+            assert full - held == saved
             # Matrices this small have many rows of few blocks.
-            assert held < 0.2 * full["full"]
+            assert held < 0.2 * full
