@@ -276,8 +276,8 @@ def test_three_steps_equal_pefts(
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_bf16_beside_pefts(pool: Any, adapted: Any, table: Any, tmp_path: Path, family: str) -> None:
-    """As the proof of text models, tests/parity/test_parity.py. Adapters are fp32 on both sides; peft computes with them
-    in fp32, too, this engine in bf16, as peft does where torch's autocast is on."""
+    """As the proof of text models, tests/parity/test_parity.py. Adapters are fp32 on both sides; peft computes with
+    them in fp32, too, this engine in bf16, as peft does where torch's autocast is on."""
     model, folder, _ = adapted(family, False, "LoRA")
     samples, layout = samples_of(model), LAYOUTS["tp2 sp"]
     settings = layout.settings(precision={"bf16": True}).model_copy(update={"finetuning": finetuning("LoRA", folder)})

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.merged import MergedFolder
+from megatune.bridge.quantized import dequantized_source
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.config.settings import Settings
 from megatune.families.adapters import LORA_A, MAGNITUDE, adapter_weights
@@ -84,4 +85,9 @@ def weight_sources(
     base: TensorSource = MergedFolder(folder, merged) if merged else folder
     if (found := adapter or last) is not None:
         return base, open_adapter(found, architecture, finetuning)
-    return base, InitialAdapters(adapter_weights(architecture, finetuning), architecture, base, settings.run.seed)
+    return base, InitialAdapters(
+        adapter_weights(architecture, finetuning),
+        architecture,
+        dequantized_source(base, architecture, settings),
+        settings.run.seed,
+    )

@@ -40,8 +40,9 @@ _ROW_STEP = 64  # tokens; lengths between are not worth telling apart
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A run that may start: valid settings, and where each came from ("group.name"); its plan, None where nobody knows the machine or memory_check is off; and
-    lines for the user, under the same names as the lines that a run begins with."""
+    """A run that may start: valid settings, and where each came from ("group.name"); its plan, None where nobody knows
+    the machine or memory_check is off; and lines for the user, under the same names as the lines that a run begins
+    with."""
 
     settings: Settings
     origins: Mapping[str, str] = field(default_factory=dict)
