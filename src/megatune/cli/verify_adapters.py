@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,21 +59,7 @@ def trained_in(
         return type(finetuning)(freeze_vision_tower=False, freeze_multi_modal_projector=False)
     own: dict[str, Any] = {"finetuning_type": "lora", "adapter_name_or_path": [str(folder) for folder in adapters]}
     if adapters and not finetuning.create_new_adapter:
+        from megatune.families.peft_settings import settings_of
+
         own |= settings_of(adapters[-1], architecture)
     return finetuning.model_copy(update=own)
-
-
-def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    from megatune.bridge.safetensors_files import SafetensorsFolder
-
-    names = [name.removeprefix("base_model.model.") for name in SafetensorsFolder(folder, "adapter_model").names()]
-    return {
-        "lora_rank": config["r"],
-        "lora_alpha": config["lora_alpha"],
-        "lora_target": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}),
-        "additional_target": config.get("modules_to_save") or [],
-        "use_rslora": config.get("use_rslora", False),
-        "use_dora": config.get("use_dora", False),
-        "freeze_vision_tower": not any("visual" in name for name in names),
-    }

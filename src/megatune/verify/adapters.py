@@ -5,29 +5,25 @@ The B of a new adapter is zero in training, and so are the gradients of its A: w
 
 from __future__ import annotations
 
-import json
-import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.adapter_writer import write_adapter, write_adapter_config
+from megatune.bridge.adapters import InitialAdapters
+from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
-from megatune.families import FAMILIES, read_config
-from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, adapter_weights, scaling
-from megatune.families.forms import find_form
+from megatune.families.adapters import LORA_B, MAGNITUDE, adapter_weights
+from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.selection import Selection
-from megatune.families.trained import is_trained
-from megatune.families.weights import Role, Segment, hf_shapes, layers_of
+from megatune.families.weights import Segment
 
-_PREFIX = "base_model.model."
-_WEIGHTS = "adapter_model.safetensors"
 _LARGEST_B = 0.05
 
 
@@ -56,62 +52,28 @@ def write_random_adapter(
 ) -> None:
     """Write an adapter as peft has it: A and B random, lengths of rows near the base's, modules trained whole as the
     base has them; all fp32."""
-    generator = torch.Generator().manual_seed(seed)
-    base = _open(model_dir, architecture)
-    tensors = {name: _random(name, shape, base, generator) for name, shape in _adapter_shapes(architecture, selection)}
-    modules = sorted({name.partition(".lora_")[0] for name in tensors})
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.role is Role.BASE and not weight.per_layer and is_trained(weight, 0, architecture, selection):
-            tensors |= {name: _whole(base, name).float() for name in hf_shapes(weight, architecture, 0)}
-    save_file({_PREFIX + name: tensor for name, tensor in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model_dir),
-        "r": selection.lora_rank,
-        "lora_alpha": round(scaling(selection) * _divisor(selection)),
-        "use_rslora": selection.use_rslora,
-        "use_dora": selection.use_dora,
-        "target_modules": modules,
-        "modules_to_save": list(selection.additional_target) or None,
-    }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    base, _ = open_checkpoint(model_dir, architecture)
+    write_adapter(folder / WEIGHTS_FILE, _RandomAdapter(architecture, selection, base, seed), architecture, selection)
+    write_adapter_config(folder, architecture, selection, str(model_dir))
 
 
-def _divisor(selection: Selection) -> float:
-    return math.sqrt(selection.lora_rank) if selection.use_rslora else selection.lora_rank
+class _RandomAdapter(InitialAdapters):
+    """New adapters, none of which is zero."""
 
+    def __init__(self, architecture: Architecture, selection: Selection, base: SafetensorsFolder, seed: int) -> None:
+        super().__init__(adapter_weights(architecture, selection), architecture, base, seed)
+        self._whole = base
 
-def _adapter_shapes(architecture: Architecture, selection: Selection) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for weight in adapter_weights(architecture, selection):
-        for layer in layers_of(weight, architecture):
-            yield from hf_shapes(weight, architecture, layer).items()
-
-
-def _random(name: str, shape: tuple[int, ...], base: SafetensorsFolder, generator: torch.Generator) -> Tensor:
-    drawn = torch.empty(shape).uniform_(-1, 1, generator=generator)
-    if name.endswith(LORA_A):
-        return drawn / math.sqrt(shape[1])
-    if name.endswith(LORA_B):
-        return drawn * _LARGEST_B
-    rows = _whole(base, name.removesuffix(MAGNITUDE) + "weight").float()
-    return rows.norm(dim=1) * (1 + drawn / 4)
-
-
-def _whole(folder: SafetensorsFolder, name: str) -> Tensor:
-    return folder.read(Segment(name, 0, 0, folder.shape(name)[0]))
-
-
-def _open(model_dir: Path, architecture: Architecture) -> SafetensorsFolder:
-    """Open a model's weights under the names of the family's weight map."""
-    folder, family = SafetensorsFolder(model_dir), FAMILIES[architecture.model_type]
-    weights, version = family.weight_map(architecture), str(read_config(model_dir).get("transformers_version") or "")
-    form = find_form(family.forms, weights, architecture, folder.names(), folder.file_shape, version)
-    folder.places = form.locate_all(weights, architecture)
-    return folder
+    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+        if not self.has(segment.name):
+            return self._whole.read(segment).float()
+        if segment.name.endswith(LORA_B):
+            return self.drawn(segment, _LARGEST_B)
+        begun = super().read(segment)
+        return begun * (1 + self.drawn(segment, 0.25)) if segment.name.endswith(MAGNITUDE) else begun
 
 
 def is_new(folder: Path) -> bool:
     """Return whether all B of an adapter are zero, as they are before the first step."""
-    tensors = load_file(folder / _WEIGHTS)
+    tensors = load_file(folder / WEIGHTS_FILE)
     return not any(tensor.any() for name, tensor in tensors.items() if name.endswith(LORA_B))
