@@ -9,8 +9,8 @@ import torch
 from exact_state import rank_state
 from layouts import Layout
 from model_sizes import tiny_config
-from test_plan_parameters import architecture as tiny
 from test_plan_parameters import RULES, assert_planned
+from test_plan_parameters import architecture as tiny
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings

@@ -2,55 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
-from megatune.families.forms import FileTensor
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights, scaling
+from megatune.families.forms import CheckpointForm
+from megatune.families.peft_config import WEIGHTS_FILE
+from megatune.families.peft_tensors import PREFIX, Adapter, AdapterTensor, read_adapter
 from megatune.families.selection import Selection
-from megatune.families.weights import Segment
+from megatune.families.trained import trained_weights
+from megatune.families.weights import Role, Segment, hf_shapes, layers_of
 
-# What peft puts before the names of the base's modules.
-PREFIX = "base_model.model."
+ADAPTER = WEIGHTS_FILE.removesuffix(".safetensors")
+# What peft calls the tensors of an adapter that are each by themselves.
+AS_IN_PEFT = CheckpointForm(prefixes=(("", PREFIX),))
 
 
 class AdapterFolder(TensorSource):
-    """An adapter's tensors, under the base's names: model.layers.0.self_attn.q_proj.lora_A.weight."""
+    """An adapter's tensors, under the base's names: model.layers.0.self_attn.q_proj.lora_A.weight.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = SafetensorsFolder(folder, "adapter_model")
-        self._folder.places = {name.removeprefix(PREFIX): FileTensor(name) for name in self._folder.names()}
+    Experts are one by one, whether the file stacks them or not; one of its stacked tensors is kept in memory.
+
+    Attributes:
+        adapter: what is in the folder, and what it means.
+    """
+
+    def __init__(self, folder: Path, adapter: Adapter) -> None:
+        self.folder, self.adapter = folder, adapter
+        self._files = SafetensorsFolder(folder, ADAPTER)
+        self._kept: tuple[str, Tensor] | None = None
 
     def has(self, name: str) -> bool:
-        return name in self._folder.places
+        return name in self.adapter.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._folder.shape(name)
+        return self.adapter.tensors[name].shape
 
     def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        return self._folder.read(segment, prefix)
+        name = prefix + segment.name
+        place = self.adapter.tensors[name]
+        if not place.num_experts:
+            return self._files.read(Segment(place.name, segment.dim, segment.start, segment.stop))
+        whole = self._stacked(place.name)
+        part = _of_a(whole, place) if name.endswith(LORA_A) else _of_b(whole, place)
+        return part.narrow(segment.dim, segment.start, segment.stop - segment.start)
+
+    def _stacked(self, name: str) -> Tensor:
+        if self._kept is None or self._kept[0] != name:
+            self._kept = name, self._files.read(Segment(name, 0, 0, self._files.file_shape(name)[0]))
+        return self._kept[1]
+
+    def is_halved(self, name: str) -> bool:
+        """Return whether each of the two matrices that a stacked B [out, r · experts] belongs to has ranks of its own:
+        the upper rows have zeros in the second half, the lower ones in the first."""
+        tensor = self._stacked(name)
+        places = [place for place in self.adapter.tensors.values() if place.name == name and place.expert == 0]
+        rank = tensor.shape[1] // places[0].num_experts
+        ranked = tensor.view(tensor.shape[0], rank, -1)
+        rows = max(place.first_row for place in places)
+        return not ranked[:rows, rank // 2 :].any() and not ranked[rows:, : rank // 2].any()
+
+
+def _of_a(stacked: Tensor, place: AdapterTensor) -> Tensor:
+    """Return an expert's A, [r, in]."""
+    first = place.expert * (stacked.shape[0] // place.num_experts) + place.first_rank
+    return stacked[first : first + place.shape[0]]
+
+
+def _of_b(stacked: Tensor, place: AdapterTensor) -> Tensor:
+    """Return an expert's B, [out, r]."""
+    rows, rank = place.shape
+    ranks = stacked[place.first_row : place.first_row + rows, place.expert :: place.num_experts]
+    return ranks[:, place.first_rank : place.first_rank + rank]
 
 
 def open_adapter(folder: Path, architecture: Architecture, selection: Selection | None = None) -> AdapterFolder:
     """Open an adapter of a model.
 
     Args:
-        selection: what is trained, all of which it must have, and nothing else; None for one that is to be merged.
+        selection: what is trained, all of which it must have, and nothing else; modules that are trained whole may be
+            the base's. None for an adapter that is to be merged.
+
+    Raises:
+        MegatuneError: INPUT, with everything that is wrong with it, or is not what is trained.
     """
-    return AdapterFolder(folder)
+    found = AdapterFolder(folder, read_adapter(folder, architecture, halve=selection is not None))
+    if selection is not None and (findings := list(_differences(found, architecture, selection))):
+        raise MegatuneError(findings, ExitCode.INPUT)
+    return found
 
 
-class MergedFolder(TensorSource):
-    """A model's tensors with adapters merged into them, in fp32, slice by slice."""
-
-    def __init__(self, base: TensorSource, adapters: Sequence[AdapterFolder]) -> None:
-        self._base, self._adapters = base, adapters
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._base.shape(name)
-
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        raise NotImplementedError
+def _differences(found: AdapterFolder, architecture: Architecture, selection: Selection) -> Iterator[Finding]:
+    """Compare an adapter with what is trained."""
+    expected = {
+        name: shape
+        for weight in adapter_weights(architecture, selection)
+        for layer in layers_of(weight, architecture)
+        for name, shape in hf_shapes(weight, architecture, layer).items()
+    }
+    whole = {
+        name
+        for weight, layer in trained_weights(architecture, selection)
+        if weight.role is Role.BASE
+        for name in hf_shapes(weight, architecture, layer)
+    }
+    where, tensors = str(found.folder), found.adapter.tensors
+    why = "an adapter is trained further as it is: its modules, ranks and alpha"
+    for names, what, fix in (
+        (expected.keys() - tensors.keys(), "it lacks {} that are to be trained", "write its own lora_target"),
+        (
+            tensors.keys() - expected.keys() - whole,
+            "it has {} that would not be trained",
+            "write its own lora_target and additional_target",
+        ),
+    ):
+        if names:
+            yield Finding(what.format(f"{len(names)} tensors, such as {min(names)},"), where, why, fix)
+    other = [name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape]
+    if other:
+        shapes = f"{list(tensors[other[0]].shape)} instead of {list(expected[other[0]])}"
+        what = f"{len(other)} tensors have other shapes, such as {other[0]}: {shapes}"
+        yield Finding(what, where, why, "write its own lora_rank")
+    elif factors := {value for value in found.adapter.scalings.values() if abs(value / scaling(selection) - 1) > 1e-6}:
+        said = ", ".join(f"{value:g}" for value in sorted(factors))
+        what = f"its products are multiplied by {said}, in this run by {scaling(selection):g}"
+        yield Finding(what, str(found.folder / ADAPTER_CONFIG), why, "write its own lora_alpha and use_rslora")
+    if wrong := [name for name in found.adapter.halved if not found.is_halved(name)]:
+        what = f"{wrong[0]} is one adapter of gate and up together"
+        fix = "merge it into the model (create_new_adapter: true) and train a new one"
+        yield Finding(what, where, "those of this run are of one matrix each", fix)

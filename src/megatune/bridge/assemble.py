@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.adapters import weight_sources
 from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine.groups import RankCoordinates, build
 from megatune.engine.layers.quantized import QuantizedMatrix
@@ -171,16 +173,20 @@ def load_optimizer(
     parameters: Iterable[LocalParameter],
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
+    finetuning: FinetuningSettings,
 ) -> None:
     """Fill this rank's share of the optimizer from the training state of a checkpoint, whatever layout wrote it.
 
-    Master weights come from the training state, or from the model itself where that was trained in fp32.
+    Master weights come from the training state, or from the weights themselves where those were trained in fp32.
 
     Raises:
         MegatuneError: INPUT, when the state belongs to another optimizer or model.
     """
     folder = SafetensorsFolder(checkpoint / "training", "optimizer")
-    model, _ = open_checkpoint(checkpoint, architecture)
+    if finetuning.finetuning_type == "lora":
+        weights: TensorSource = open_adapter(checkpoint, architecture, finetuning)
+    else:
+        weights, _ = open_checkpoint(checkpoint, architecture)
     names = folder.names()
     kinds = {name.partition("/")[0] for name in names}
     for local in parameters:
@@ -195,5 +201,5 @@ def load_optimizer(
             raise MegatuneError(Finding(what, str(folder.folder), why, fix), ExitCode.INPUT)
         segments = local.segments(architecture)
         for kind, target in {"main": shard.main, **shard.state}.items():
-            source, prefix = (folder, f"{kind}/") if kind in kinds else (model, "")
+            source, prefix = (folder, f"{kind}/") if kind in kinds else (weights, "")
             source.fill(target, segments, prefix, start=shard.start)

@@ -12,7 +12,7 @@ from megatune.bridge.parameters import gather_piece, holders_of
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.families import FAMILIES
-from megatune.families.weights import WHOLE, Stack, by_expert, hf_shapes, layers_of
+from megatune.families.weights import WHOLE, Role, Stack, by_expert, hf_shapes, layers_of
 
 
 @torch.no_grad()
@@ -31,6 +31,7 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
         Tensors of the parameters' dtypes on this rank's device, in memory of their own.
     """
     architecture, place = loaded.architecture, loaded.place
+    assert not any(local.weight.role is Role.ADAPTER for local in loaded.parameters), "weights without their adapters"
     gather_parameters(loaded.model)
     holders = {experts: holders_of(place, experts=experts) for experts in (False, True)}
     # By names that all ranks know: the engine's name of the weight, its layer, its expert.

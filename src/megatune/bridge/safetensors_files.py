@@ -120,6 +120,16 @@ class SafetensorsFolder(TensorSource):
         """List the names of all tensors in the files."""
         return set(self._file_of)
 
+    def files(self) -> list[Path]:
+        """List the files that hold tensors."""
+        return [self.folder / file for file in sorted(set(self._file_of.values()))]
+
+    def entry(self, name: str) -> TensorEntry:
+        """Describe a tensor in the files."""
+        found = self._slice(name)
+        dtype = next(dtype for dtype, text in _DTYPE_NAMES.items() if text == found.get_dtype())
+        return TensorEntry(name, tuple(found.get_shape()), dtype)
+
     def has(self, name: str) -> bool:
         return self._place(name).name in self._file_of
 

@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import ADAPTER, AS_IN_PEFT
+from megatune.bridge.adapter_writer import is_rewritten, join_adapter
 from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of, send_expert
 from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
 from megatune.families.forms import AS_MAPPED, CheckpointForm
+from megatune.families.selection import Selection
 from megatune.families.weights import hf_shapes
 
 # Hugging Face's own limit of a weight file.
@@ -59,6 +62,41 @@ def save_weights(
     return files.write(parameters)
 
 
+def save_adapters(
+    folder: Path,
+    parameters: Sequence[LocalParameter],
+    architecture: Architecture,
+    place: RankCoordinates,
+    selection: Selection,
+) -> list[Path]:
+    """Write what is trained beside a base, adapters and whole modules, each in its dtype, as peft's
+    `adapter_model.safetensors`; collective over all ranks.
+
+    Ranks write files of their own, which the first one puts together: peft reads a single file, and some experts'
+    tensors stacked.
+
+    Args:
+        selection: what is trained.
+
+    Returns:
+        The files that this rank wrote.
+    """
+
+    def provide(piece: Piece, kind: str) -> Tensor:
+        return piece.local.parameter.data.view(-1)[piece.start : piece.stop]
+
+    trained = [local for local in parameters if local.parameter.requires_grad]
+    form = AS_IN_PEFT
+    files = _FileSet(folder, ADAPTER, ("",), None, provide, False, architecture, place, MAX_FILE_BYTES, form)
+    written = files.write(trained)
+    groups.barrier()
+    is_one = not (folder / f"{ADAPTER}.safetensors.index.json").is_file()
+    if is_one and not is_rewritten(architecture, selection):
+        return written
+    groups.barrier()  # every rank has looked for the index, which goes now
+    return [join_adapter(folder, architecture, selection)] if place.rank == 0 else []
+
+
 def save_optimizer(
     folder: Path,
     parameters: Sequence[LocalParameter],
@@ -70,12 +108,12 @@ def save_optimizer(
 ) -> list[Path]:
     """Write master weights and running averages, fp32, as `optimizer*.safetensors`; collective over all ranks.
 
-    Tensors are named KIND/HUGGING_FACE_NAME, so that any layout can read them. Master weights are left out where the
-    model itself is fp32: they are the model.
+    Tensors are named KIND/HUGGING_FACE_NAME, so that any layout can read them. Master weights are left out where all
+    that is trained is fp32: they are the weights.
     """
     # Under the distributed optimizer a rank may own no part of any parameter.
     kinds = sorted(_united({kind: None for shard in shards.values() for kind in shard.state}))
-    if any(local.parameter.dtype != torch.float32 for local in parameters):
+    if any(local.parameter.dtype != torch.float32 for local in parameters if local.parameter.requires_grad):
         kinds = ["main", *kinds]
     tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
     return _save_shards(folder, "optimizer", kinds, parameters, shards, tensors, architecture, place, max_file_bytes)

@@ -29,7 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Answers --prompt; without one, chats on a terminal, or answers each line of its input.",
     )
     parser.add_argument("model", metavar="MODEL",
-                        help="a Hugging Face model, a checkpoint-N, a run's output_dir, or an id on a hub")  # fmt: skip
+                        help="a Hugging Face model, a checkpoint-N, a run's output_dir, each with a model or an "
+                        "adapter, or an id on a hub")  # fmt: skip
+    parser.add_argument("--adapter_name_or_path", "--adapter-name-or-path", type=_names, default=[], metavar="A[,B]",
+                        help="folders of adapters on MODEL, applied in this order")  # fmt: skip
+    parser.add_argument("--model_name_or_path", "--model-name-or-path", metavar="BASE",
+                        help="where MODEL is an adapter: its base (what its adapter_config.json names)")  # fmt: skip
     parser.add_argument("--model_revision", "--model-revision", default="main", metavar="REVISION",
                         help="branch, tag or commit of a model on a hub (main)")  # fmt: skip
     parser.add_argument("--cache_dir", "--cache-dir", metavar="DIR",
@@ -65,6 +70,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
+def _names(text: str) -> list[str]:
+    return [name for name in map(str.strip, text.split(",")) if name]
+
+
 def _picture(kind: str, path: str) -> tuple[str, str]:
     return kind, path
 
@@ -73,10 +82,11 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and answer.
 
     Raises:
-        MegatuneError: (SETTINGS) flags; (INPUT) what the model lacks, or a picture; (DATA) a picture that cannot be
-            read, or a prompt that is empty, too long or has not a tag for each picture; what a hub refuses the model
-            with.
+        MegatuneError: (SETTINGS) flags; (INPUT) what the model or an adapter lacks, or a picture; (DATA) a picture
+            that cannot be read, or a prompt that is empty, too long or has not a tag for each picture; what a hub
+            refuses the model with.
     """
+    from megatune.generation.adapters import adapted_model
     from megatune.generation.inputs import GenerationOptions, PictureFile, check_options, find_model
 
     given = {each.name: getattr(args, each.name) for each in fields(GenerationOptions)}
@@ -84,11 +94,12 @@ def run(args: argparse.Namespace) -> int:
     options = GenerationOptions(**given)
     check_options(options)  # before the seconds that loading takes
 
-    folder = find_model(_model_dir(args))
+    named = adapted_model(args.model, args.model_name_or_path, args.adapter_name_or_path)
+    folder = find_model(_model_dir(named.base, args))
 
     from megatune.generation.infer import Generator, answer_prompts, chat, print_reply
 
-    generator = Generator.load(folder, options)
+    generator = Generator.load(folder, options, named.adapters)
     if args.prompt is not None:
         print_reply(generator, args.prompt, stream=args.stream)
     elif sys.stdin.isatty():
@@ -98,16 +109,16 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _model_dir(args: argparse.Namespace) -> Path:
+def _model_dir(name: str, args: argparse.Namespace) -> Path:
     """Return the folder that is named, or that a model on a hub is fetched into."""
     from megatune.generation.inputs import nearest_folder
     from megatune.hub.models import is_hub_id, open_model
 
-    path = Path(args.model)
-    if not is_hub_id(args.model) and not path.is_dir():
+    path = Path(name)
+    if not is_hub_id(name) and not path.is_dir():
         return path  # `find_model` says what is wrong with it
     try:
-        return open_model(args.model, args.model_revision, args.cache_dir).fetch()
+        return open_model(name, args.model_revision, args.cache_dir).fetch()
     except MegatuneError as error:
         if path.is_dir() or (near := nearest_folder(path)) is None:
             raise

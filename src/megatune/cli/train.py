@@ -124,7 +124,7 @@ def _preflight(
     machine, unknown = this_machine(local, num_gpus)
     idle = max(0, num_gpus - local)
     checked = preflight(loaded, place.world_size, problems, machine, idle_gpus=idle, model_dir=model.config_dir)
-    return replace(checked, lines=(f"plan       none: {unknown}",)) if unknown else checked
+    return replace(checked, lines=(*checked.lines, f"plan       none: {unknown}")) if unknown else checked
 
 
 def _decide_world(settings: Settings, num_gpus: int) -> tuple[World | None, tuple[Finding, ...]]:

@@ -14,17 +14,18 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from megatune.architecture import Architecture
     from megatune.config.load import Loaded
-    from megatune.config.settings import Settings
+    from megatune.config.settings import FinetuningSettings, Settings
     from megatune.launch.world import World
     from megatune.verify.samples import Sample
 
 # What a comparison depends on; any other setting would be without effect, and is refused.
 _GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
 _OF_HUB = ("model.model_revision", "model.cache_dir")
-_SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout", *_OF_HUB)
+_SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout", "model.model_name_or_path", *_OF_HUB)
 _NO_PART = ("experts.moe_router_bias_update_rate", "performance.manual_gc", "performance.manual_gc_interval")
 # What two layouts have in common, and so the first one says.
 _SHARED = ("run.seed", "run.ddp_timeout")
+_SHARED_GROUPS = ("precision.", "model.", "finetuning.")
 # What only a training run has; rules about it have nothing to say here.
 _NOT_HERE = ("model.model_name_or_path", "data.dataset", "data.cutoff_len", "run.output_dir")
 
@@ -37,10 +38,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="megatune verify MODEL [--samples N] [--length N] [--verbose] [SETTING ...] [--against 'SETTING ...']",
         description="Computes a Hugging Face checkpoint in a parallel layout and with plain Transformers, and compares "
         "the logits, the loss and the gradient of every parameter. Where they differ it says in which layer that "
-        "begins, and ends with 1. Vision-language models are given images and videos, too.",
+        "begins, and ends with 1. Vision-language models are given images and videos, too. With "
+        "--adapter_name_or_path, or where MODEL is the folder of an adapter, it is Transformers with peft, and the "
+        "gradients are the adapter's; with --finetuning_type lora those of random adapters.",
         epilog="SETTING is a layout, a precision, packing, recomputation or a kernel as in a settings file, as --key "
         "value or key=value: --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --bf16; also --seed and "
-        "--num_processes. Without any: fp32 in one process.",
+        "--num_processes. Without any: fp32 in one process. Of adapters: --adapter_name_or_path, --finetuning_type "
+        "lora with --lora_rank, --lora_target and others that say which, --model_name_or_path for the base of MODEL.",
     )
     parser.add_argument(
         "words", nargs="*", metavar="MODEL", help="folder of the checkpoint, or the id of a model on a hub"
@@ -72,29 +76,37 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS, INPUT or what a hub refuses the model with, before any process is started.
     """
+    from megatune.cli.verify_adapters import trained_in
     from megatune.families import load_architecture, read_config
+    from megatune.generation.adapters import adapted_model
     from megatune.hub.models import open_model
 
     name, loaded, other = _read(args)
-    model = open_model(name, loaded.settings.model.model_revision, loaded.settings.model.cache_dir)
+    base, adapters = loaded.settings.model.model_name_or_path, loaded.settings.finetuning.adapter_name_or_path
+    named = adapted_model(name, base, adapters)
+    model = open_model(named.base, loaded.settings.model.model_revision, loaded.settings.model.cache_dir)
     architecture = load_architecture(model.config_dir())
+    finetuning = trained_in(loaded.settings.finetuning, named.adapters, architecture)
     samples = _samples(architecture, read_config(model.config_dir()), args, loaded.settings.run.seed)
     longest = max(len(sample.input_ids) for sample in samples)
-    settings, world = _checked(loaded, architecture, args, longest)
-    against = None if other is None else _checked(other, architecture, args, longest)
+    settings, world = _checked(loaded, finetuning, architecture, args, longest)
+    against = None if other is None else _checked(other, finetuning, architecture, args, longest)
 
+    from megatune.verify.adapters import with_adapters
     from megatune.verify.run import RanksFailed, show, verify_layout, verify_layouts
 
     described = _describe(settings, world) + (f" against {_describe(*against)}" if against else "")
     model_dir = model.fetch()
     print(f"{name}: {described}, {settings.precision.params_dtype}, {_describe_samples(samples)}", flush=True)
-    try:
-        if against is None:
-            verdict = verify_layout(model_dir, settings, samples, world)
-        else:
-            verdict = verify_layouts(model_dir, settings, world, *against, samples)
-    except RanksFailed as failed:
-        return int(failed.args[0])
+    with with_adapters(settings, model_dir, architecture) as settings:
+        try:
+            if against is None:
+                verdict = verify_layout(model_dir, settings, samples, world)
+            else:
+                other_settings = against[0].model_copy(update={"finetuning": settings.finetuning})
+                verdict = verify_layouts(model_dir, settings, world, other_settings, against[1], samples)
+        except RanksFailed as failed:
+            return int(failed.args[0])
     return show(verdict, verbose=args.verbose)
 
 
@@ -127,6 +139,7 @@ def _describe_samples(samples: list[Sample]) -> str:
 
 def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
     """Return the checkpoint, the layout, and the one to compare it with."""
+    from megatune.cli.verify_adapters import own_of_adapter
     from megatune.config.entry import split_arguments
     from megatune.config.load import load
 
@@ -143,7 +156,7 @@ def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
         for flag, value, least in (("--samples", args.samples, 1), ("--length", args.length, 2))
         if value < least
     ]
-    findings += _without_part(loaded)
+    findings += [*_without_part(loaded), *own_of_adapter(loaded)]
     findings += _not_as_transformers(loaded) if other is None else [*other.findings, *_without_part(other)]
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
@@ -167,7 +180,7 @@ def _read_against(text: str, first: Settings) -> Loaded:
     findings += [
         Finding(f"{path.partition('.')[2]} is the same in both layouts", "--against", fix="write it before --against")
         for path, origin in loaded.origins.items()
-        if origin != "default" and (path in _SHARED or path.startswith(("precision.", "model.")))
+        if origin != "default" and (path in _SHARED or path.startswith(_SHARED_GROUPS))
     ]
     shared = {path.partition(".")[2]: getattr(first.run, path.partition(".")[2]) for path in _SHARED}
     settings = loaded.settings.model_copy(
@@ -179,8 +192,11 @@ def _read_against(text: str, first: Settings) -> Loaded:
 
 def _without_part(loaded: Loaded) -> Iterator[Finding]:
     """Settings that would change nothing here."""
+    from megatune.cli.verify_adapters import of_adapters
+
+    settings = *_SETTINGS, *of_adapters(loaded.settings.finetuning)
     for path, origin in loaded.origins.items():
-        has_part = path.partition(".")[0] in _GROUPS or path in _SETTINGS
+        has_part = path.partition(".")[0] in _GROUPS or path in settings
         if origin != "default" and (not has_part or path in _NO_PART):
             why = "a comparison computes one step's gradients, from settings that say where and how"
             yield Finding(f"{path.partition('.')[2]} has no part in verify", origin, why)
@@ -216,16 +232,17 @@ def _world(settings: Settings) -> World:
 
 
 def _checked(
-    loaded: Loaded, architecture: Architecture, args: argparse.Namespace, longest: int
+    loaded: Loaded, finetuning: FinetuningSettings, architecture: Architecture, args: argparse.Namespace, longest: int
 ) -> tuple[Settings, World]:
     """Return the settings, after the rules of the layout have been held against the model, and the processes they
-    take. Nothing is frozen: gradients of all parameters are compared.
+    take.
 
     Args:
+        finetuning: what is trained, whose gradients are compared.
         longest: tokens of the longest row.
     """
     from megatune.config.rules import check
-    from megatune.config.settings import BatchSettings, FinetuningSettings
+    from megatune.config.settings import BatchSettings
 
     parallel, world = loaded.settings.parallel, _world(loaded.settings)
     # With virtual stages micro-batches come in rounds of one a stage; what the samples do not fill is padding.
@@ -233,10 +250,7 @@ def _checked(
     if parallel.virtual_stages:
         accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     batch = BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation)
-    settings = loaded.settings.model_copy(update={"batch": batch})
-    if architecture.vision is not None:
-        all_trained = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
-        settings = settings.model_copy(update={"finetuning": all_trained})
+    settings = loaded.settings.model_copy(update={"batch": batch, "finetuning": finetuning})
     findings = check(settings, architecture, world.world_size, origins=loaded.origins, invalid=_NOT_HERE)
     limit, of_pictures = architecture.max_position_embeddings, longest - args.length
     if longest > limit:
@@ -254,4 +268,6 @@ def _describe(settings: Settings, world: World) -> str:
     split += ["sequence parallel"] if parallel.sequence_parallel else []
     split += ["packed"] if settings.packing else []
     split += [f"recompute {recompute.recompute_granularity}"] if recompute.recompute_granularity else []
+    if settings.finetuning.finetuning_type == "lora":
+        split = [f"adapters of rank {settings.finetuning.lora_rank}", *split]
     return ", ".join(split) or "one process"

@@ -71,7 +71,8 @@ def check_agreement(what: str, held: Sequence[Held], *, over_replicas: bool = Tr
     """Compare this rank's numbers with those of the ranks that hold copies of them; collective over all ranks.
 
     Copies are weights over data- and context-parallel replicas, those of experts over replicas of the experts; weights
-    that tensor parallelism does not cut over its ranks; tied embeddings over the first and the last pipeline stage.
+    that tensor parallelism does not cut over its ranks, or that of experts does not; tied embeddings over the first and
+    the last pipeline stage.
 
     Args:
         what: "step 3: weights", for the report.
@@ -103,9 +104,13 @@ def check_agreement(what: str, held: Sequence[Held], *, over_replicas: bool = Tr
 def _copies(held: Sequence[Held], over_replicas: bool) -> Iterator[tuple[str, ProcessGroup, list[int]]]:
     """Find groups of ranks, and which of the numbers all ranks of a group hold."""
     experts = [index for index, one in enumerate(held) if not getattr(one.parameter, "allreduce", True)]
+    whole_experts = [index for index in experts if getattr(held[index].parameter, "partition_dim", 0) < 0]
     dense = sorted(set(range(len(held))).difference(experts))
     whole = [index for index in dense if not getattr(held[index].parameter, "tensor_model_parallel", False)]
-    kinds = [("tensor-parallel", groups.tensor_parallel_group(), whole)]
+    kinds = [
+        ("tensor-parallel", groups.tensor_parallel_group(), whole),
+        ("expert tensor-parallel", groups.expert_tensor_parallel_group(), whole_experts),
+    ]
     if over_replicas:
         tied = [index for index in dense if getattr(held[index].parameter, "shared_embedding", False)]
         kinds += [

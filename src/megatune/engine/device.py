@@ -22,6 +22,7 @@ import torch.utils._device
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HAS_GPU = torch.cuda.is_available()
 BACKEND = "nccl" if HAS_GPU else "gloo"
+_TRACKED = "tracked."  # before the names of Megatron-Core's generators
 
 # NCCL keeps the memory of a tensor until its send is done; gloo reads it when its thread gets to it, so that a stage
 # must not free an activation that is still being sent.
@@ -118,18 +119,25 @@ def dump_memory_history(path: Path) -> None:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of every generator a step can draw from."""
+    """Return the state of every generator a step can draw from, of Megatron-Core's by their names."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
     state = {"cpu": torch.random.get_rng_state()}
     if HAS_GPU:
         state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    return {**state, **{f"{_TRACKED}{name}": each for name, each in get_cuda_rng_tracker().get_states().items()}}
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     """Restore what `rng_state` returned; a CUDA state is ignored where there is no GPU."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
     torch.random.set_rng_state(state["cpu"])
     if HAS_GPU and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+    tracked = {name.removeprefix(_TRACKED): each for name, each in state.items() if name.startswith(_TRACKED)}
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({**tracker.get_states(), **tracked})
 
 
 class _Stream:
@@ -152,6 +160,13 @@ class _Event:
     def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
+
+
+class _Generators:
+    """The one generator of the CPU, whatever device it is asked for."""
+
+    def __getitem__(self, device: Any) -> torch.Generator:
+        return torch.random.default_generator
 
 
 def _nothing() -> Callable[..., None]:
@@ -210,9 +225,9 @@ def _patch_cuda_calls() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.random.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.random.set_rng_state(state)
     cuda.manual_seed = torch.random.manual_seed
-    cuda.default_generators = (torch.random.default_generator,)
-    # What Megatron-Core defers to CUDA's initialization is the setting of its RNG state: keep the CPU generator's.
-    cuda._lazy_call = _nothing()
+    cuda.default_generators = _Generators()
+    # What Megatron-Core defers to CUDA's initialization, the setting of a generator's state, needs none here.
+    cuda._lazy_call = lambda call, **unused: call()
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign,assignment]
     torch.Tensor.type = _type_with_cuda_name(torch.Tensor.type)  # type: ignore[method-assign,assignment]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.families import FAMILIES
@@ -81,11 +82,14 @@ def mark_weights(chunk: torch.nn.Module, architecture: Architecture) -> None:
     Megatron-Core marks weights only where it draws them at random, and by the class of their module. An unmarked weight
     counts as a copy: the norm of the gradient then misses all but one rank's part of it.
     """
+    expert_tensor_rank = groups.expert_tensor_parallel_group().rank()
     for weight, _, tensor, _ in named_weights(chunk, architecture):
         marked: Any = tensor
         # Experts also where they are whole: ranks of tensor parallelism then hold different experts, or replicas as
         # data parallelism has them. Unmarked they would count in the norm on the first of these ranks only.
         marked.tensor_model_parallel = weight.partition_dim is not None or weight.per_expert
+        if weight.per_expert and weight.partition_dim is None and expert_tensor_rank:
+            marked.shared = True  # with an expert's first rank, on which it counts
         marked.partition_dim = -1 if weight.partition_dim is None else weight.partition_dim
         marked.partition_stride = len(weight.hf) if weight.layout is TensorLayout.GATE_UP else 1
         # By which they may have a learning rate of their own.

@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) as entries of the weight map, made from those of the matrices beside them.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as entries of the weight map, made from those of the matrices beside.
 
-Every Hugging Face matrix W [out, in] with an adapter has its own A [r, in] and B [out, r], and is used as W + s · B · A.
+Every Hugging Face matrix W [out, in] with an adapter has its own A [r, in] and B [out, r], and acts as W + s · B · A.
 Where the engine stacks matrices it stacks their A, which every rank holds whole, and their B, which are cut like the
 matrices; where it cuts the inputs it cuts A's columns, and B is whole. With weight decomposition (DoRA,
 arXiv:2402.09353) a matrix also has a length for each of its rows.
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
@@ -22,6 +22,8 @@ from megatune.families.weights import HFTensor, Role, Stack, TensorLayout, Weigh
 ALL_TARGETS = ("all", "all-linear")
 # How peft names an adapter's tensors behind the module's own name.
 LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 _NO_NAME = re.compile(r"[^\w.{}-]")  # what is in regular expressions, and in no name of a module
 
@@ -45,15 +47,9 @@ class AdapterWeights(NamedTuple):
         return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
 
-@lru_cache(maxsize=256)
 def adapters(architecture: Architecture, selection: Selection) -> dict[str, AdapterWeights]:
     """Return the adapters of a model by the engine's name of the weight that each is beside."""
-    if selection.finetuning_type != "lora":
-        return {}
-    weights = FAMILIES[architecture.model_type].weight_map(architecture)
-    return {
-        weight.engine: _beside(weight, names, selection) for weight, names in _targets(weights, architecture, selection)
-    }
+    return _adapters(architecture, selection) if selection.finetuning_type == "lora" else {}
 
 
 def adapter_weights(architecture: Architecture, selection: Selection) -> tuple[Weight, ...]:
@@ -107,6 +103,13 @@ def engine_layer(weight: Weight) -> str:
     if ".self_attention." in weight.engine:
         return name if name == "linear_proj" else "linear_qkv"
     return {"weight1": "linear_fc1", "weight2": "linear_fc2"}.get(weight.engine.rpartition(".")[2], name)
+
+
+@lru_cache(maxsize=256)
+def _adapters(architecture: Architecture, selection: Any) -> dict[str, AdapterWeights]:
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    targets = _targets(weights, architecture, selection)
+    return {weight.engine: _beside(weight, names, selection) for weight, names in targets}
 
 
 def _targets(

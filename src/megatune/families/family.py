@@ -47,6 +47,7 @@ class Family:
         problems: what else is wrong with a config.json, and why.
         vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
         forms: how checkpoints name and arrange tensors; the first where several fit.
+        renamed: parts of tensors' names that Transformers' modules have by another name.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class Family:
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
     vision: VisionDeclaration | None = None
     forms: tuple[CheckpointForm, ...] = (AS_MAPPED,)
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def weight_map(self, architecture: Architecture) -> tuple[Weight, ...]:
         """List the weights of this member of the family."""

@@ -23,4 +23,5 @@ FAMILY = Family(
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072},
     aliases={"num_experts": "num_local_experts"},
     experts=_experts,
+    renamed=((".block_sparse_moe.", ".mlp."),),
 )

@@ -9,8 +9,9 @@ from megatune.families.weights import Stack
 
 
 class Selection(Protocol):
-    """Hashable."""
+    """What is trained; immutable, a key of caches."""
 
+    def __hash__(self) -> int: ...
     @property
     def finetuning_type(self) -> str: ...
     @property

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import logging as transformers_logging
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.inputs import GenerationOptions, check_options, find_model
+from megatune.generation.inputs import GenerationOptions, check_options, find_model, has_tokenizer
 from megatune.generation.pictures import Picture, PromptPictures, generate_inputs, read_pictures
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -79,8 +79,11 @@ class Generator:
             raise MegatuneError(finding, ExitCode.SETTINGS)
 
     @classmethod
-    def load(cls, path: Path, options: GenerationOptions) -> Generator:
+    def load(cls, path: Path, options: GenerationOptions, adapters: Sequence[Path] = ()) -> Generator:
         """Load a Hugging Face model, a checkpoint-N, or the newest checkpoint of a run, onto this machine's device.
+
+        Args:
+            adapters: folders of adapters to apply, in order; the last one's tokenizer is taken where it has one.
 
         Raises:
             MegatuneError: (SETTINGS) options that don't hold; (INPUT) what is missing or can't be read; (DATA) a
@@ -91,7 +94,8 @@ class Generator:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            of_tokenizer = next((each for each in reversed(adapters) if has_tokenizer(each)), folder)
+            tokenizer = AutoTokenizer.from_pretrained(of_tokenizer, local_files_only=True)
             model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
             shows = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
             model, loading = (AutoModelForImageTextToText if shows else AutoModelForCausalLM).from_pretrained(
@@ -102,8 +106,13 @@ class Generator:
         # Transformers fills what is missing with random numbers, and its warning is silenced above.
         if missing := sorted(loading["missing_keys"]):
             raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
+        if adapters:
+            from megatune.generation.peft_model import apply_adapter, merge_adapters
+
+            model = apply_adapter(merge_adapters(model, adapters[:-1]), adapters[-1]).model
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        return cls(model.to(device).eval(), tokenizer, options, str(folder), pictures)
+        source = str(adapters[-1] if adapters else folder)
+        return cls(model.to(device).eval(), tokenizer, options, source, pictures)
 
     def answer(self, messages: list[Message], on_text: Callable[[str], None] | None = None) -> Reply:
         """Write the assistant's next message.

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 # Settings of training that say how pictures are read.
@@ -136,13 +137,13 @@ def find_model(path: Path) -> Path:
     """
     if not path.is_dir():
         raise MegatuneError(_no_folder(path), ExitCode.INPUT)
-    folder = path if (path / "config.json").is_file() else _newest_checkpoint(path)
+    folder = path if (path / CONFIG).is_file() else newest_checkpoint(path, CONFIG)
     if folder is None:
         why = "it has neither a config.json nor a checkpoint-N folder with one"
         fix = "name a Hugging Face model, a checkpoint-N folder or a run's output_dir"
         raise MegatuneError(Finding(f"{path} holds no model", "", why, fix), ExitCode.INPUT)
     findings = list(_missing_weights(folder))
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         why = f"none of {', '.join(_TOKENIZER_FILES)} is there"
         fix = "copy the tokenizer files of the base model into the folder"
         findings.append(Finding("there is no tokenizer", str(folder), why, fix))
@@ -151,11 +152,17 @@ def find_model(path: Path) -> Path:
     return folder
 
 
-def _newest_checkpoint(path: Path) -> Path | None:
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def newest_checkpoint(path: Path, *files: str) -> Path | None:
+    """Return the checkpoint-N of a run with the largest N that has one of these files; None where there is none."""
     steps = {
         int(match[1]): child
         for child in path.iterdir()
-        if (match := _CHECKPOINT_NAME.fullmatch(child.name)) and (child / "config.json").is_file()
+        if (match := _CHECKPOINT_NAME.fullmatch(child.name)) and any((child / name).is_file() for name in files)
     }
     return steps[max(steps)] if steps else None
 

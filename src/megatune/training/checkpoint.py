@@ -16,14 +16,18 @@ from typing import Any
 import safetensors.torch
 
 from megatune import __version__
+from megatune.bridge.adapter_writer import write_adapter_config
 from megatune.bridge.assemble import Assembly, load_optimizer
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.bridge.save import save_optimizer, save_weights
+from megatune.bridge.save import save_adapters, save_optimizer, save_weights
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
+from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
 from megatune.plan.flops import num_parameters
@@ -36,6 +40,8 @@ _TRAINING = "training"
 _STATE = "state.json"
 # Weights in any format, and what belongs to a training run, is not copied from the model's own folder.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json", ".md", ".png")
+# Of the model itself, whose adapters are loaded onto it.
+_OF_MODEL = ("config.json", "generation_config.json")
 _RUN_FILES = ("run.yaml", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json", "report.json")
 
 
@@ -49,6 +55,7 @@ class TrainState:
         global_batch_size: rows per step; with `seed` it determines which rows a step trains.
         best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
         stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
+        base: digest of what adapters are beside (training/base.py); "" without adapters.
     """
 
     step: int = 0
@@ -58,6 +65,7 @@ class TrainState:
     best_loss: float | None = None
     best_step: int | None = None
     stream: dict[str, Any] | None = None
+    base: str = ""
 
 
 def save_checkpoint(
@@ -94,7 +102,11 @@ def save_checkpoint(
 
 
 def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainState) -> Iterator[Path]:
-    yield from save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
+    if _has_adapters(settings):
+        what = (assembly.parameters, assembly.architecture, assembly.place, settings.finetuning)
+        yield from save_adapters(folder, *what)
+    else:
+        yield from save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
     if settings.checkpoint.save_only_model:
         return
     training = folder / _TRAINING
@@ -111,11 +123,19 @@ def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainSta
 
 
 def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Path]:
-    """Copy tokenizer, chat template and generation settings; config.json gets the dtype that was trained."""
+    """Copy tokenizer, chat template and generation settings; config.json gets the dtype that was trained. Beside
+    adapters there is their own configuration instead of the model's."""
     names = [path.name for path in sorted(source.iterdir()) if path.is_file() and path.name not in _RUN_FILES]
     names = [name for name in names if not name.startswith(".") and not name.endswith(_NOT_COPIED)]
+    if _has_adapters(settings):
+        names = [name for name in names if name not in _OF_MODEL]
     for name in names:
         shutil.copyfile(source / name, folder / name)
+    if _has_adapters(settings):
+        base, architecture = settings.model.model_name_or_path, load_architecture(source)
+        finetuning = settings.finetuning
+        write_adapter_config(folder, architecture, finetuning, base or str(source), dropout=finetuning.lora_dropout)
+        return [*(folder / name for name in names), folder / ADAPTER_CONFIG]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
     config.setdefault("dtype" if "torch_dtype" not in config else "torch_dtype", None)
@@ -127,12 +147,17 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Pa
 
 def _bytes_needed(assembly: Assembly, settings: Settings) -> int:
     """Return the bytes of the checkpoint's tensors."""
-    parameters = num_parameters(assembly.architecture)
+    trained = num_trained_parameters(assembly.architecture, settings.finetuning)
+    parameters = trained if _has_adapters(settings) else num_parameters(assembly.architecture)
     model = parameters * (4 if settings.precision.params_dtype == "float32" else 2)
     if settings.checkpoint.save_only_model:
         return model
     kinds = {"adam": 2, "sgd": 1}[settings.optimizer.optimizer] + (settings.precision.params_dtype != "float32")
-    return model + 4 * kinds * num_trained_parameters(assembly.architecture, settings.finetuning)
+    return model + 4 * kinds * trained
+
+
+def _has_adapters(settings: Settings) -> bool:
+    return settings.finetuning.finetuning_type == "lora"
 
 
 def _layout(assembly: Assembly, settings: Settings) -> dict[str, Any]:
@@ -168,9 +193,12 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     counters, layout = content.pop("optimizer"), content.pop("layout")
     state = TrainState(**content)
     findings = [*_changed(checkpoint, state, expected), *_trained_otherwise(training, assembly, settings)]
+    if _has_adapters(settings):
+        findings += _scaled_otherwise(checkpoint, settings.finetuning)
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    load_optimizer(checkpoint, assembly.parameters, main_shards(assembly.optimizer), assembly.architecture)
+    shards = main_shards(assembly.optimizer)
+    load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
     load_scalars(assembly.optimizer, counters)
     path = training / f"rng-{assembly.place.rank:05d}.safetensors"
     # Another layout has other ranks; no number is drawn in training that their states could change.
@@ -193,6 +221,21 @@ def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Itera
         why = "a file of the data sets, the tokenizer, the template or another data setting was changed"
         fix = "put it back, or start anew with overwrite_output_dir: true"
         yield Finding(what, str(checkpoint), why, fix)
+    if state.base != expected.base:
+        what = "the adapters were trained beside another base"
+        why = "the weights of model_name_or_path, or of an adapter that is merged into them, are others than then"
+        fix = "name the base that the run began with, or start anew from the adapters: adapter_name_or_path"
+        yield Finding(what, str(checkpoint), why, fix)
+
+
+def _scaled_otherwise(checkpoint: Path, finetuning: FinetuningSettings) -> Iterator[Finding]:
+    """Compare what scales adapters; their names and shapes are held against the weight map where they are read."""
+    config = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    alpha = 2 * finetuning.lora_rank if finetuning.lora_alpha is None else finetuning.lora_alpha
+    for name, key, now in (("lora_alpha", "lora_alpha", alpha), ("use_rslora", "use_rslora", finetuning.use_rslora)):
+        if config[key] != now:
+            what, why = f"{name} was {config[key]}, and is {now} in this run", "it scales what adapters add to the base"
+            yield Finding(what, str(checkpoint), why, f"set it to {config[key]} again, or start anew")
 
 
 def _trained_otherwise(training: Path, assembly: Assembly, settings: Settings) -> Iterator[Finding]:

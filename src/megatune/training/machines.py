@@ -97,14 +97,15 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
 
     Args:
         model_dir: what the launcher has fetched.
-        resumed: the checkpoint that the run resumes from: it has all that is needed of the model.
+        resumed: the checkpoint that the run resumes from: it has all that is needed of the model, unless it holds
+            adapters.
 
     Raises:
         MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
     """
     name = settings.model.model_name_or_path
     assert name is not None
-    if resumed is not None:
+    if resumed is not None and settings.finetuning.finetuning_type != "lora":
         small = context.run_dir / "model"
         return on_rank_0(lambda: _keep_small_files(resumed, small)) if is_hub_id(name) else Path(name)
     if num_machines(context) == 1 and not is_hub_id(name):

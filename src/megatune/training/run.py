@@ -23,6 +23,7 @@ from megatune.plan.run.preflight import with_pictures
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
+from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import TrainState, load_checkpoint
@@ -114,10 +115,15 @@ def _build_trainer(
     assert settings.run.output_dir is not None
     output_dir, optimizer = Path(settings.run.output_dir), settings.optimizer
     context.beat("load", 0, limit=settings.run.ddp_timeout)
-    assembly = assemble(resumed or source, settings)
+    if settings.finetuning.finetuning_type == "lora":
+        base = digest_base(context, source, settings)
+        assembly = assemble(source, settings, adapter=resumed)
+    else:
+        base = ""
+        assembly = assemble(resumed or source, settings)
     schedule = RunSchedule.plan(settings, data.num_rows, assembly.place.dp_size)
     check_profiled_steps(settings, schedule.total_steps)
-    state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed)
+    state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base)
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
     feed = data.feed(schedule, assembly.architecture.vocab_size)
@@ -175,7 +181,8 @@ def _finish(trainer: Trainer, output_dir: Path) -> None:
     best = trainer.best_checkpoint if trainer.settings.evaluation.load_best_model_at_end else None
     finalize_model(best or last, output_dir)
     chosen = f" (step {trainer.state.best_step}, the lowest evaluation loss)" if best else ""
-    print(f"the model is in {output_dir}{chosen}", flush=True)
+    what = "adapter" if trainer.settings.finetuning.finetuning_type == "lora" else "model"
+    print(f"the {what} is in {output_dir}{chosen}", flush=True)
 
 
 def _quiet() -> None:

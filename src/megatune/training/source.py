@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.hub.models import HubModel, is_hub_id, open_model
+from megatune.families.adapters import ADAPTER_CONFIG
+from megatune.hub.models import CONFIG, HubModel, is_hub_id, open_model
 from megatune.training.storage.manifest import read_manifest
 from megatune.training.storage.store import list_checkpoints
 
@@ -42,7 +43,8 @@ class RunModel:
                     metadata = read_manifest(checkpoint).metadata
                     if metadata.get("model_name_or_path") == name:  # the commit that the run began with
                         self._pin(metadata["model_revision"], checkpoint.name)
-                return checkpoint
+                if (checkpoint / CONFIG).is_file():
+                    return checkpoint  # else it has adapters only
             if not self._asks:
                 return None
         found = open_model(name, model.model_revision, model.cache_dir)
@@ -71,5 +73,6 @@ def _resumed_checkpoint(settings: Settings) -> Path | None:
         return Path(asked)
     if asked is False or settings.run.overwrite_output_dir or output_dir is None:
         return None
-    whole = (path for path in reversed(list_checkpoints(Path(output_dir))) if (path / "config.json").is_file())
-    return next(whole, None)
+    configs = CONFIG, ADAPTER_CONFIG
+    found = reversed(list_checkpoints(Path(output_dir)))
+    return next((path for path in found if any((path / config).is_file() for config in configs)), None)

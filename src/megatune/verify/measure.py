@@ -27,6 +27,7 @@ from megatune.engine import groups, step
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.engine.traces import tracing
+from megatune.families.weights import Role
 from megatune.launch.context import RankContext
 from megatune.objectives.language_model import CrossEntropy
 from megatune.verify.localize import engine_places
@@ -209,7 +210,7 @@ def _samples_in(rows: Sequence[Sequence[int]], batches: Sequence[Batch]) -> Iter
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """Do what every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`: a trace where
-    `payload["trace"]`, else numbers. Weights are rounded to `payload["weights_dtype"]` first."""
+    `payload["trace"]`, else numbers. Weights, but for adapters, are rounded to `payload["weights_dtype"]` first."""
     settings, samples = payload["settings"], payload["samples"]
     groups.join(
         context.rank,
@@ -223,7 +224,8 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     assembly = assemble(payload["model_dir"], settings)
     with torch.no_grad():
         for local in assembly.parameters:
-            if local.parameter.requires_grad:  # buffers are in fp32, whatever is computed in
+            # Buffers and adapters are in fp32, whatever is computed in.
+            if isinstance(local.parameter, torch.nn.Parameter) and local.weight.role is not Role.ADAPTER:
                 local.parameter.copy_(local.parameter.to(getattr(torch, payload["weights_dtype"])))
     context.beat("measure", 0)
     compute = measure_trace if payload["trace"] else measure

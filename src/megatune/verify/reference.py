@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +14,16 @@ from megatune.architecture import Architecture
 from megatune.data.media.positions import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, read_architecture, read_config
+from megatune.families.adapters import LORA_A, LORA_B, module_path
 from megatune.families.forms import FileTensor, find_form
+from megatune.families.weights import experts_of, layers_of
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample
+
+if TYPE_CHECKING:
+    from megatune.generation.peft_model import AppliedAdapter
 
 
 class Reference(NamedTuple):
@@ -43,11 +48,27 @@ def load_reference_model(model_dir: str | Path, dtype: torch.dtype) -> torch.nn.
     return model.eval()
 
 
-def _load_rounded(model_dir: str | Path, weights_dtype: torch.dtype, dtype: torch.dtype) -> torch.nn.Module:
-    """Return the checkpoint with weights rounded to one dtype, computing in another."""
-    model = load_reference_model(model_dir, weights_dtype)
+def _load_rounded(
+    model_dir: str | Path, weights_dtype: torch.dtype, dtype: torch.dtype, adapters: Sequence[str]
+) -> tuple[torch.nn.Module, AppliedAdapter | None]:
+    """Return the checkpoint with weights rounded to one dtype, computing in another, and the last adapter on it.
+
+    Adapters before that are merged in fp32, before weights are rounded.
+    """
+    model: Any = load_reference_model(model_dir, weights_dtype)
+    if adapters[:-1]:
+        from megatune.generation.peft_model import merge_adapters
+
+        merged = merge_adapters(load_reference_model(model_dir, torch.float32), [Path(each) for each in adapters[:-1]])
+        model.load_state_dict(merged.state_dict())
     # `to` rounds buffers, too, and Transformers keeps some in fp32: rotary frequencies, the bias of a router.
-    return model if dtype is weights_dtype else model.to(dtype)
+    model = model if dtype is weights_dtype else model.to(dtype)
+    if not adapters:
+        return model, None
+    from megatune.generation.peft_model import apply_adapter
+
+    applied = apply_adapter(model, Path(adapters[-1]), trained=True)
+    return applied.model.eval(), applied
 
 
 def checkpoint_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -111,13 +132,19 @@ def _arguments(sample: Sample, architecture: Architecture, device: torch.device)
 
 
 def compute_reference(
-    model: torch.nn.Module, samples: Sequence[Sample], *, gradients: bool = True, loss_scale: float = 1.0
+    model: torch.nn.Module,
+    samples: Sequence[Sample],
+    *,
+    adapter: AppliedAdapter | None = None,
+    gradients: bool = True,
+    loss_scale: float = 1.0,
 ) -> Reference:
     """Forward and backward one sample at a time, so that no padding or mask takes part.
 
     The gradient is left in the parameters, too, for an optimizer to step with.
 
     Args:
+        adapter: on the model, whose gradients are asked for in place of the model's.
         loss_scale: multiplies the loss before the backward pass, and so the gradients.
     """
     device = next(model.parameters()).device
@@ -135,8 +162,20 @@ def compute_reference(
             (loss * (loss_scale / total)).backward()
         logits.append(output.detach().cpu())
         loss_sum += loss.item()
+    if adapter is not None and gradients:
+        return Reference(logits, loss_sum / total, adapter.gradients(_names_of_experts(architecture)))
     named = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None} if gradients else {}
     return Reference(logits, loss_sum / total, _canonical_tensors(checkpoint_tensors(model, named), architecture))
+
+
+def _names_of_experts(architecture: Architecture) -> Iterator[str]:
+    """Yield what the adapters of experts' matrices are called."""
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        for layer in layers_of(weight, architecture) if weight.per_expert else ():
+            for tensor in weight.hf:
+                for expert in experts_of(weight, architecture):
+                    module = module_path(tensor).format(layer=layer, expert=expert)
+                    yield from (f"{module}.{LORA_A}", f"{module}.{LORA_B}")
 
 
 def write_reference(
@@ -147,16 +186,18 @@ def write_reference(
     weights_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     loss_scale: float = 1.0,
+    adapters: Sequence[str] = (),
 ) -> None:
     """Compute the reference and write it as `numbers` says.
 
     Args:
+        adapters: folders; all but the last are merged into the model, and of that one are the gradients.
         weights_dtype: the weights are rounded to this first.
         dtype: what is computed in.
         loss_scale: multiplies the loss; gradients are divided by it before they are written.
     """
-    model = _load_rounded(model_dir, weights_dtype, dtype)
-    reference = compute_reference(model, samples, loss_scale=loss_scale)
+    model, adapter = _load_rounded(model_dir, weights_dtype, dtype, adapters)
+    reference = compute_reference(model, samples, adapter=adapter, loss_scale=loss_scale)
     folder.mkdir(parents=True, exist_ok=True)
     write_loss(folder, reference.loss)
     write_logits(folder, reference.logits)
@@ -174,9 +215,10 @@ def write_reference_trace(
     *,
     weights_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
+    adapters: Sequence[str] = (),
 ) -> None:
     """Compute forward and write what every place puts out, as `numbers` says; arguments as `write_reference`."""
-    model = _load_rounded(model_dir, weights_dtype, dtype)
+    model, _ = _load_rounded(model_dir, weights_dtype, dtype, adapters)
     architecture = _architecture(model)
     found: dict[str, list[Tensor]] = {}
 
@@ -201,9 +243,10 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     context.beat("reference", 0)
     weights_dtype, dtype = (getattr(torch, payload[key]) for key in ("weights_dtype", "dtype"))
     model_dir, samples, folder = payload["model_dir"], payload["samples"], Path(payload["folder"])
+    dtypes = {"weights_dtype": weights_dtype, "dtype": dtype}
     if payload["trace"]:
-        write_reference_trace(model_dir, samples, folder, weights_dtype=weights_dtype, dtype=dtype)
+        write_reference_trace(model_dir, samples, folder, **dtypes, adapters=payload["adapters"])
         return
     # Both sides of a comparison in fp16 scale their loss.
     scale = FP16_LOSS_SCALE if weights_dtype is torch.float16 else 1.0
-    write_reference(model_dir, samples, folder, weights_dtype=weights_dtype, dtype=dtype, loss_scale=scale)
+    write_reference(model_dir, samples, folder, **dtypes, loss_scale=scale, adapters=payload["adapters"])

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +89,9 @@ def verify_layout(
     """
     dtype = settings.precision.params_dtype
     layout = _layout("layout", model_dir, settings, samples, world)
-    truth = _reference("truth", reference_dir or model_dir, samples, dtype, "float32")
-    stock = None if dtype == "float32" else _reference("stock", reference_dir or model_dir, samples, dtype, dtype)
+    reference = partial(_reference, reference_dir or model_dir, samples, settings.finetuning.adapter_name_or_path)
+    truth = reference("truth", dtype, "float32")
+    stock = None if dtype == "float32" else reference("stock", dtype, dtype)
     with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
         folder = Path(name)
         # The layout first: it names what is wrong with a checkpoint better than Transformers does.
@@ -165,8 +167,11 @@ def _layout(
     return _Side(name, "megatune.verify.measure:run_rank", payload, world)
 
 
-def _reference(name: str, model_dir: str | Path, samples: list[Sample], weights_dtype: str, dtype: str) -> _Side:
-    payload = {"model_dir": str(model_dir), "samples": samples, "weights_dtype": weights_dtype, "dtype": dtype}
+def _reference(
+    model_dir: str | Path, samples: list[Sample], adapters: list[str], name: str, weights_dtype: str, dtype: str
+) -> _Side:
+    payload = {"model_dir": str(model_dir), "samples": samples, "adapters": adapters}
+    payload |= {"weights_dtype": weights_dtype, "dtype": dtype}
     alone = World(nnodes=1, node_rank=0, nproc_per_node=1, master_addr=LOOPBACK, master_port=find_free_port())
     return _Side(name, "megatune.verify.reference:run_rank", payload, alone)
 

@@ -31,7 +31,7 @@ class Cut(Enum):
     """Which features of a layer ranks share, and who sums what they find.
 
     OUTPUTS and INPUTS: the adapter, as the layer beside it. OUTPUTS_GATHERED and INPUTS_PARTIAL: others, before and
-    after the layer: its inputs are gathered already, whose gradients are summed there, and its outputs are summed later.
+    after the layer: its inputs are gathered already, where gradients are summed, and its outputs are summed later.
     """
 
     NONE = "none"
@@ -118,7 +118,7 @@ class Adapter(torch.nn.Module):
 
     def a(self, dtype: torch.dtype) -> Tensor:
         """Return A, [n · r, i]."""
-        part = self.lora_A
+        part: Tensor = self.lora_A
         if self.cut is Cut.OUTPUTS_GATHERED and self.group.size() > 1:
             # Ranks find parts of its gradient: those of their outputs.
             part = copy_to_tensor_model_parallel_region(part, group=self.group)
@@ -126,7 +126,7 @@ class Adapter(torch.nn.Module):
 
     def b(self, dtype: torch.dtype) -> Tensor:
         """Return B, [o, n · r]: of an output those columns are not zero that meet its matrix's latent."""
-        part = self.lora_B
+        part: Tensor = self.lora_B
         if self.cut is Cut.INPUTS_PARTIAL and self.group.size() > 1:
             part = copy_to_tensor_model_parallel_region(part, group=self.group)
         part = part.to(dtype)

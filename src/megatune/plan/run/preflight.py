@@ -82,14 +82,21 @@ def preflight(
         raise MegatuneError([*findings, *(refusal.findings if refusal else ())], ExitCode.SETTINGS)
     if refusal is not None:
         raise refusal
-    settings = loaded.settings
+    settings, lines = loaded.settings, tuple(_unsaid(loaded))
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
-        return Preflight(settings=settings)
+        return Preflight(settings=settings, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)
     planned = estimate(Case(model=model, settings=settings, world_size=world_size, machine=machine))
     said = _warnings(planned, idle_gpus) if planned.fits else [_allowed(planned, loaded.phrased)]
-    lines = (*_plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said))
+    lines = (*lines, *_plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said))
     return Preflight(settings=settings, planned=planned, lines=lines)
+
+
+def _unsaid(loaded: Loaded) -> Iterator[str]:
+    """Yield what a file leaves unsaid that another program understands otherwise."""
+    is_file = any(entry.origin not in ("override", "flag") for entry in loaded.entries.values())
+    if is_file and "finetuning.finetuning_type" not in loaded.entries:
+        yield "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
 
 
 def with_pictures(case: Case, tokens: int, largest: int) -> Preflight:
@@ -180,6 +187,8 @@ def _too_large(planned: Estimate) -> Finding:
     if longest := longest_row(planned):
         rows = "the longest rows that fit: memory is planned for rows of that length"
         lines.append(f"        cutoff_len: {longest}, {rows}")
+    if (adapters := _adapters(planned)) is not None:
+        lines.append(f"        {adapters}: adapters learn instead of the model")
     lines.append("        megatune plan searches all layouts for this machine, or for another one")
     least, most = map(size, least_and_most(planned.case, planned.stages))
     if may_fit(planned):
@@ -188,6 +197,14 @@ def _too_large(planned: Estimate) -> Finding:
         what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
         lines.append("        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len")
     return Finding(f"{what}, and {device.name} has {size(device.memory)}", why=why, fix="\n".join(lines).strip())
+
+
+def _adapters(planned: Estimate) -> Fix | None:
+    """Return what adapters in place of full training do, where the run then fits."""
+    if planned.case.settings.finetuning.finetuning_type != "full":
+        return None
+    found = fix(planned, {"finetuning.finetuning_type": "lora"})
+    return found if found is not None and found.after.fits else None
 
 
 # --- what a run could do better --------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def digest_files(root: Path, paths: Iterable[Path]) -> list[FileDigest]:
     """
     files = sorted(set(paths))
     with ThreadPoolExecutor(max(1, min(len(files), os.cpu_count() or 1, 8))) as threads:
-        digests = threads.map(lambda path: _digest(path, sync=True), files)
+        digests = threads.map(lambda path: digest_file(path, sync=True), files)
         names = (path.relative_to(root).as_posix() for path in files)
         return [FileDigest(name, *found) for name, found in zip(names, digests, strict=True)]
 
@@ -116,7 +116,7 @@ def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None
         size = path.stat().st_size
         if size != file.size:
             return f"{file.name} has {size} of {file.size} bytes"
-        _, digest = _digest(path, on_read=on_read)
+        _, digest = digest_file(path, on_read=on_read)
     except FileNotFoundError:
         return f"{file.name} is missing"
     except OSError as error:
@@ -124,7 +124,7 @@ def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None
     return "" if digest == file.xxh3_128 else f"{file.name} is damaged: its digest does not match"
 
 
-def _digest(path: Path, *, sync: bool = False, on_read: Callable[[int], None] | None = None) -> tuple[int, str]:
+def digest_file(path: Path, *, sync: bool = False, on_read: Callable[[int], None] | None = None) -> tuple[int, str]:
     """Return bytes and digest of a file; reading and hashing both release the interpreter lock."""
     state = xxhash.xxh3_128()
     size = 0

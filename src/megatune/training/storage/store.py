@@ -24,8 +24,9 @@ from megatune.training.storage.manifest import (
 )
 
 _logger = logging.getLogger(__name__)
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_CONFIG = "config.json"
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+# Without these neither Transformers nor peft loads anything.
+_CONFIGS = ("config.json", "adapter_config.json")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # Hidden, so that nothing takes these folders for checkpoints: being written, set aside by a commit, being deleted.
 _HIDDEN = re.compile(r"\.(checkpoint-\d+)\.(partial|replaced|deleted)")
@@ -209,17 +210,19 @@ def finalize_model(checkpoint: Path, output_dir: Path) -> None:
 
     Weights are hard links where the file system allows, so they take no room; small files are copies, so that editing
     one leaves the checkpoint as it is. Half of a model never loads: `config.json`, without which Transformers refuses,
-    is removed first and written last. Weights of an earlier model are removed: they could be loaded instead of these.
+    is removed first and written last, as an adapter's `adapter_config.json` is. Weights of an earlier model are
+    removed: they could be loaded instead of these.
 
     Raises:
         MegatuneError: CANNOT_WRITE; INPUT where the checkpoint has no sound manifest.
     """
     manifest = read_manifest(checkpoint)
     names = [file.name for file in manifest.files if not file.name.startswith(TRAINING_FOLDER)]
-    names.sort(key=lambda name: (name == _CONFIG, name))
+    names.sort(key=lambda name: (name in _CONFIGS, name))
     bytes_needed = sum(file.size for file in manifest.files if file.name in names)
     with writing(output_dir, bytes_needed):
-        (output_dir / _CONFIG).unlink(missing_ok=True)
+        for name in _CONFIGS:
+            (output_dir / name).unlink(missing_ok=True)
         sync(output_dir)
         for path in output_dir.iterdir():
             if _WEIGHTS.fullmatch(path.name) and path.name not in names:

@@ -1,0 +1,200 @@
+"""What peft's adapter_config.json says of a low-rank adapter, and which of it cannot be computed here."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.adapters import ADAPTER_CONFIG
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# Fields that say nothing of what a saved adapter computes: descriptions, what chose its modules, how it was begun.
+_HARMLESS = (
+    "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules exclude_modules"
+    " layers_to_transform layers_pattern megatron_core loftq_config eva_config corda_config lora_ga_config"
+    " qalora_group_size runtime_config"
+)
+_READ = (
+    "peft_type r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern target_parameters"
+    " modules_to_save ensure_weight_tying init_lora_weights bias"
+)
+_VARIANT = "it is another computation than W + s · B · A"
+# Fields that must be off, and why.
+_OFF: dict[str, str] = {
+    "fan_in_fan_out": "it transposes matrices, which no model of the supported families needs",
+    "lora_bias": "adapters are built without biases of their own",
+    "layer_replication": "the adapter belongs to a model with repeated layers",
+    "trainable_token_indices": "single rows of embeddings are not trained here; modules_to_save has whole ones",
+    "alora_invocation_tokens": "the adapter would be on for some tokens of a text only",
+    "megatron_config": "it was trained on Megatron-Core's own layers, whose names are others than Transformers'",
+    **dict.fromkeys(
+        ("velora_config", "use_qalora", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"), _VARIANT
+    ),
+}
+# How initial values are made, where the base is changed along: the adapter fits the changed one.
+_CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|loftq|lora_ga")
+_CONVERT = (
+    "convert it with peft: model.save_pretrained(OUT, path_initial_model_for_weight_conversion=INITIAL), or give it the"
+    " base that was saved with it and write init_lora_weights true"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig:
+    """A low-rank adapter's adapter_config.json.
+
+    Attributes:
+        rank, alpha: of modules that no pattern names.
+        rank_pattern, alpha_pattern: those of other modules, by the end of their paths, as regular expressions.
+        target_parameters: ends of the names of parameters, such as stacked experts, with an adapter.
+        modules_to_save: modules that are trained whole.
+        ensure_weight_tying: embeddings that are tied stay so.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    target_parameters: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    ensure_weight_tying: bool = False
+    base_model_name_or_path: str | None = None
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's adapter, by its path in Transformers' model."""
+        return _matching(self.rank_pattern, module, self.rank)
+
+    def scaling_of(self, module: str, rank: int) -> float:
+        """Return the factor of the product of a module's adapter, which has this rank."""
+        return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that holds for a module or for the end of its path, as peft does."""
+    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(found, default)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter in place of a model."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """Read an adapter's adapter_config.json.
+
+    Raises:
+        MegatuneError: INPUT, when folder, configuration or weights are missing, or with every field that asks for
+            something that is not computed here.
+    """
+    if not folder.is_dir():
+        fix = "give the folder that holds adapter_config.json and adapter_model.safetensors"
+        raise MegatuneError(Finding(f"there is no folder {folder}", "adapter_name_or_path", "", fix), ExitCode.INPUT)
+    config, findings = _read_json(folder)
+    findings += _missing_weights(folder)
+    path = str(folder / ADAPTER_CONFIG)
+    findings += _problems(config, path) if config is not None else []
+    if findings or config is None:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    return PeftConfig(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        dropout=float(config.get("lora_dropout") or 0),
+        use_rslora=bool(config.get("use_rslora")),
+        use_dora=bool(config.get("use_dora")),
+        rank_pattern=config.get("rank_pattern") or {},
+        alpha_pattern=config.get("alpha_pattern") or {},
+        target_parameters=tuple(config.get("target_parameters") or ()),
+        modules_to_save=tuple(config.get("modules_to_save") or ()),
+        ensure_weight_tying=bool(config.get("ensure_weight_tying")),
+        base_model_name_or_path=config.get("base_model_name_or_path") or None,
+    )
+
+
+def _read_json(folder: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        why = "it says rank, alpha and what the adapter belongs to"
+        fix = "give the folder of an adapter, as peft saves it"
+        if (folder / "config.json").is_file():
+            why, fix = "the folder holds a whole model", "give it as model_name_or_path"
+        return None, [Finding(f"there is no {ADAPTER_CONFIG}", str(folder), why, fix)]
+    except (OSError, ValueError) as error:
+        return None, [Finding(f"cannot be read: {error}", str(path), "", "copy it again")]
+    if not isinstance(config, dict):
+        return None, [Finding("is not a JSON object", str(path))]
+    return config, []
+
+
+def _missing_weights(folder: Path) -> Iterator[Finding]:
+    if (folder / WEIGHTS_FILE).is_file():
+        return
+    pickles = sorted(path.name for path in folder.glob("adapter_model*") if path.suffix in (".bin", ".pt", ".pth"))
+    why, fix = "the adapter's weights are there", "give the folder of an adapter, as peft saves it"
+    if pickles:
+        why = f"{pickles[0]} is a pickle, which can run code when it is loaded"
+        fix = "save it as safetensors with peft: model.save_pretrained(OUT, safe_serialization=True)"
+    yield Finding(f"there is no {WEIGHTS_FILE}", str(folder), why, fix)
+
+
+def _problems(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
+    peft_type = config.get("peft_type", "LORA")
+    if peft_type != "LORA":
+        what, why = f"peft_type is {peft_type!r}", "low-rank adapters (LORA) are read; other methods compute otherwise"
+        yield Finding(what, path, why, "train a LoRA adapter")
+        return
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        yield Finding(f"r is {rank!r}", path, "it is the rank, a whole number above 0")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        yield Finding(f"lora_alpha is {alpha!r}", path, "it is a number")
+    for key in ("rank_pattern", "alpha_pattern"):
+        yield from _pattern_problems(key, config.get(key), path)
+    for key in ("target_parameters", "modules_to_save"):
+        value = config.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            yield Finding(f"{key} is {value!r}", path, "it is a list of names")
+    if config.get("bias", "none") not in ("none", None):
+        why = "biases of the base were trained along, and are frozen here"
+        yield Finding(f"bias is {config['bias']!r}", path, why, 'train an adapter with bias "none"')
+    begun = config.get("init_lora_weights", True)
+    if isinstance(begun, str) and _CHANGES_BASE.fullmatch(begun.lower()):
+        why = "that way of beginning changes the base, and the adapter belongs to the changed one"
+        yield Finding(f"init_lora_weights is {begun!r}", path, why, _CONVERT)
+    for key, why in _OFF.items():
+        if config.get(key):
+            yield Finding(f"{key} is {_short(config[key])}", path, why, "train an adapter without it")
+    for key in sorted(config.keys() - {*_HARMLESS.split(), *_READ.split()} - _OFF.keys()):
+        if config[key]:
+            why = "it is not known here, and it may change what the adapter computes"
+            yield Finding(f"{key} is {_short(config[key])}", path, why, f"train an adapter without {key}")
+
+
+def _pattern_problems(key: str, patterns: Any, path: str) -> Iterator[Finding]:
+    if patterns and not isinstance(patterns, dict):
+        yield Finding(f"{key} is {_short(patterns)}", path, "it is a mapping of names to numbers")
+        return
+    for pattern, value in (patterns or {}).items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or (key == "rank_pattern" and value < 1):
+            yield Finding(f"{key} of {pattern!r} is {value!r}", path, "it is a number, of a rank above 0")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Finding(f"{key} has {pattern!r}", path, f"it is no regular expression: {error}")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,167 @@
+"""How peft is to find the modules of an adapter: what adapter_config.json says, and where its file stacks experts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from megatune.architecture import Architecture
+from megatune.families import FAMILIES
+from megatune.families.adapters import LORA_A, adapters, module_path
+from megatune.families.selection import Selection
+from megatune.families.trained import trained_weights
+from megatune.families.weights import Role, Weight, layers_of
+
+# Transformers has the matrices of all experts in parameters of these names.
+EXPERT_PARAMETERS = {2: "gate_up_proj", 1: "down_proj"}  # by how many matrices of an expert are in one
+_EXPERTS = "mlp.experts"
+_GATE_UP = r"(mlp\.experts\.gate_up_proj)"
+
+
+def adapter_config(
+    architecture: Architecture, selection: Selection, base_name: str, *, dropout: float = 0.0
+) -> dict[str, Any]:
+    """Return adapter_config.json of an adapter, by which peft finds its modules, and no others.
+
+    Args:
+        base_name: what the base is to be loaded by: a folder, or an id on a hub.
+        dropout: of training; peft takes none of experts, and then has none.
+    """
+    modules, parameters = _targets(architecture, selection)
+    alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
+    ranks, alphas = {}, {}
+    if f"{_EXPERTS}.{EXPERT_PARAMETERS[2]}" in parameters:
+        # Gate and up together have twice the rank, and the factor that each of them has. peft adds a pattern of its own
+        # with twice the alpha, which is wrong with use_rslora: the first one that holds counts, and it sorts them.
+        ranks[_GATE_UP] = 2 * selection.lora_rank
+        alphas[_GATE_UP] = alpha * (math.sqrt(2) if selection.use_rslora else 2)
+    saved = _saved(architecture, selection)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": selection.lora_rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0 if parameters else dropout,
+        "use_rslora": selection.use_rslora,
+        "use_dora": selection.use_dora,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "target_modules": modules,
+        "target_parameters": parameters or None,
+        "modules_to_save": saved or None,
+        "ensure_weight_tying": bool(saved) and architecture.tie_word_embeddings,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
+
+
+def peft_problems(architecture: Architecture, selection: Selection) -> Iterator[tuple[str, str]]:
+    """Yield what is trained that peft has no form for, by the setting that asks for it, and why."""
+    weights = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
+    for engine, entry in adapters(architecture, selection).items():
+        if entry.a.per_expert and len(entry.a.hf) < len(weights[engine].hf):
+            names = " and ".join(module_path(tensor).rpartition(".")[2] for tensor in weights[engine].hf)
+            yield "lora_target", f"of experts, {names} are one matrix to Transformers: both have adapters, or none"
+    if selection.use_dora and _targets(architecture, selection)[1]:
+        yield "use_dora", "peft has no weight decomposition for the feed-forwards of a model with experts"
+
+
+def is_stacked(architecture: Architecture, selection: Selection) -> bool:
+    """Return whether peft reads adapters of experts stacked only: where checkpoints of the family stack them, too, or
+    where gate, up and down are not all trained."""
+    trained = [weight for weight in _trained(architecture, selection) if weight.per_expert]
+    if not trained:
+        return False
+    return len(trained) < 2 or any(form.fused for form in FAMILIES[architecture.model_type].forms)
+
+
+def stacked_path(weight: Weight, architecture: Architecture, selection: Selection, layer: int) -> str:
+    """Return the module that has the stacked tensors of a weight of experts' adapters, as Transformers names it."""
+    path = weight.hf[0].name.partition(".{expert}")[0].format(layer=layer)
+    for part, other in FAMILIES[architecture.model_type].renamed:
+        path = f"{path}.".replace(part, other).removesuffix(".")
+    # peft wraps one parameter after the other: that of gate and up is inside, if both have adapters.
+    both = sum(each.per_expert for each in _trained(architecture, selection)) == 2
+    return f"{path}.base_layer" if both and len(weight.hf) == 2 else path
+
+
+def _trained(architecture: Architecture, selection: Selection) -> list[Weight]:
+    """Return the entry of A of each adapter that a layer has."""
+    entries = adapters(architecture, selection).values()
+    return [entry.a for entry in entries if layers_of(entry.a, architecture)]
+
+
+def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str] | str, list[str]]:
+    """Return target_modules and target_parameters.
+
+    peft takes target_modules with the names of experts' matrices for all experts' alone, in some families: modules of a
+    dense or shared feed-forward go by their parameters there.
+    """
+    paths = {
+        tensor.name.removesuffix(f".{LORA_A}"): weight.per_expert
+        for weight in _trained(architecture, selection)
+        for tensor in weight.hf
+    }
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    everywhere = _modules(weights, architecture)
+    of_experts = {_leaf(module_path(tensor)) for weight in weights if weight.per_expert for tensor in weight.hf}
+    linear = [path for path, per_expert in paths.items() if not per_expert]
+    as_parameters = [path for path in linear if _leaf(path) in of_experts]
+    ends = _suffixes(as_parameters, everywhere)
+    assert ends is not None, "families with experts name no other feed-forward alike"
+    parameters = [f"{end}.weight" for end in ends]
+    trained = {len(weight.hf) for weight in _trained(architecture, selection) if weight.per_expert}
+    parameters += [f"{_EXPERTS}.{EXPERT_PARAMETERS[count]}" for count in sorted(trained, reverse=True)]
+    linear = [path for path in linear if path not in as_parameters]
+    names: list[str] | str | None = _suffixes(linear, everywhere)
+    if names is None:
+        names = "|".join(re.escape(path).replace(r"\{layer\}", r"\d+") for path in linear)
+    elif len(trained) == 2 and not any(_leaf(path) in of_experts for path in everywhere):
+        names = sorted({*names, *of_experts})  # older peft knows experts' modules by these alone
+    return names, sorted(parameters)
+
+
+def _modules(weights: Collection[Weight], architecture: Architecture) -> set[str]:
+    """Return the paths of all modules outside of experts, with {layer}, and of those that they are in."""
+    found = set()
+    for weight in weights:
+        for tensor in weight.hf if layers_of(weight, architecture) and not weight.per_expert else ():
+            parts = tensor.name.split(".")[:-1]
+            found |= {".".join(parts[:size]) for size in range(1, len(parts) + 1)}
+    return found
+
+
+def _suffixes(paths: Collection[str], everywhere: Collection[str]) -> list[str] | None:
+    """Return ends of paths of modules that are the ends of no others; None where there are none."""
+    others = [f".{path}" for path in everywhere if path not in paths]
+    found = set()
+    for path in paths:
+        parts = path.rpartition("{layer}.")[2].split(".")
+        ends = [".".join(parts[-size:]) for size in range(1, len(parts) + 1) if not parts[-size].isdigit()]
+        end = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), None)
+        if end is None:
+            return None
+        found.add(end)
+    return sorted(found)
+
+
+def _saved(architecture: Architecture, selection: Selection) -> list[str]:
+    """Return modules_to_save: of those trained whole the name alone, where no other module's ends so, or the path."""
+    if selection.finetuning_type != "lora":
+        return []
+    everywhere = _modules(FAMILIES[architecture.model_type].weight_map(architecture), architecture)
+    trained = {
+        module_path(weight.hf[0]): None
+        for weight, _ in trained_weights(architecture, selection)
+        if weight.role is Role.BASE
+    }
+    return [_leaf(path) if sum(other.endswith(_leaf(path)) for other in everywhere) == 1 else path for path in trained]
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]

@@ -1,0 +1,34 @@
+"""What adapters are beside: their base, known by a digest of its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import xxhash
+
+from megatune.bridge.adapter_files import ADAPTER
+from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.config.settings import Settings
+from megatune.engine import groups
+from megatune.launch.context import RankContext
+from megatune.training.resume import shares
+from megatune.training.storage.manifest import FileDigest, digest_file
+
+
+def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> str:
+    """Digest the files of a model's weights, and of the adapters that are merged into them; each rank reads a share.
+
+    Collective.
+
+    Returns:
+        32 hexadecimal digits, the same on every rank, which neither names of files nor their order change.
+    """
+    finetuning = settings.finetuning
+    context.beat("digest", 0, limit=settings.run.ddp_timeout)
+    merged = finetuning.adapter_name_or_path[: None if finetuning.create_new_adapter else -1]
+    folders = [SafetensorsFolder(model_dir), *(SafetensorsFolder(path, ADAPTER) for path in merged)]
+    files = [FileDigest(str(path), path.stat().st_size, "") for folder in folders for path in folder.files()]
+    mine = [digest_file(Path(file.name)) for file in shares(files, context.world_size)[context.rank]]
+    digests = sorted(digest for part in groups.gather(mine) for digest in part)
+    return xxhash.xxh3_128_hexdigest(json.dumps(digests).encode())
