@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product
-from megatune.plan.operators.shapes import Adapted, Shapes
+from megatune.plan.operators.shapes import OUTPUT, Adapted, Shapes
+
+# As engine.quantization has it: elements of a matrix that are made at a time.
+_MADE_AT_A_TIME = 1 << 24
+_MADE_LAUNCHES = 10  # most of them for scales
 
 # Kernels of an operator: forward, backward, launches, weight gradient.
 Work = tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, tuple[Kernel, ...]]
@@ -95,7 +99,29 @@ def linear(
         # Outputs are scattered before the adapter's are added.
         memory = Memory(kept + more.kept, forward + (0 if scatters else more.forward), backward + more.backward)
     work = linear_work(shapes, tokens, outputs, inputs, name if vectors is None else "")
-    return Operator(module, memory, *work)
+    operator = Operator(module, memory, *work)
+    return operator if name == OUTPUT else made(shapes, operator, inputs * outputs)
+
+
+def made(shapes: Shapes, operator: Operator, numbers: int) -> Operator:
+    """Add to an operator what it takes to make its matrices of so many numbers from few bits, in each pass.
+
+    On a GPU that is one kernel for some rows of theirs; on a CPU it is operators, which write wider numbers on the way.
+    """
+    if not shapes.quantized_bits:
+        return operator
+    some, moved = min(numbers, _MADE_AT_A_TIME), numbers * (shapes.quantized_bits / 8 + shapes.size)
+    beside = shapes.size
+    if shapes.on_cpu:  # two fp32 numbers, and of 4 bits the values in 16 bits
+        beside = 8 + (shapes.size if shapes.wide and shapes.quantized_bits == 4 else 0)
+    added = numbers * shapes.size + some * beside
+    kept, forward, backward = operator.memory
+    return operator._replace(
+        memory=Memory(kept, forward + added, backward + added),
+        forward=(*operator.forward, Moved(moved)),
+        backward=(*operator.backward, Moved(moved)),
+        launches=operator.launches + _MADE_LAUNCHES,
+    )
 
 
 def adapter_memory(
