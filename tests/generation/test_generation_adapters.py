@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from torch import Tensor
 
+from megatune.bridge.peft_model import apply_adapter, merge_adapters
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
@@ -27,7 +28,6 @@ from megatune.families.weights import hf_shapes, layers_of
 from megatune.generation.adapters import adapted_model
 from megatune.generation.infer import Generator
 from megatune.generation.inputs import GenerationOptions
-from megatune.generation.peft_model import apply_adapter, merge_adapters
 from megatune.verify.adapters import write_random_adapter
 from megatune.verify.reference import checkpoint_tensors
 
