@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_read_is_not_said_to_set_nothing(
         assert ("It sets nothing" in capsys.readouterr().out) == sets_nothing
 
 
-def test_lora_is_planned_before_it_is_built(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_adapters_leave_of_memory(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "recompute_granularity", file, "--gpus", "8", "--gpu", "h100-80g"]
     assert main(words) == ExitCode.DONE
     full = capsys.readouterr().out
@@ -77,8 +77,8 @@ def test_lora_is_planned_before_it_is_built(file: str, capsys: pytest.CaptureFix
     lora = capsys.readouterr().out
     held = [float(re.findall(r"null: ([\d.]+) of", text)[0]) for text in (full, lora)]
     assert held[1] < held[0] / 2
-    assert main(["explain", file, "finetuning_type=lora"]) == ExitCode.SETTINGS
-    assert "full fine-tuning and freezing are built" in capsys.readouterr().out
+    assert main(["explain", file, "lora_rank=16"]) == ExitCode.SETTINGS
+    assert "lora_rank with finetuning_type: full" in capsys.readouterr().out
 
 
 def test_a_run_that_nothing_was_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

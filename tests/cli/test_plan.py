@@ -197,7 +197,7 @@ def test_lora_and_images_can_be_planned(run: Run) -> None:
                         "--lora_rank", "4", "--lora_target", "q_proj,down_proj")  # fmt: skip
     lora = json.loads(text)
     assert code == ExitCode.DONE
-    assert lora["model"]["trainable"]["lora_target"] == ["linear_qkv", "linear_fc2"]
+    assert lora["model"]["trainable"]["lora_target"] == ["q_proj", "down_proj"]
     assert lora["model"]["trainable"]["lora_rank"] == 4
     assert lora["plan"]["stages"][0]["optimizer_state"] < full["plan"]["stages"][0]["optimizer_state"] / 20
     _, out, _ = run("Qwen2-VL-7B", *GPUS, "image_max_pixels=451584", "freeze_vision_tower=false")
@@ -253,7 +253,8 @@ def test_how_it_is_launched(run: Run) -> None:
         (("run.yaml", *GPUS, "--netwrok", "ib-400"), 64, ["did you mean --network?"]),
         (("run.yaml", *GPUS, "cutoff_lne=5"), 64, ["did you mean cutoff_len?"]),
         (("run.yaml", *GPUS, "--trainable", "half", "lora_rank=0", "lora_target=q"), 64,
-         ["--trainable half", "lora_rank is 0", "lora_target has q", "3 problems"]),
+         ["--trainable half", "lora_rank is 0", "lora_target with finetuning_type: full", "3 problems"]),
+            (("run.yaml", *GPUS, "--trainable", "lora", "lora_target=q"), 64, ["lora_target has q", "did you mean"]),
         (("run.yaml", *GPUS, "--global_batch", "30"), 64, ["--global_batch 30", "--global_batch 32"]),
         (("--calibrate", "no-such-run"), 66, ["no-such-run"]),
         (("run.yaml", "--link", "nvlink4"), 64, ["--link without --gpu"]),

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.assemble import assemble
+from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.save import save_weights
 from megatune.config.settings import Settings
+from megatune.data.batches import Batch
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import step
 from megatune.families import load_architecture
@@ -112,17 +113,21 @@ def _checkpoint_copy(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in checkpoint_tensors(model, parameters).items()}
 
 
+def step_batches(index: int, assembly: Assembly, settings: Settings) -> list[Batch]:
+    """This rank's micro-batches of a step: four, but two where four data-parallel ranks share the eight rows."""
+    accumulation = min(ACCUMULATION, NUM_SAMPLES // assembly.place.dp_size)
+    rows = NUM_SAMPLES // (accumulation * assembly.place.dp_size)
+    samples, vision = step_samples(index, assembly.architecture), assembly.architecture.vision
+    batches = shard_samples(samples, assembly.place, settings.parallel, micro_batch_size=rows, vision=vision)
+    assert len(batches) == accumulation
+    return batches
+
+
 def engine_steps(model_dir: Path, settings: Settings, num_steps: int, folder: Path) -> None:
     """On every rank."""
     assembly = assemble(model_dir, settings)
-    # Four micro-batches, but two where four data-parallel ranks share the eight rows.
-    accumulation = min(ACCUMULATION, NUM_SAMPLES // assembly.place.dp_size)
-    rows = NUM_SAMPLES // (accumulation * assembly.place.dp_size)
     for index in range(num_steps):
-        samples, vision = step_samples(index, assembly.architecture), assembly.architecture.vision
-        batches = shard_samples(samples, assembly.place, settings.parallel, micro_batch_size=rows, vision=vision)
-        assert len(batches) == accumulation
-        measure_loss(assembly, batches)
+        measure_loss(assembly, step_batches(index, assembly, settings))
         updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)
         assert updated
     gather_parameters(assembly.model)

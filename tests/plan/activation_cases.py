@@ -88,6 +88,7 @@ QWEN2_5_VL = vision_language("qwen2_5_vl", [4, 6, 6])
 QWEN3_VL = vision_language("qwen3_vl", [6, 5, 5])
 
 ALL = FinetuningSettings()
+ENCODER_ADAPTED = FinetuningSettings(finetuning_type="lora", freeze_vision_tower=False)
 WHOLE = FinetuningSettings(freeze_vision_tower=False, freeze_multi_modal_projector=False)
 
 
@@ -271,17 +272,34 @@ def _adapters() -> dict[str, Measured]:
             "dense", DENSE, Layout(1), trainable=FinetuningSettings(freeze_language_model=True)
         )
     }
-    for name, targets in {
-        "LoRA": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-        "LoRA of attention": ("linear_qkv", "linear_proj"),
-        "LoRA of fc2": ("linear_fc2",),
-    }.items():
-        trainable = FinetuningSettings(finetuning_type="lora", lora_target=list(targets))
-        found[f"{name}, fp32"] = Measured("dense", DENSE, Layout(1), trainable=trainable)
-    full = Layout(1, recompute=FULL)
-    found["LoRA, full, bf16"] = Measured(
-        "dense", DENSE, full, bf16=True, trainable=FinetuningSettings(finetuning_type="lora")
+    for name, layout, bf16, selection in (
+        ("LoRA, fp32", Layout(1), False, {}),
+        ("LoRA, bf16", Layout(1), True, {}),
+        ("LoRA of q and v, fp32", Layout(1), False, {"lora_target": ["q_proj", "v_proj"]}),
+        ("LoRA of q and v, bf16", Layout(1), True, {"lora_target": ["q_proj", "v_proj"]}),
+        ("LoRA of gate_proj, bf16", Layout(1), True, {"lora_target": ["gate_proj"]}),
+        ("LoRA of attention, fp32", Layout(1), False, {"lora_target": ["linear_qkv", "linear_proj"]}),
+        ("LoRA of rank 64, and words, bf16", Layout(1), True,
+         {"lora_rank": 64, "additional_target": ["embed_tokens", "lm_head"]}),
+        ("DoRA of attention, bf16", Layout(1), True,
+         {"use_dora": True, "lora_target": ["linear_qkv", "linear_proj"]}),
+        ("LoRA, full, bf16", Layout(1, recompute=FULL), True, {}),
+        ("LoRA, tp2 sp, bf16", Layout(2, TP2 | SP), True, {}),
+    ):  # fmt: skip
+        trainable = FinetuningSettings(finetuning_type="lora", **selection)
+        found[name] = Measured("dense", DENSE, layout, bf16=bf16, trainable=trainable)
+    # What is before the first adapter of all keeps nothing; it is counted.
+    trainable = FinetuningSettings(finetuning_type="lora", lora_target=["linear_fc2"])
+    found["LoRA of fc2, 12 layers, fp32"] = Measured(
+        "dense", replace(DENSE, num_layers=12), Layout(1), trainable=trainable
     )
+    return found
+
+
+def _expert_adapters(model: str, architecture: Architecture) -> dict[str, Measured]:
+    trainable = FinetuningSettings(finetuning_type="lora")
+    found = {"LoRA, bf16": Measured(model, architecture, Layout(1), bf16=True, trainable=trainable)}
+    found["LoRA, ep2, fp32"] = Measured(model, architecture, Layout(2, EP2, EVEN), trainable=trainable)
     return found
 
 
@@ -312,6 +330,9 @@ def _encoder(model: str, architecture: Architecture) -> dict[str, Measured]:
         ("encoder frozen, bf16", Layout(1), True, ALL),
         ("projector trained, fp32", Layout(1), False, FinetuningSettings(freeze_multi_modal_projector=False)),
         ("full, bf16", Layout(1, recompute=FULL), True, WHOLE),
+        ("LoRA, bf16", Layout(1), True, FinetuningSettings(finetuning_type="lora")),
+        ("LoRA with encoder, bf16", Layout(1), True, ENCODER_ADAPTED),
+        ("LoRA with encoder, fp32", Layout(1), False, ENCODER_ADAPTED),
     ):
         found[name] = Measured(model, architecture, layout, bf16, trainable=trainable, images=6)
     return found
@@ -334,7 +355,9 @@ def _dealt() -> dict[str, Measured]:
     return found
 
 
-_TEXT = (_dense(), _pipelines(), _experts(), _latent(), _adapters(), _freezing())
+_TEXT = (_dense(), _pipelines(), _experts(), _latent(), _adapters(), _expert_adapters("experts", SPARSE), _freezing())
 _MODELS = {"qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
+_LATENT_ADAPTERS = _expert_adapters("latent attention", LATENT)
+del _LATENT_ADAPTERS["LoRA, ep2, fp32"]
 _PICTURES = (*(_encoder(model, architecture) for model, architecture in _MODELS.items()), _dealt())
-CASES: dict[str, Measured] = _named((*_TEXT, *_PICTURES))
+CASES: dict[str, Measured] = _named((*_TEXT, _LATENT_ADAPTERS, *_PICTURES))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from live_bytes import LiveBytes
@@ -27,52 +26,31 @@ GRID = (1, 16, 16)  # patches of an image
 def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings, images: int = 0) -> int:
     """On every rank: a step's most live bytes, with random weights, every token trained, and so many images a row."""
     build(settings.parallel, seed=0, timeout=settings.run.ddp_timeout)
-    # What the engine does not have yet, or refuses, is frozen below.
-    is_lora, text = trainable.finetuning_type == "lora", architecture.vision is None
-    built = FinetuningSettings() if is_lora or (text and trainable.freeze_language_model) else trainable
+    # A frozen language model alone is refused; it is frozen below.
+    is_frozen = architecture.vision is None and trainable.freeze_language_model
+    built = FinetuningSettings() if is_frozen else trainable
     model = build_model(architecture, settings.model_copy(update={"finetuning": built}))
     with torch.no_grad():
         for chunk in model:
             for parameter in chunk.parameters():
                 parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    adapters = _freeze(model, trainable)
+    if is_frozen:
+        _freeze(model)
     count = settings.batch.gradient_accumulation_steps
     batches = [_batch(architecture, settings, images, index) for index in range(count)]
     with LiveBytes() as found:
         step.forward_backward(model, batches, CrossEntropy())
-    del adapters
     return found.peak
 
 
-def _freeze(model: Sequence[torch.nn.Module], trainable: FinetuningSettings) -> list[torch.nn.Parameter]:
-    """Leave training to norms where the language model is frozen, and to adapters where they are asked for: one beside
-    each target, which the engine has none of yet. Hidden states have a gradient from the embedding on, as PEFT's
-    enable_input_require_grads makes it: recomputation asks for that. Answers the adapters' matrices."""
-    matrices: list[torch.nn.Parameter] = []
-    if trainable.finetuning_type != "lora" and not trainable.freeze_language_model:
-        return matrices
+def _freeze(model: Sequence[torch.nn.Module]) -> None:
+    """Leave training to norms, and let hidden states have a gradient from the embedding on."""
     for chunk in model:
         for parameter in chunk.parameters():
-            parameter.requires_grad = trainable.finetuning_type == "full" and parameter.dim() == 1
+            parameter.requires_grad = parameter.dim() == 1
         for name, module in chunk.named_modules():
-            if trainable.finetuning_type == "lora" and name.rpartition(".")[2] in trainable.lora_layers:
-                matrices += _adapt(module, trainable.lora_rank)
             if name.rpartition(".")[2] == "embedding":
                 module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    return matrices
-
-
-def _adapt(linear: Any, rank: int) -> list[torch.nn.Parameter]:
-    """Add B · A · input to the output of a linear layer [out, in]."""
-    weight = linear.weight
-    down = torch.nn.Parameter(torch.full((rank, weight.shape[1]), 0.01, dtype=weight.dtype))
-    up = torch.nn.Parameter(torch.full((weight.shape[0], rank), 0.01, dtype=weight.dtype))
-
-    def add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], outputs: Any) -> Any:
-        return outputs[0] + inputs[0] @ down.t() @ up.t(), *outputs[1:]
-
-    linear.register_forward_hook(add)
-    return [down, up]
 
 
 def _batch(architecture: Architecture, settings: Settings, images: int, seed: int) -> Batch:

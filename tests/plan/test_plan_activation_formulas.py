@@ -224,14 +224,23 @@ def test_adapters_keep_the_inputs_of_their_layers_only():
 
     frozen = kept(FinetuningSettings(freeze_language_model=True))
     hidden, inner = 2 * LENGTH * DENSE.hidden_size, 2 * LENGTH * DENSE.ffn_hidden_size
-    of_rank = 2 * LENGTH * 8
-    for target, more in {
-        "linear_qkv": hidden + 3 * of_rank,
-        "linear_proj": of_rank,  # attention keeps the context anyway
-        "linear_fc1": hidden + 2 * of_rank,
-        "linear_fc2": inner + of_rank,
+    width, ffn, heads = DENSE.hidden_size, DENSE.ffn_hidden_size, DENSE.query_size
+    mixed = heads + 2 * DENSE.key_value_size
+
+    def of_adapter(latent: int, inputs: int, outputs: int) -> int:
+        """Of the latent, and of A and B in the model's dtype."""
+        return 2 * latent * (LENGTH + inputs + outputs)
+
+    for targets, more in {
+        "linear_qkv": hidden + of_adapter(3 * 8, width, mixed),
+        # One matrix of three: B is as long as all of them.
+        "q_proj": hidden + of_adapter(8, width, mixed),
+        "linear_proj": of_adapter(8, heads, width),  # attention keeps the context anyway
+        "linear_fc1": hidden + of_adapter(2 * 8, width, 2 * ffn),
+        "up_proj": hidden + of_adapter(8, width, 2 * ffn),
+        "linear_fc2": inner + of_adapter(8, ffn, width),
     }.items():
-        assert kept(FinetuningSettings(finetuning_type="lora", lora_target=[target])) == frozen + more
+        assert kept(FinetuningSettings(finetuning_type="lora", lora_target=[targets])) == frozen + more
     assert kept(FinetuningSettings()) == frozen + 2 * hidden + inner
     assert kept(FinetuningSettings(finetuning_type="lora"), SHARED) < kept(FinetuningSettings(), SHARED) * 1.1
 

@@ -109,7 +109,7 @@ def test_short_names_of_layouts_lead_to_the_key() -> None:
 
 def test_refused_and_unknown_keys() -> None:
     assert "use_distributed_optimizer" in explain_key("deepspeed", [])
-    assert "尚未实现" in explain_key("lora_rank", GROUNDS, "zh")
+    assert "已实现 LoRA" in explain_key("oft_rank", GROUNDS, "zh")
     text = explain_key("report_to", GROUNDS)
     assert "wandb" in text
     assert "report_to: none" in text

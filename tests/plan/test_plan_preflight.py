@@ -77,6 +77,39 @@ def test_a_good_run_gets_layout_and_batch_memory_by_part_and_time(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("text", "overrides", "says"),
+    [
+        ("bf16: true\n", [], True),
+        ("finetuning_type: full\n", [], False),
+        ("bf16: true\n", ["finetuning_type=lora"], False),
+        (None, ["bf16=true"], False),
+    ],
+)
+@pytest.mark.parametrize("machine", [A100S, None])
+def test_a_file_without_finetuning_type_is_told_what_that_means(tmp_path: Path, text, overrides, says, machine) -> None:
+    """In LLaMA-Factory it means LoRA."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    basics = [f"model_name_or_path={tmp_path}", "output_dir=out", "dataset=d", "template=qwen", "cutoff_len=64"]
+    loaded = load(tmp_path / "run.yaml" if text is not None else None, [*basics, *overrides])
+    line = "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
+    assert (line in preflight(loaded, 8, (), machine).lines) == says
+
+
+def test_adapters_are_offered_where_a_model_is_too_large(tmp_path: Path) -> None:
+    with pytest.raises(MegatuneError) as refused:
+        checked(tmp_path, 1, bf16=True, cutoff_len=1024, per_device_train_batch_size=1)
+    fixes = refused.value.findings[0].fix.splitlines()
+    (line,) = [line.strip() for line in fixes if "finetuning_type" in line]
+    assert line.startswith("finetuning_type: lora: ")
+    assert line.endswith(": adapters learn instead of the model")
+    assert checked(
+        tmp_path, 1, bf16=True, cutoff_len=1024, per_device_train_batch_size=1, finetuning_type="lora"
+    ).planned
+
+
+@pytest.mark.parametrize(
     ("changes", "world", "words"),
     [
         ({"tensor_model_parallel_size": 16, "gradient_accumulation_steps": 32}, 16,

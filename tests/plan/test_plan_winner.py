@@ -14,7 +14,6 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.load import Loaded, dump, load
 from megatune.config.settings import GROUPS, Settings
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
@@ -153,14 +152,15 @@ def test_processes_of_several_machines_are_started_on_each_of_them() -> None:
     assert best.case.settings.run.num_processes is None
 
 
-def test_adapters_are_refused_by_name() -> None:
-    base = Settings(precision=GROUPS["precision"](bf16=True))
-    best = found(find_model("Qwen3-8B"), base, trainable=FinetuningSettings(finetuning_type="lora"))
-    with pytest.raises(MegatuneError) as refused:
-        winner_yaml(best, {})
-    assert refused.value.exit_code == ExitCode.SETTINGS
-    (finding,) = refused.value.findings
-    assert finding.what == "no settings file for Qwen3-8B: training LoRA adapters is not built yet"
+def test_adapters_are_written(tmp_path: Path) -> None:
+    asked = FinetuningSettings(finetuning_type="lora", lora_target=["q_proj", "v_proj"], lora_rank=16)
+    model = find_model("Qwen3-8B")
+    best = found(model, Settings(precision=GROUPS["precision"](bf16=True)), trainable=asked)
+    winner = tmp_path / "winner.yaml"
+    winner.write_text(winner_yaml(best, {}))
+    loaded = load(winner, overrides=["model_name_or_path=model", "dataset=rows", "output_dir=out"])
+    assert loaded.check(model.architecture, best.case.world_size) == []
+    assert loaded.settings.finetuning == asked
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from model_sizes import tiny_config
 from pool import RankPool
 from runs import assert_same_tensors, metrics, settings_of, tensors, train
 
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
+from megatune.families import read_architecture
+from megatune.training.banner import _trained
 
 # Of four layers the last one, on the second stage of two, and the norm behind it.
 FREEZE = {"finetuning_type": "freeze", "freeze_trainable_layers": 1, "freeze_extra_modules": ["norm"]}
@@ -116,6 +120,49 @@ def test_a_resume_that_trains_other_weights_is_refused(
         assert found.startswith("64 "), found
         assert "other weights were trained than this run trains" in found
         assert why in found
+
+
+SAYS = [
+    (
+        "qwen3",
+        {},
+        "32,768 of 219,520 parameters (15 %): LoRA of rank 8, alpha 16 on q_proj, k_proj, v_proj, o_proj, gate_proj, "
+        "up_proj, down_proj (4 layers)",
+    ),
+    (
+        "qwen3_moe",
+        {"lora_target": ["gate_proj", "q_proj"], "use_rslora": True, "lora_alpha": 4},
+        "20,992 of 294,784 parameters (7.1 %): rank-stabilized LoRA of rank 8, alpha 4 on q_proj, gate_proj (4 layers)"
+        "; experts' gate_proj (2 layers)",
+    ),
+    (
+        "qwen2_vl",
+        {
+            "freeze_vision_tower": False,
+            "freeze_multi_modal_projector": False,
+            "lora_target": ["v_proj", "fc1", "mlp.0"],
+        },
+        "9,216 of 242,112 parameters (3.8 %): LoRA of rank 8, alpha 16 on v_proj (4 layers); vision tower's fc1 "
+        "(4 layers); projector's mlp.0",
+    ),
+    (
+        "qwen3_vl",
+        {
+            "lora_target": ["o_proj"],
+            "use_dora": True,
+            "additional_target": ["norm", "lm_head"],
+            "loraplus_lr_ratio": 16,
+        },
+        "24,704 of 300,240 parameters (8.2 %): DoRA of rank 8, alpha 16 on o_proj (4 layers); whole: norm, lm_head; "
+        "frozen: vision tower, projector, deepstack mergers; B at 16 times the learning rate (LoRA+)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "selection", "expected"), SAYS)
+def test_a_run_says_what_has_adapters(family: str, selection: dict[str, Any], expected: str) -> None:
+    settings = Settings(finetuning=FinetuningSettings(finetuning_type="lora", **selection))
+    assert _trained(settings, read_architecture(tiny_config(family).to_dict(), "config.json")) == expected
 
 
 def said(settings: Settings, folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.merged import MergedFolder
+from megatune.bridge.quantized import dequantized_source
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.config.settings import Settings
 from megatune.families.adapters import LORA_A, MAGNITUDE, adapter_weights
@@ -44,17 +45,20 @@ class InitialAdapters(TensorSource):
         return self._shapes[name]
 
     def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        shape, part = self._shapes[segment.name], slice(segment.start, segment.stop)
+        shape = self._shapes[segment.name]
         if segment.name.endswith(MAGNITUDE):
             rows = Segment(segment.name.removesuffix(MAGNITUDE) + "weight", 0, segment.start, segment.stop)
             return self._base.read(rows).float().norm(dim=1)
-        if not segment.name.endswith(LORA_A):
-            return torch.zeros(segment.stop - segment.start, *shape[1:])
+        if segment.name.endswith(LORA_A):
+            return self.drawn(segment, 1 / math.sqrt(shape[1]))
+        return torch.zeros(segment.stop - segment.start, *shape[1:])
+
+    def drawn(self, segment: Segment, bound: float) -> Tensor:
+        """Draw a tensor uniformly within ±bound, and return the part of it."""
         digest = hashlib.blake2b(f"{self._seed} {segment.name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        bound = 1 / math.sqrt(shape[1])
-        drawn = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        return drawn[part] if segment.dim == 0 else drawn[:, part]
+        drawn = torch.empty(self._shapes[segment.name]).uniform_(-bound, bound, generator=generator)
+        return drawn.narrow(segment.dim, segment.start, segment.stop - segment.start)
 
 
 def weight_sources(
@@ -81,4 +85,9 @@ def weight_sources(
     base: TensorSource = MergedFolder(folder, merged) if merged else folder
     if (found := adapter or last) is not None:
         return base, open_adapter(found, architecture, finetuning)
-    return base, InitialAdapters(adapter_weights(architecture, finetuning), architecture, base, settings.run.seed)
+    return base, InitialAdapters(
+        adapter_weights(architecture, finetuning),
+        architecture,
+        dequantized_source(base, architecture, settings),
+        settings.run.seed,
+    )

@@ -17,10 +17,12 @@ from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.adapters import weight_sources
 from megatune.bridge.parameters import LocalParameter, local_parameters
+from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine.groups import RankCoordinates, build
+from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.model import Chunk, build_model
 from megatune.engine.optimizer import MainShard, Optimizer, build_optimizer
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -153,10 +155,15 @@ def _some(keys: Iterable[str]) -> str:
 def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
     """Fill this rank's parameters from Hugging Face tensors, cast to their dtype; padding is zero.
 
+    What is kept in few bits is quantized on the way.
+
     Raises:
         MegatuneError: INPUT, where a file is damaged.
     """
     for local in parameters:
+        if isinstance(local.parameter, QuantizedMatrix):
+            fill_quantized(local.parameter, source, local.segments(architecture), local.hf_shapes(architecture))
+            continue
         source.fill(local.parameter.data.view(-1), local.segments(architecture))
 
 

@@ -14,19 +14,20 @@ from torch.distributed import ProcessGroup
 from megatune.architecture import Architecture
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
+from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.weights import named_weights, rank_slice
 from megatune.families.weights import Segment, Slice, TensorLayout, Weight, by_expert, engine_shape, hf_shapes, segments
 
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """One parameter of this rank, or a buffer that is loaded and saved like one.
+    """One parameter of this rank, or a quantized matrix or a buffer that is loaded and saved like one.
 
     Attributes:
         weight: its entry in the family's weight map.
         layer: its layer, counted over the whole model; 0 for what is in no layer.
         slice: which part of the weight this rank holds.
-        parameter: that part.
+        parameter: that part; of a quantized matrix `data` are its values, made when they are asked for.
         is_copy: another pipeline stage holds the same weight and writes it (tied embeddings).
     """
 
@@ -35,6 +36,11 @@ class LocalParameter:
     slice: Slice
     parameter: Tensor
     is_copy: bool
+
+    @property
+    def kept(self) -> Tensor:
+        """What is in memory: the parameter, or the codes of a quantized matrix."""
+        return self.parameter.codes if isinstance(self.parameter, QuantizedMatrix) else self.parameter
 
     def segments(self, architecture: Architecture) -> list[Segment]:
         """List the pieces of Hugging Face tensors that make up this rank's slice."""
@@ -75,7 +81,8 @@ class Piece:
 def local_parameters(
     model: Sequence[torch.nn.Module], architecture: Architecture, place: RankCoordinates
 ) -> list[LocalParameter]:
-    """List every parameter of this rank's chunks and every buffer in the weight map, in the order of the model.
+    """List every parameter of this rank's chunks, every quantized matrix and every buffer in the weight map, in this
+    order, of each in that of the model.
 
     The shapes that the family declares are held against those that Megatron-Core built.
     """

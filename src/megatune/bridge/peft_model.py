@@ -161,6 +161,9 @@ def _target_all(config: Any, tensors: dict[str, Tensor], stacks: dict[str, nn.Mo
     layers = {_module_of(name) for name in tensors if not _OF_EXPERT.fullmatch(name) and ".lora_" in name}
     config.target_modules = sorted(name for name in layers if not name.endswith(_LIKE_EXPERTS))
     parameters = {f"{name}.weight" for name in layers if name.endswith(_LIKE_EXPERTS)}
+    if single and config.target_parameters:  # with patterns for them
+        config.target_parameters = {*parameters, *config.target_parameters}
+        return
     if single and (config.rank_pattern or config.alpha_pattern):
         what = "rank_pattern and alpha_pattern are not read where experts have adapters one by one"
         raise _unfit(folder, Finding(what))

@@ -84,6 +84,7 @@ class QuestionReader:
         for name, choices in (("trainable", ("full", "lora")), ("launch", ("torchrun", "slurm"))):
             if (value := getattr(self.options, name)) not in (None, *choices):
                 self.findings.append(Finding(f"--{name} {value} is not known", fix=f"--{name} {' or '.join(choices)}"))
+                setattr(self.options, name, None)
 
     def _number(self, name: str, *, whole: bool) -> Any:
         """Read a number above 0 (image_tokens: from 0): 64, 4_096, and 1.5B where parts of a unit make sense."""

@@ -12,7 +12,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.engine import groups
 from megatune.engine.layers.adapter import Adapter, Cut, ExpertAdapter, add_adapter
 from megatune.engine.layers.moe.layer import GroupedExperts
-from megatune.engine.weights import entry_name, rank_slice
+from megatune.engine.weights import entry_name, named_tensors, rank_slice
 from megatune.families.adapters import AdapterWeights, adapter_weights, adapters, scaling
 from megatune.families.weights import Slice, Stack, TensorLayout, Weight, by_expert, engine_shape, segments
 
@@ -23,7 +23,7 @@ def add_adapters(chunk: Any, architecture: Architecture, settings: FinetuningSet
     beside, rows = adapters(architecture, settings), dict[str, torch.Tensor | None]()
     base = {weight.engine: weight for weight in _base_weights(architecture)}
     place = groups.place()
-    for path, _ in list(chunk.named_parameters()):
+    for path, _ in list(named_tensors(chunk)):
         name, _ = entry_name(chunk, path, base)
         if name not in beside:
             continue

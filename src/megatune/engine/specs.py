@@ -25,6 +25,7 @@ from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.layers.feed_forward import FeedForward
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
+from megatune.engine.layers.quantized import linear_layer
 from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNorm, MLASelfAttention, ReplicatedLinear
 
 
@@ -62,7 +63,7 @@ def block_spec(
     layers = [
         TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_self_attention(architecture),
+            self_attention=_self_attention(architecture, config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=_mlp(architecture, config, first, index),
@@ -83,35 +84,35 @@ def _mlp(architecture: Architecture, config: TransformerConfig, first: int, inde
     return RecomputedMoELayer if keeps and config.moe_layer_recompute else MoELayer
 
 
-def _self_attention(architecture: Architecture) -> ModuleSpec:
+def _self_attention(architecture: Architecture, config: TransformerConfig) -> ModuleSpec:
     if architecture.mla is not None:
-        return _mla(architecture.mla)
+        return _mla(architecture.mla, config)
     qk_norm = HeadNorm if architecture.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=GroupedQueryAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=linear_layer(ColumnParallelLinear, config),
             core_attention=CoreAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=linear_layer(RowParallelLinear, config),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
     )
 
 
-def _mla(mla: MultiLatentAttention) -> ModuleSpec:
+def _mla(mla: MultiLatentAttention, config: TransformerConfig) -> ModuleSpec:
     return ModuleSpec(
         module=MLASelfAttention,
         params={"rope_interleaved": mla.rope_interleaved},
         submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=ColumnParallelLinear,
-            linear_q_down_proj=ReplicatedLinear,
-            linear_q_up_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ReplicatedLinear,
-            linear_kv_up_proj=ColumnParallelLinear,
+            linear_q_proj=linear_layer(ColumnParallelLinear, config),
+            linear_q_down_proj=linear_layer(ReplicatedLinear, config),
+            linear_q_up_proj=linear_layer(ColumnParallelLinear, config),
+            linear_kv_down_proj=linear_layer(ReplicatedLinear, config),
+            linear_kv_up_proj=linear_layer(ColumnParallelLinear, config),
             core_attention=CoreAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=linear_layer(RowParallelLinear, config),
             q_layernorm=RMSNorm,
             kv_layernorm=RMSNorm,
         ),

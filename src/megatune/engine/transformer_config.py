@@ -18,6 +18,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
 from megatune.engine.layers.vision.dealing import sum_dealt_gradients
+from megatune.families.quantized import form_of
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "softmax_scale")
 
@@ -35,7 +36,9 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     )
     # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
     config.apply_rope_fusion = settings.performance.apply_rope_fusion
-    # Megatron-Core has no fields for our norm, and for experts of layers that full recomputation in blocks keeps.
+    # Megatron-Core has no fields for quantized matrices, for our norm, and for experts of layers that full
+    # recomputation in blocks keeps.
+    config.quantized_form = form_of(settings.finetuning)
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
     if architecture.vision is not None:

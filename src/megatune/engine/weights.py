@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Container, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
+from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.families import FAMILIES
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.weights import Slice, Stack, TensorLayout, Weight
@@ -22,7 +22,8 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 
 
 def named_weights(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[tuple[Weight, int, Tensor, bool]]:
-    """Find every parameter of a pipeline chunk, and every buffer that checkpoints hold, in the family's weight map.
+    """Find every parameter of a pipeline chunk, every quantized matrix, and every buffer that checkpoints hold, in the
+    family's weight map.
 
     Yields:
         The entry; the layer, counted from 0 over all pipeline stages, 0 outside layers; the tensor; and whether another
@@ -33,13 +34,24 @@ def named_weights(chunk: torch.nn.Module, architecture: Architecture) -> Iterato
         module = module.module
     weights = (*FAMILIES[architecture.model_type].weight_map(architecture), *module.adapter_weights)
     by_name = {weight.engine: weight for weight in weights}
-    for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+    for path, tensor in named_tensors(module):
         name, layer = entry_name(module, path, by_name)
         is_copy = name == OUTPUT_LAYER.engine and architecture.tie_word_embeddings
-        if isinstance(tensor, torch.nn.Parameter):
+        if isinstance(tensor, torch.nn.Parameter | QuantizedMatrix):
             yield by_name[EMBEDDING.engine if is_copy else name], layer, tensor, is_copy
         elif name in by_name and by_name[name].is_buffer:
             yield by_name[name], layer, tensor, False
+
+
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, quantized matrices and buffers by their names.
+
+    A matrix has the name of the parameter in whose place it is, and what is asked of frozen ones: shape, dtype,
+    requires_grad, numel() and data.
+    """
+    yield from module.named_parameters()
+    yield from ((path, cast(Tensor, one)) for path, one in module.named_modules() if isinstance(one, QuantizedMatrix))
+    yield from module.named_buffers()
 
 
 def entry_name(module: torch.nn.Module, path: str, known: Container[str]) -> tuple[str, int]:

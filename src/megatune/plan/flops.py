@@ -89,15 +89,15 @@ def model_flops(case: Case) -> float:
 def _left_out(architecture: Architecture, trainable: FinetuningSettings) -> tuple[float, float]:
     """Return FLOP that frozen parts save, of a token and of two that attend to each other: a third of a matrix's
     products makes its gradient, another one that of its input."""
-    if trainable.finetuning_type == "lora":
-        return 2.0 * num_matmul_parameters(architecture), 0.0
+    # Beside adapters a matrix has no gradient of its own either; those of adapters are not counted.
+    least = trainable.finetuning_type == "lora"
     by_token = by_pair = 0.0
     output = EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
     if not is_trained(output, 0, architecture, trainable):
         by_token += 2.0 * architecture.vocab_size * architecture.hidden_size
     for layer in layer_contents(architecture, trainable):
         products = 2.0 * _layer_matmul_parameters(architecture, layer.sparse)
-        by_token += products * ("weights", "through", "none").index(layer.gradient)
+        by_token += products * max(least, ("weights", "through", "none").index(layer.gradient))
         if layer.gradient == "none":
             by_pair += 2.0 * (architecture.query_size + architecture.attention_size)
     return by_token, by_pair
@@ -108,8 +108,9 @@ def _vision_flops(images: Images) -> float:
     these, or what is before them, are trained."""
     tower, patches = images.tower, images.tokens * images.tower.spatial_merge_size**2
     attention = 4 * tower.depth * tower.hidden_size * attended_patches(images)
-    total = patches * (2 * tower.num_parameters + attention) * (_PASSES if images.tower_trained else 1)
+    both = _PASSES if images.weights_trained else _PASSES - 1
+    total = patches * (2 * tower.num_parameters + attention) * (both if images.tower_trained else 1)
     of_merger = 2 * images.tokens * tower.num_projector_parameters / tower.num_mergers
     for trained in (images.projector_trained, *[images.deepstack_trained] * tower.num_deepstack_mergers):
-        total += of_merger * (_PASSES if trained else 1 + images.tower_trained)
+        total += of_merger * (both if trained else 1 + images.tower_trained)
     return total

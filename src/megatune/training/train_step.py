@@ -91,7 +91,7 @@ def check_weights(assembly: Assembly, step: int, **values: float) -> None:
     kept = {f"the optimizer's {name}": value for name, value in optimizer.scalars(assembly.optimizer).items()}
     check_scalars(f"step {step}", {"step": step, **values, **kept})
     gather_parameters(assembly.model)
-    held = [Held(_name(local, assembly), local.parameter, local.parameter) for local in assembly.parameters]
+    held = [Held(_name(local, assembly), local.parameter, local.kept) for local in assembly.parameters]
     check_agreement(f"step {step}: weights", held)
 
 

@@ -6,23 +6,20 @@ The B of a new adapter is zero in training, and so are the gradients of its A: w
 from __future__ import annotations
 
 import tempfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_writer import write_adapter, write_adapter_config
 from megatune.bridge.adapters import InitialAdapters
+from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
-from megatune.families import FAMILIES, read_config
 from megatune.families.adapters import LORA_B, MAGNITUDE, adapter_weights
-from megatune.families.forms import find_form
 from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.selection import Selection
 from megatune.families.weights import Segment
@@ -53,41 +50,27 @@ def with_adapters(settings: Settings, model_dir: Path, architecture: Architectur
 def write_random_adapter(
     folder: Path, model_dir: Path, architecture: Architecture, selection: Selection, seed: int
 ) -> None:
-    """Write an adapter, as training does: A and B random, lengths of rows near the base's, and modules that are trained
-    whole as the base has them."""
-    base = _open(model_dir, architecture)
-    source = _RandomAdapters(adapter_weights(architecture, selection), architecture, base, seed)
-    write_adapter(folder / WEIGHTS_FILE, source, architecture, selection)
+    """Write an adapter as peft has it: A and B random, lengths of rows near the base's, modules trained whole as the
+    base has them; all fp32."""
+    base, _ = open_checkpoint(model_dir, architecture)
+    write_adapter(folder / WEIGHTS_FILE, _RandomAdapter(architecture, selection, base, seed), architecture, selection)
     write_adapter_config(folder, architecture, selection, str(model_dir))
 
 
-class _RandomAdapters(InitialAdapters):
-    """New adapters with nothing that is zero, and the base's own weights beside them."""
+class _RandomAdapter(InitialAdapters):
+    """New adapters, none of which is zero."""
 
-    def has(self, name: str) -> bool:
-        return super().has(name) or self._base.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return super().shape(name) if super().has(name) else self._base.shape(name)
+    def __init__(self, architecture: Architecture, selection: Selection, base: SafetensorsFolder, seed: int) -> None:
+        super().__init__(adapter_weights(architecture, selection), architecture, base, seed)
+        self._whole = base
 
     def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        if not super().has(segment.name):
-            return self._base.read(segment, prefix)
-        tensor = super().read(segment, prefix)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {segment}".encode()))
-        drawn = torch.empty_like(tensor).uniform_(-1, 1, generator=generator)
+        if not self.has(segment.name):
+            return self._whole.read(segment).float()
         if segment.name.endswith(LORA_B):
-            return drawn * _LARGEST_B
-        return tensor * (1 + drawn / 4) if segment.name.endswith(MAGNITUDE) else tensor
-
-
-def _open(model_dir: Path, architecture: Architecture) -> SafetensorsFolder:
-    """Open a model's weights under the names of the family's weight map."""
-    folder, family = SafetensorsFolder(model_dir), FAMILIES[architecture.model_type]
-    weights, version = family.weight_map(architecture), str(read_config(model_dir).get("transformers_version") or "")
-    form = find_form(family.forms, weights, architecture, folder.names(), folder.file_shape, version)
-    folder.places = form.locate_all(weights, architecture)
-    return folder
+            return self.drawn(segment, _LARGEST_B)
+        begun = super().read(segment)
+        return begun * (1 + self.drawn(segment, 0.25)) if segment.name.endswith(MAGNITUDE) else begun
 
 
 def is_new(folder: Path) -> bool:

@@ -70,6 +70,14 @@ NOT_BUILT: dict[str, Refused] = {
     **{name: Refused(_EXPORT) for name in ("export_dir", "export_size", "export_device", "export_hub_model_id")},
     "export_legacy_format": Refused(_EXPORT, off=(False,)),
     **{f"export_quantization_{name}": Refused(_GPTQ) for name in ("bit", "dataset", "nsamples", "maxlen")},
+    # A base in few bits.
+    "quantization_method": Refused(
+        "a base is quantized on the fly as bitsandbytes does it; other ways need data to quantize by, or kernels that "
+        "run on few devices",
+        values=("gptq", "awq", "aqlm", "quanto", "eetq", "hqq", "mxfp4", "fp8"),
+        fix="write quantization_method: bnb",
+    ),
+    "quantization_device_map": Refused("the layout says which rank holds what of the base"),
     # Other ways to save memory.
     **{
         f"use_{name}": Refused(_OPTIMIZERS, off=(False,)) for name in ("galore", "apollo", "badam", "adam_mini", "muon")

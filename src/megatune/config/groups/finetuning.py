@@ -55,6 +55,31 @@ class FinetuningSettings(Group):
     """Of a vision-language model: leave the language model as it is.
     How: Its weights have no gradients and no optimizer state; gradients still pass through it to encoder and merger.
     When: Turn it on to train encoder or merger alone."""
+    quantization_bit: Literal[4, 8] | None = None
+    """With lora: keep the frozen matrices of linear layers in so many bits (QLoRA). null keeps them as they are.
+    How: Each Hugging Face matrix is quantized as it is loaded, before it is cut, and a matrix is made again in the
+    dtype of the run for each product. Word embedding, output layer, norms, routers and a vision encoder are not
+    quantized.
+    When: 4 where the model does not fit otherwise: its matrices take about a quarter of the memory, and steps take
+    longer. 8 changes the model less, and takes half.
+    - 4: 4 bits with a scale for each 64 elements, see quantization_type
+    - 8: 8 bits with a scale for each row, as LLM.int8 keeps weights; activations are not quantized"""
+    quantization_type: Literal["nf4", "fp4"] = "nf4"
+    """With quantization_bit 4: the 16 values that elements have.
+    How: Both are those of bitsandbytes.
+    When: Leave it at nf4: for the same memory the model changes less.
+    - nf4: quantiles of a normal distribution, which weights are near to
+    - fp4: floating-point numbers with a sign, two bits of exponent and one of fraction"""
+    double_quantization: bool = True
+    """With quantization_bit 4: keep scales in 8 bits as well.
+    How: 256 of them share a statistic in 32 bits; an element then takes 4.13 bits instead of 4.5.
+    When: Leave it on. Off, a step is a little faster."""
+    quantization_method: Literal["bnb"] = "bnb"
+    """With quantization_bit: the way of quantizing.
+    How: bnb is that of bitsandbytes, on the fly and without data; the values are the same, and it need not be
+    installed.
+    When: Leave it at bnb: the other ways are refused by name.
+    - bnb: as bitsandbytes"""
     lora_rank: Count = 8
     """With lora: the rank of the adapters.
     How: A matrix A of rank × in and one B of out × rank are trained for each adapted matrix; their product, scaled by

@@ -108,7 +108,7 @@ class Adapter(torch.nn.Module):
             flat = output.reshape(-1, output.shape[-1])
             return torch.addmm(flat, latent.reshape(-1, latent.shape[-1]), b.t(), alpha=self.scale).view_as(output)
         assert weight is not None
-        scaled = self.magnitude / self._lengths(weight)
+        scaled = self.magnitude / self._lengths(weight.data)  # a new tensor where it is quantized
         if self.rows is not None:  # rows of matrices without an adapter are as they were
             scaled = torch.where(self.rows.any(-1), scaled, 1.0)
         scaled = scaled.to(x.dtype)

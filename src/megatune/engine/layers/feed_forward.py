@@ -21,17 +21,27 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatune.engine import device
+from megatune.engine.layers.quantized import linear_layer
 
-LINEAR = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+def linear_layers(config: TransformerConfig) -> MLPSubmodules:
+    """Return the classes of a feed-forward's layers."""
+    return MLPSubmodules(
+        linear_fc1=linear_layer(ColumnParallelLinear, config), linear_fc2=linear_layer(RowParallelLinear, config)
+    )
 
 
 class FeedForward(MLP):
     """Megatron-Core's feed-forward with our SwiGLU. Its own adds an offset of 0 to `up`, and keeps the sum."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: MLPSubmodules = LINEAR, tp_group: ProcessGroup | None = None
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        tp_group: ProcessGroup | None = None,
     ) -> None:
         tp_group = tp_group or get_tensor_model_parallel_group()
+        submodules = submodules or linear_layers(config)
         super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:

@@ -18,7 +18,8 @@ Changes = Mapping[str, Any]
 # A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.
 _LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
 # Changes of what is computed, not only of how: offered after those that leave the numbers of the run as they are.
-_CHANGES_NUMBERS = {"data.cutoff_len", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "precision.bf16"}
+_CHANGES_NUMBERS = {"data.cutoff_len", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "precision.bf16",
+                    "finetuning.finetuning_type"}  # fmt: skip
 
 
 @dataclass(frozen=True)

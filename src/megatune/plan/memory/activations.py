@@ -254,7 +254,7 @@ def _experts(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, 
     if "shared_experts" in modules and (count := names.count("shared_experts")):
         shared = recomputed(chain(memories[:count]), shapes.hidden, shapes.hidden)
         router = memories[count]
-        if "linear_fc1" not in shapes.keeps and not saves_input_twice(shapes):
+        if "mlp.shared_experts.linear_fc1" not in shapes.keeps and not saves_input_twice(shapes):
             # The router saves the input that recomputation does.
             router = router._replace(kept=router.kept - shapes.hidden)
         memories[: count + 1] = shared, router

@@ -16,6 +16,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.memory.buffers import full_bucket, padded_size, shared_buckets
+from megatune.plan.memory.quantized import saved_bytes
 from megatune.plan.memory.tensors import (
     ChunkContent,
     HeldParameter,
@@ -251,9 +252,12 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     buffers = sum(chunk.num_sparse for chunk in chunks) * rules.held().sparse_buffer_bytes
     scalars = optimizer.scalar_bytes(rules.num_optimizers, rules.is_sharded)
     sizes = [rules.bytes_of(part.kind) for part in parts]
+    saved = saved_bytes(rules.model.architecture, rules.trainable, rules.parallel, chunks, rules.parameter_bytes)
     return StageState(
         num_layers=sum(len(chunk.layers) for chunk in chunks),
-        weights=sum((part.size + part.padding) * size for part, (size, _) in zip(parts, sizes, strict=True)) + buffers,
+        weights=sum((part.size + part.padding) * size for part, (size, _) in zip(parts, sizes, strict=True))
+        + buffers
+        - saved,
         gradients=sum(part.buffers * size for part, (_, size) in zip(parts, sizes, strict=True)),
         master_weights=sum(part.updated * _FP32 for part, (size, _) in zip(parts, sizes, strict=True) if size < _FP32),
         optimizer_state=sum(part.updated - part.on_host for part in parts) * optimizer.element_bytes + scalars,

@@ -66,8 +66,8 @@ def self_attention(shapes: Shapes) -> Iterator[Operator]:
     yield from _grouped_query(shapes, heads) if shapes.architecture.mla is None else _latent(shapes, heads)
     yield from core_attention(heads)
     yield linear(
-        shapes, "linear_proj", "proj", heads.queries * heads.value_channels, shapes.architecture.hidden_size,
-        scatters=shapes.sequence_parallel, saved=0, shares_gradient=True,
+        shapes, "self_attention.linear_proj", "proj", heads.queries * heads.value_channels,
+        shapes.architecture.hidden_size, scatters=shapes.sequence_parallel, saved=0, shares_gradient=True,
     )  # fmt: skip
 
 
@@ -90,7 +90,9 @@ def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     mixed = (architecture.query_size + 2 * architecture.key_value_size) // shapes.tp
     # With fewer key/value heads than ranks, each rank gathers all projections and takes its part of them.
     source = mixed * (shapes.tp if architecture.num_query_groups < shapes.tp else 1) * tokens * shapes.size
-    yield linear(shapes, "linear_qkv", "qkv", architecture.hidden_size, mixed, gathers=shapes.sequence_parallel)
+    yield linear(
+        shapes, "self_attention.linear_qkv", "qkv", architecture.hidden_size, mixed, gathers=shapes.sequence_parallel
+    )
     sizes = architecture.query_size / shapes.tp, architecture.key_value_size / shapes.tp
     if architecture.qk_layernorm:
         for count, saved, channels in ((heads.queries, query, sizes[0]), (heads.groups, key, sizes[1])):
@@ -113,26 +115,27 @@ def _latent(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     """
     architecture, mla, part = shapes.architecture, shapes.architecture.mla, shapes.part
     assert mla is not None
-    hidden, spread, name = architecture.hidden_size, shapes.sequence_parallel, "linear_qkv"
+    hidden, spread, name = architecture.hidden_size, shapes.sequence_parallel, "self_attention.linear"
+    saves_input = {f"{name}_q_proj", f"{name}_q_down_proj", f"{name}_kv_down_proj"} & shapes.keeps
     into_queries, into_others = heads.queries * heads.channels, heads.queries * (mla.qk_head_dim + mla.v_head_dim)
 
     def normed(rank: int, saved_rank: int) -> Operator:
         return Operator("qkv", norm_memory(shapes, part, rank, part * saved_rank * shapes.size))
 
     # The input, which both projections save.
-    yield Operator("qkv", Memory(shapes.hidden if name in shapes.keeps else 0, shapes.hidden))
+    yield Operator("qkv", Memory(shapes.hidden if saves_input else 0, shapes.hidden))
     if mla.q_lora_rank is not None:
-        yield linear(shapes, name, "qkv", hidden, mla.q_lora_rank, saved=0, vectors=part)
+        yield linear(shapes, f"{name}_q_down_proj", "qkv", hidden, mla.q_lora_rank, saved=0, vectors=part)
         yield normed(mla.q_lora_rank, mla.q_lora_rank)
-    yield linear(shapes, name, "qkv", hidden, architecture.latent_size, saved=0, vectors=part)
+    yield linear(shapes, f"{name}_kv_down_proj", "qkv", hidden, architecture.latent_size, saved=0, vectors=part)
     yield normed(mla.kv_lora_rank, architecture.latent_size)
     if mla.q_lora_rank is None:
-        yield linear(shapes, name, "qkv", hidden, into_queries, gathers=spread, saved=0)
+        yield linear(shapes, f"{name}_q_proj", "qkv", hidden, into_queries, gathers=spread, saved=0)
     else:
-        yield linear(shapes, name, "mla_up_proj", mla.q_lora_rank, into_queries, gathers=spread)
+        yield linear(shapes, f"{name}_q_up_proj", "mla_up_proj", mla.q_lora_rank, into_queries, gathers=spread)
     query, others = shapes.tokens * into_queries * shapes.size, shapes.tokens * into_others * shapes.size
     yield Operator("rope", Memory(0, 2 * query, 3 * query))
-    yield linear(shapes, name, "mla_up_proj", mla.kv_lora_rank, into_others, gathers=spread)
+    yield linear(shapes, f"{name}_kv_up_proj", "mla_up_proj", mla.kv_lora_rank, into_others, gathers=spread)
     # Rotary embedding of a part of the channels, and queries and keys concatenated from their parts.
     joined = elementwise(shapes, shapes.tokens * (2 * architecture.query_size / shapes.tp), 6, 6, 30)
     yield Operator("mla_up_proj", Memory(0, query + others, query + others), *joined)

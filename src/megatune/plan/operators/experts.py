@@ -10,12 +10,20 @@ import math
 from collections.abc import Iterator
 
 from megatune.architecture import MixtureOfExperts
-from megatune.plan.operators.linear import ADAPTERS, elementwise, feed_forward, grouped_work, linear_work, swiglu_work
+from megatune.plan.operators.linear import (
+    adapter_memory,
+    elementwise,
+    feed_forward,
+    grouped_work,
+    linear_work,
+    swiglu_work,
+)
 from megatune.plan.operators.operator import Memory, Operator, Wait
 from megatune.plan.operators.shapes import Shapes
 
 # Kernels that the host has yet to launch when it has read how many rows go where: until then the device has no work.
 _AFTER_COUNTS = 20
+_FC1, _FC2 = "mlp.experts.weight1", "mlp.experts.weight2"
 _LEAST_SUMMED = 1024  # tokens whose choices the allgather dispatcher sums at a time
 
 
@@ -70,7 +78,11 @@ def _router(shapes: Shapes, moe: MixtureOfExperts) -> Operator:
     """It saves its input, unless shared experts save the same, scores in fp32, and choices in int64."""
     scores, choices = 4 * shapes.part * moe.num_experts, 8 * shapes.part * moe.router_topk
     input_copy = shapes.part * shapes.architecture.hidden_size * (shapes.router_size - shapes.size)
-    shares = moe.shared_expert_intermediate_size and "linear_fc1" in shapes.keeps and not saves_input_twice(shapes)
+    shares = (
+        moe.shared_expert_intermediate_size
+        and "mlp.shared_experts.linear_fc1" in shapes.keeps
+        and not saves_input_twice(shapes)
+    )
     kept, added = (0 if shares else shapes.hidden) + scores + 5 * choices, 2 * scores + input_copy + shapes.hidden
     memory = Memory(kept, added, added + shapes.hidden)
     return Operator("moe", memory, *linear_work(shapes, shapes.part, moe.num_experts, shapes.architecture.hidden_size))
@@ -94,12 +106,14 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     if shapes.ep > 1:
         yield Operator("moe", Memory(0), (Wait(_AFTER_COUNTS),))
     gate_up = 2 * numbers * size
-    fc1 = Memory(_kept_input(shapes, "linear_fc1", rows, hidden), gate_up, gate_up + tokens_in_rows + 2 * weight)
-    yield Operator("moe", fc1, *grouped_work(shapes, mean_rows, 2 * channels, hidden, local, "linear_fc1"))
+    fc1 = Memory(_kept_input(shapes, _FC1, tokens_in_rows), gate_up, gate_up + tokens_in_rows + 2 * weight)
+    fc1 = _with_adapters(shapes, _FC1, fc1, rows, hidden, 2 * channels, local)
+    yield Operator("moe", fc1, *grouped_work(shapes, mean_rows, 2 * channels, hidden, local, _FC1))
     yield Operator("moe_act", _activation(shapes, numbers), *swiglu_work(shapes, mean_rows * channels))
-    kept = _kept_input(shapes, "linear_fc2", rows, channels)
+    kept = _kept_input(shapes, _FC2, numbers * size)
     fc2 = Memory(kept, tokens_in_rows, tokens_in_rows + numbers * size + weight)
-    yield Operator("moe", fc2, *grouped_work(shapes, mean_rows, hidden, channels, local, "linear_fc2"))
+    fc2 = _with_adapters(shapes, _FC2, fc2, rows, channels, hidden, local)
+    yield Operator("moe", fc2, *grouped_work(shapes, mean_rows, hidden, channels, local, _FC2))
     around = tokens_in_rows + combined + shapes.hidden
     yield Operator("moe", Memory(0, around, around))
 
@@ -118,12 +132,19 @@ def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, i
     return 2 * shapes.part * moe.router_topk * row, rows * row
 
 
-def _kept_input(shapes: Shapes, name: str, rows: int, channels: int) -> int:
-    """Return bytes of the input of a grouped product, and of its adapters' narrow ones, where its backward pass
-    needs them."""
-    if name not in shapes.keeps:
-        return 0
-    return rows * (channels + shapes.adapter * ADAPTERS.get(name, 1)) * shapes.size
+def _kept_input(shapes: Shapes, name: str, size: int) -> int:
+    """Return bytes of the input of a product, where it keeps it: a grouped one does, whether its weight is trained."""
+    return size if name in shapes.keeps or shapes.experts.moe_grouped_gemm else 0
+
+
+def _with_adapters(
+    shapes: Shapes, name: str, memory: Memory, rows: int, inputs: int, outputs: int, experts: int
+) -> Memory:
+    """Add what the adapters of a rank's experts take, if they have any."""
+    if (adapter := shapes.adapted(name)) is None:
+        return memory
+    more = adapter_memory(shapes, adapter, rows * inputs * shapes.size, rows, inputs, outputs, experts)
+    return Memory(*(own + of_adapter for own, of_adapter in zip(memory, more, strict=True)))
 
 
 def _activation(shapes: Shapes, numbers: int) -> Memory:

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product
-from megatune.plan.operators.shapes import Shapes
-
-# Adapters of layers that are several matrices in a checkpoint: queries, keys, values; gate, up.
-ADAPTERS = {"linear_qkv": 3, "linear_fc1": 2}
+from megatune.plan.operators.shapes import Adapted, Shapes
 
 # Kernels of an operator: forward, backward, launches, weight gradient.
 Work = tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, tuple[Kernel, ...]]
@@ -71,7 +68,7 @@ def linear(
     """Describe T vectors times a weight [outputs, inputs] of this rank.
 
     Args:
-        name: of the layer, as lora_target has it.
+        name: of the layer, as `Shapes.keeps` has it.
         saved: bytes of the input; None where it is saved by this operator; 0 where another operator saves it.
         vectors: of latent attention's narrow projections, instead of T. Their weights' gradients are never added to the
             buffer without a tensor, and the time of their adapters is left out.
@@ -84,15 +81,40 @@ def linear(
     into, out = tokens * inputs * size, tokens * outputs * size
     of_rank = into // shapes.tp
     mine = (of_rank if gathers else into) if saved is None else saved
-    kept = mine + tokens * shapes.adapter * size * ADAPTERS.get(name, 1) if needed else 0
+    kept = mine if needed else 0
     weight = inputs * outputs * size if shapes.weights_trained else 0
     if weight and shapes.performance.gradient_accumulation_fusion and vectors is None:
         # A CPU has no product of 16-bit numbers that adds to fp32 ones.
         weight = 4 * tokens * (inputs + outputs) if shapes.on_cpu and shapes.wide and shapes.gradient_size == 4 else 0
     forward = out + (out // shapes.tp if scatters else 0) + (0 if needed else mine)
     backward = (0 if shares_gradient and not scatters else out) + into + (of_rank if gathers else 0) + weight
+    memory = Memory(kept, forward, backward)
+    if (adapter := shapes.adapted(name)) is not None:
+        after = tokens // shapes.tp if scatters else tokens
+        more = adapter_memory(shapes, adapter, (of_rank if gathers else into), after, inputs, outputs)
+        # Outputs are scattered before the adapter's are added.
+        memory = Memory(kept + more.kept, forward + (0 if scatters else more.forward), backward + more.backward)
     work = linear_work(shapes, tokens, outputs, inputs, name if vectors is None else "")
-    return Operator(module, Memory(kept, forward, backward), *work)
+    return Operator(module, memory, *work)
+
+
+def adapter_memory(
+    shapes: Shapes, adapter: Adapted, saved: int, vectors: int, inputs: int, outputs: int, matrices: int = 1
+) -> Memory:
+    """Return what an adapter adds to the memory of a linear layer, which keeps its input for it.
+
+    It keeps the latent, in a 16-bit model copies of A and B, and of matrices that the engine stacks B as it is laid out
+    for them; with lengths of rows also the outputs before they are multiplied.
+
+    Args:
+        saved: bytes of the input, whose gradient is there twice.
+        vectors: that the adapter's outputs are added to.
+        matrices: [outputs, inputs] of each of a rank's experts.
+    """
+    size, out = shapes.size, vectors * outputs * shapes.size
+    columns = outputs + inputs if shapes.wide else outputs if adapter.masked else 0
+    kept = (vectors + matrices * columns) * adapter.width * size
+    return Memory(kept + out, 2 * out, saved + out) if shapes.decomposed else Memory(kept, out, saved)
 
 
 def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name: str = "", count: int = 1) -> Work:
@@ -101,7 +123,7 @@ def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name:
     Forward rows · weightᵀ; backward the inputs' gradient and the weight's, which is added to its buffer.
 
     Args:
-        name: of the layer, as lora_target has it; "" where it has no adapter.
+        name: of the layer, as `Shapes.keeps` has it; "" where it has no adapter.
     """
     size = shapes.size
     weight: tuple[Kernel, ...] = ()
@@ -119,13 +141,13 @@ def accumulation(shapes: Shapes, numbers: float, *, fused: bool) -> Moved:
 
 def adapted(shapes: Shapes, work: Work, rows: float, columns: float, depth: float, name: str, count: int = 1) -> Work:
     """Add the adapter beside `count` linear layers, where they have one: two narrow products and a sum each."""
-    if not shapes.adapter or name not in shapes.keeps:
+    if (beside := shapes.adapted(name)) is None:
         return work
     forward, backward, launches, weight = work
-    rank, size = shapes.adapter, shapes.size
+    width, size = beside.width, shapes.size
     adapter = (
-        Product(rows, rank, depth, size, count),
-        Product(rows, columns, rank, size, count),
+        Product(rows, width, depth, size, count),
+        Product(rows, columns, width, size, count),
         Moved(3 * count * rows * columns * size),
     )
     return forward + adapter, backward + 2 * adapter, launches + 5 * count, weight
@@ -161,9 +183,10 @@ def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool
     swiglu = Memory(3 * data, data, 3 * data)
     if shapes.performance.bias_activation_fusion:
         swiglu = Memory(2 * data, 2 * data, 5 * data) if shapes.on_cpu else Memory(2 * data, data, 3 * data)
-    yield linear(shapes, "linear_fc1", module, hidden, 2 * channels, gathers=spread and not overlapped)
+    place = "mlp" if module == "mlp" else f"mlp.{module}"
+    yield linear(shapes, f"{place}.linear_fc1", module, hidden, 2 * channels, gathers=spread and not overlapped)
     yield Operator(module, swiglu, *swiglu_work(shapes, numbers))
-    yield linear(shapes, "linear_fc2", module, channels, hidden, scatters=spread, shares_gradient=True)
+    yield linear(shapes, f"{place}.linear_fc2", module, channels, hidden, scatters=spread, shares_gradient=True)
 
 
 def swiglu_work(shapes: Shapes, numbers: float) -> Work:

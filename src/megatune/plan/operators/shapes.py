@@ -5,28 +5,43 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.config.attention_kernel import CPU, attends_in_runs, attention_kernels
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ExpertSettings, PerformanceSettings, Settings
-from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
-from megatune.families.trained import ALL_MODULES, is_trained
+from megatune.families import FAMILIES
+from megatune.families.adapters import adapters
+from megatune.families.dense import EMBEDDING, ENGINE_LAYER, OUTPUT_LAYER
+from megatune.families.trained import ALL_MODULES, is_trained, module_of
+from megatune.families.weights import Stack, Weight
 from megatune.plan.case import Case
 
 # Compute capability by generation; that of Ampere for any other GPU.
 _CAPABILITIES = {"cpu": CPU, "volta": (7, 0), "turing": (7, 5), "hopper": (9, 0), "blackwell": (10, 0)}
 _AMPERE = (8, 0)
-_LINEARS = frozenset({"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"})
-# By the module of a layer that they are in.
-_LINEARS_OF = {"self_attn": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
+_OUTPUT = OUTPUT_LAYER.engine.removesuffix(".weight")
 # Coefficients of variation of the experts' tokens, with and without something that balances them: assumptions.
 # Published runs of Qwen3-30B-A3B over 16 expert-parallel ranks take 1.5 times as long as with forced balance; 0.5 gives
 # 1.42 for the fullest rank.
 BALANCED_VARIATION, FREE_VARIATION = 0.2, 0.5
 
 Kernel = Literal["one", "padded", "runs", "plain", "math"]
+
+
+class Adapted(NamedTuple):
+    """The adapter beside a linear layer of the decoder.
+
+    Attributes:
+        name: of the layer, as `Shapes.keeps` has it.
+        width: of the latent: the rank of each of its matrices that have an adapter.
+        masked: B is laid out anew in each pass, so that each matrix meets its own part of the latent.
+    """
+
+    name: str
+    width: int
+    masked: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +60,12 @@ class Shapes:
         kernel: the attention kernel, as far as memory differs: "one" for torch's choice for whole documents;
             "padded" where that wants queries, keys and values of as many channels; "runs" with variable lengths;
             "plain" matrix products; "math" for torch's own, which keep all scores.
-        keeps: linear layers ("linear_qkv", ...) that need their input in the backward pass.
+        keeps: linear layers that need their input in the backward pass, as the engine names them in a layer
+            ("self_attention.linear_qkv", "mlp.experts.weight1"); and "output_layer".
         weights_trained: linear layers' own weights get gradients.
         embedding_trained, output_trained: the word embedding and the output layer do.
-        adapter: rank of the adapters of linear layers in `keeps`; 0 without.
+        adapters: of linear layers in `keeps`.
+        decomposed: they train lengths of rows, too.
         imbalance: rows of the fullest rank's experts over an even share.
     """
 
@@ -74,7 +91,8 @@ class Shapes:
     weights_trained: bool
     embedding_trained: bool
     output_trained: bool
-    adapter: int
+    adapters: tuple[Adapted, ...]
+    decomposed: bool
     router_size: int
     imbalance: float
 
@@ -84,6 +102,10 @@ class Shapes:
             self.rows, self.length, self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.kernel,
             self.imbalance, self.keeps, self.architecture.num_layers, self.architecture.hidden_size,
         ))  # fmt: skip
+
+    def adapted(self, name: str) -> Adapted | None:
+        """Return the adapter beside a linear layer."""
+        return next((one for one in self.adapters if one.name == name), None)
 
     @property
     def tokens(self) -> int:
@@ -122,8 +144,7 @@ def shapes_of(case: Case) -> Shapes:
     parallel, experts, trainable = settings.parallel, settings.experts, settings.finetuning
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
     rows, length = case.micro_batch_size, case.sequence_length
-    lora = trainable.finetuning_type == "lora"
-    trained_linears = _trained_linears(trainable)
+    trained_linears, beside = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
     tied = architecture.tie_word_embeddings
     embedding, output = (
         is_trained(weight, 0, architecture, trainable) for weight in (EMBEDDING, EMBEDDING if tied else OUTPUT_LAYER)
@@ -148,30 +169,53 @@ def shapes_of(case: Case) -> Shapes:
         cp_comm_type=parallel.cp_comm_type,
         performance=settings.performance,
         experts=experts,
-        keeps=frozenset(trainable.lora_target) if lora else trained_linears,
+        keeps=trained_linears.union(one.name for one in beside),
         weights_trained=bool(trained_linears),
         embedding_trained=embedding,
         output_trained=output,
-        adapter=trainable.lora_rank if lora else 0,
+        adapters=beside,
+        decomposed=trainable.use_dora,
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
     )
 
 
-def _trained_linears(trainable: FinetuningSettings) -> frozenset[str]:
+@lru_cache(maxsize=256)
+def _trained_linears(architecture: Architecture, trainable: FinetuningSettings) -> frozenset[str]:
     """Return the linear layers of a trained layer whose weights are trained."""
     if trainable.finetuning_type == "lora" or trainable.freeze_language_model:
         return frozenset()
-    modules = trainable.freeze_trainable_modules
-    if trainable.finetuning_type == "full" or ALL_MODULES in modules:
-        return _LINEARS
-    return frozenset(name for module in modules for name in _LINEARS_OF.get(module, ()))
+    modules, is_full = trainable.freeze_trainable_modules, trainable.finetuning_type == "full"
+    matrices = [weight for weight in _of_layers(architecture) if all(len(one.shape) == 2 for one in weight.hf)]
+    inside = (_name(each) for each in matrices if is_full or ALL_MODULES in modules or module_of(each) in modules)
+    return frozenset((*inside, *([_OUTPUT] if is_full or ALL_MODULES in modules else [])))
+
+
+@lru_cache(maxsize=256)
+def _adapters(architecture: Architecture, trainable: FinetuningSettings) -> tuple[Adapted, ...]:
+    """Return the adapters of the decoder's layers."""
+    beside = adapters(architecture, trainable)
+    return tuple(
+        Adapted(_name(weight), sum(int(one.shape[0]) for one in its.a.hf), len(weight.hf) > 1)
+        for weight in _of_layers(architecture)
+        if (its := beside.get(weight.engine)) is not None
+    )
+
+
+def _of_layers(architecture: Architecture) -> list[Weight]:
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    return [weight for weight in weights if weight.per_layer and weight.stack is Stack.DECODER]
+
+
+def _name(weight: Weight) -> str:
+    """Return the engine's name of a layer's weight, in the layer."""
+    return weight.engine.removeprefix(f"{ENGINE_LAYER}.").removesuffix(".weight")
 
 
 @lru_cache(maxsize=4096)
 def frozen(shapes: Shapes) -> Shapes:
     """Return the shapes of a layer of which nothing is trained."""
-    return replace(shapes, keeps=frozenset(), weights_trained=False)
+    return replace(shapes, keeps=frozenset(), weights_trained=False, adapters=())
 
 
 def _kernel(case: Case) -> Kernel:

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 from megatune.architecture import Architecture, Vision
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families.trained import trained_weights
-from megatune.families.weights import Stack
+from megatune.families.weights import WHOLE, Stack, engine_shape
 from megatune.plan.case import Case
 from megatune.plan.operators.decoder import embedding
 from megatune.plan.operators.linear import elementwise, linear_work
@@ -35,7 +36,9 @@ class Images:
         tokens: of the decoder, that pictures stand for.
         share: those of them that the fullest rank computes.
         patches_of_image: of each picture.
-        tower_trained, projector_trained, deepstack_trained: whether they have gradients.
+        tower_trained, projector_trained, deepstack_trained: whether they, or adapters in them, have gradients.
+        weights_trained: where they do, weights of their own have.
+        num_trained: parameters that have gradients.
         recomputed: the backward pass computes each layer of a trained encoder again.
     """
 
@@ -46,20 +49,14 @@ class Images:
     tower_trained: bool
     projector_trained: bool
     deepstack_trained: bool
+    weights_trained: bool
+    num_trained: int
     recomputed: bool
 
     @property
     def patches(self) -> int:
         """n: of the fullest rank's share."""
         return self.share * self.tower.spatial_merge_size**2
-
-    @property
-    def num_trained(self) -> int:
-        """Parameters that have gradients."""
-        tower = self.tower
-        of_mergers = self.projector_trained + self.deepstack_trained * tower.num_deepstack_mergers
-        of_tower = tower.num_parameters if self.tower_trained else 0
-        return of_tower + tower.num_projector_parameters * of_mergers // tower.num_mergers
 
     def features(self, shapes: Shapes) -> int:
         """Return bytes of the features of all pictures, deepstack's among them."""
@@ -84,13 +81,20 @@ def images_of(case: Case) -> Images | None:
         Stack.VISION in trained,
         Stack.PROJECTOR in trained,
         Stack.DEEPSTACK in trained,
+        trainable.finetuning_type != "lora",
+        sum(trained.values()),
         Stack.VISION in trained and settings.recompute.recompute_granularity == "full",
     )
 
 
 @lru_cache(maxsize=64)
-def _trained_stacks(architecture: Architecture, trainable: FinetuningSettings) -> frozenset[Stack]:
-    return frozenset(weight.stack for weight, _ in trained_weights(architecture, trainable))
+def _trained_stacks(architecture: Architecture, trainable: FinetuningSettings) -> dict[Stack, int]:
+    """Return how many parameters of each part of the encoder are trained, where any are."""
+    found: dict[Stack, int] = {}
+    for weight, _ in trained_weights(architecture, trainable):
+        if weight.stack is not Stack.DECODER:
+            found[weight.stack] = found.get(weight.stack, 0) + prod(engine_shape(weight, architecture, WHOLE))
+    return found
 
 
 def attended_patches(images: Images) -> float:
@@ -106,7 +110,7 @@ def attended_patches(images: Images) -> float:
 def encoder_inputs(shapes: Shapes, images: Images) -> Operator:
     """Return the projection of patches, and what all layers take."""
     tower, size, patches = images.tower, shapes.size, images.patches
-    shapes = replace(shapes, weights_trained=images.tower_trained)
+    shapes = replace(shapes, weights_trained=images.tower_trained and images.weights_trained)
     channels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
     # Neighbours in the table of positions, and how much each weighs.
     positions = 48 * patches if tower.num_position_embeddings else 0
@@ -124,7 +128,7 @@ def encoder_inputs(shapes: Shapes, images: Images) -> Operator:
 
 def encoder_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
     """Return one layer of a trained encoder; of a frozen one without what only training does."""
-    shapes = replace(shapes, weights_trained=images.tower_trained)
+    shapes = replace(shapes, weights_trained=images.tower_trained and images.weights_trained)
     tower, size, patches = images.tower, shapes.size, images.patches
     width, ffn = tower.hidden_size, tower.intermediate_size
     up = 2 * ffn if tower.gated else ffn
@@ -219,14 +223,14 @@ def mergers(shapes: Shapes, images: Images) -> Iterator[Operator]:
     for place in range(tower.num_mergers):
         is_deepstack = place < tower.num_deepstack_mergers
         trained = images.deepstack_trained if is_deepstack else images.projector_trained
-        of_merger = replace(shapes, weights_trained=trained)
+        of_merger = replace(shapes, weights_trained=trained and images.weights_trained)
         work = linear_work(of_merger, images.share, columns / merged, merged)
         # The norm's input, which the encoder's next layer keeps, too, of RMSNorm what it normalized, and its output;
         # before and behind GELU.
         both = trained and images.tower_trained
         kept = (4 + (both and tower.gated) if trained else 2) * wide if trained or images.tower_trained else 0
         kept -= wide if is_deepstack and images.tower_trained else 0
-        weight = merged**2 * size if trained else 0
+        weight = merged**2 * size if of_merger.weights_trained else 0
         memory = Memory(kept, 4 * wide + 2 * made - kept, 2 * wide + made + weight if kept else 0)
         operator = Operator("projector", memory, *work)
         yield operator if trained or images.tower_trained else operator._replace(backward=())

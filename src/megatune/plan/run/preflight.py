@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan import trainable
+from megatune.plan.adapters import with_adapters
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.fixes import OVERLAPS, Changes, Fix, fix, less_recompute, savings, searched
 from megatune.plan.changes.variation import setting_of, smaller_micro_batch, with_settings, written
@@ -39,10 +40,12 @@ _ROW_STEP = 64  # tokens; lengths between are not worth telling apart
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A run that may start: valid settings; its plan, None where nobody knows the machine or memory_check is off; and
-    lines for the user, under the same names as the lines that a run begins with."""
+    """A run that may start: valid settings, and where each came from ("group.name"); its plan, None where nobody knows
+    the machine or memory_check is off; and lines for the user, under the same names as the lines that a run begins
+    with."""
 
     settings: Settings
+    origins: Mapping[str, str] = field(default_factory=dict)
     planned: Estimate | None = None
     lines: tuple[str, ...] = ()
 
@@ -75,6 +78,8 @@ def preflight(
         try:
             folder = model_dir(path)
             architecture = load_architecture(folder) if folder is not None else None
+            if architecture is not None:
+                loaded = with_adapters(loaded, architecture)
         except MegatuneError as error:
             refusal = error
     findings = [*loaded.check(architecture, world_size, (*RULES, *trainable.RULES)), *extra]
@@ -82,14 +87,21 @@ def preflight(
         raise MegatuneError([*findings, *(refusal.findings if refusal else ())], ExitCode.SETTINGS)
     if refusal is not None:
         raise refusal
-    settings = loaded.settings
+    settings, lines = loaded.settings, tuple(_unsaid(loaded))
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
-        return Preflight(settings=settings)
+        return Preflight(settings=settings, origins=loaded.origins, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)
     planned = estimate(Case(model=model, settings=settings, world_size=world_size, machine=machine))
     said = _warnings(planned, idle_gpus) if planned.fits else [_allowed(planned, loaded.phrased)]
-    lines = (*_plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said))
-    return Preflight(settings=settings, planned=planned, lines=lines)
+    lines = (*lines, *_plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said))
+    return Preflight(settings=settings, origins=loaded.origins, planned=planned, lines=lines)
+
+
+def _unsaid(loaded: Loaded) -> Iterator[str]:
+    """Yield what a file leaves unsaid that another program understands otherwise."""
+    is_file = any(entry.origin not in ("override", "flag") for entry in loaded.entries.values())
+    if is_file and "finetuning.finetuning_type" not in loaded.entries:
+        yield "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
 
 
 def with_pictures(case: Case, tokens: int, largest: int) -> Preflight:
@@ -180,6 +192,8 @@ def _too_large(planned: Estimate) -> Finding:
     if longest := longest_row(planned):
         rows = "the longest rows that fit: memory is planned for rows of that length"
         lines.append(f"        cutoff_len: {longest}, {rows}")
+    if (adapters := _adapters(planned)) is not None:
+        lines.append(f"        {adapters}: adapters learn instead of the model")
     lines.append("        megatune plan searches all layouts for this machine, or for another one")
     least, most = map(size, least_and_most(planned.case, planned.stages))
     if may_fit(planned):
@@ -188,6 +202,14 @@ def _too_large(planned: Estimate) -> Finding:
         what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
         lines.append("        memory_check: warn starts it all the same, as for rows that are shorter than cutoff_len")
     return Finding(f"{what}, and {device.name} has {size(device.memory)}", why=why, fix="\n".join(lines).strip())
+
+
+def _adapters(planned: Estimate) -> Fix | None:
+    """Return what adapters in place of full training do, where the run then fits."""
+    if planned.case.settings.finetuning.finetuning_type != "full":
+        return None
+    found = fix(planned, {"finetuning.finetuning_type": "lora"})
+    return found if found is not None and found.after.fits else None
 
 
 # --- what a run could do better --------------------------------------------------------------------------------------

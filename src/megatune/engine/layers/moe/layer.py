@@ -7,7 +7,7 @@ size.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,13 @@ from torch import Tensor
 
 from megatune.engine import device
 from megatune.engine.layers.adapter import ExpertAdapter
-from megatune.engine.layers.feed_forward import LINEAR, SharedExperts
+from megatune.engine.layers.feed_forward import SharedExperts, linear_layers
 from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatune.engine.layers.moe.router import Router, capacity_of
+from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.sequences import Sequences
+
+Weight: TypeAlias = torch.nn.Parameter | QuantizedMatrix
 
 _DISPATCHERS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,9 +50,8 @@ class GroupedExperts(torch.nn.Module):
         super().__init__()
         self.config = config
         size, hidden_size = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size, config.hidden_size
-        factory = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * size, hidden_size, **factory))
-        self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, hidden_size, size, **factory))
+        self.weight1 = _weight((num_local_experts, 2 * size, hidden_size), config)
+        self.weight2 = _weight((num_local_experts, hidden_size, size), config)
         self.adapter1 = self.adapter2 = None
         self.is_grouped = config.moe_grouped_gemm and config.params_dtype in _GROUPED_DTYPES
         self.recomputes_activation = (
@@ -74,9 +76,12 @@ class GroupedExperts(torch.nn.Module):
         return output, None
 
     def _project(
-        self, rows: Tensor, weight: Tensor, adapter: ExpertAdapter | None, tokens_per_expert: Tensor
+        self, rows: Tensor, weight: Weight, adapter: ExpertAdapter | None, tokens_per_expert: Tensor
     ) -> Tensor:
-        output = self._linear(rows, weight, tokens_per_expert)
+        if isinstance(weight, QuantizedMatrix):
+            output = weight.multiply(rows, partial(self._linear, tokens_per_expert=tokens_per_expert))
+        else:
+            output = self._linear(rows, weight, tokens_per_expert)
         return output if adapter is None else adapter(rows, output, tokens_per_expert, self._linear)
 
     def _linear(self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
@@ -92,6 +97,12 @@ class GroupedExperts(torch.nn.Module):
             return weighted_bias_swiglu_impl(gate_up, None, probs[:, None])
         gate, up = gate_up.chunk(2, -1)
         return (F.silu(gate) * up * probs[:, None]).to(gate_up.dtype)
+
+
+def _weight(shape: tuple[int, int, int], config: Any) -> Weight:
+    if config.quantized_form is not None:
+        return QuantizedMatrix(shape, config.params_dtype, config.quantized_form)
+    return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
 
 
 def looped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
@@ -144,7 +155,9 @@ class MoELayer(moe_layer.MoELayer):
         groups = get_default_pg_collection()
         assert groups.tp.size() == 1 or config.sequence_parallel, "refused by the settings' rules"
         submodules = moe_layer.MoESubmodules(
-            router=Router, experts=GroupedExperts, shared_experts=ModuleSpec(SharedExperts, submodules=LINEAR)
+            router=Router,
+            experts=GroupedExperts,
+            shared_experts=ModuleSpec(SharedExperts, submodules=linear_layers(config)),
         )
         super().__init__(config, submodules, pg_collection=groups)
         # Megatron-Core makes the router's weight and the gate of shared experts on the CPU.

@@ -1,0 +1,89 @@
+"""Which weights a frozen base keeps in few bits (QLoRA, arXiv:2305.14314), and what is kept of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from megatune.architecture import Architecture
+from megatune.families.adapters import takes_adapter
+from megatune.families.selection import Selection
+from megatune.families.weights import WHOLE, Slice, Stack, TensorLayout, Weight, engine_shape, hf_shapes
+
+BLOCK = 64  # elements of a matrix that share a scale, 4 bits each
+STATISTICS_BLOCK = 256  # such scales that share a statistic
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedForm:
+    """How matrices are kept, as bitsandbytes keeps them.
+
+    Attributes:
+        kind: "nf4" or "fp4", 4 bits with a scale for each 64 elements; "int8", with one for each row.
+        double: scales of 4-bit matrices have 8 bits themselves.
+    """
+
+    kind: str
+    double: bool = False
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.kind == "int8" else 4
+
+    def buffers(self, rows: int, columns: int, width: int, statistics: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtypes and shapes of what is kept of a slice of matrices, one below the other.
+
+        Args:
+            rows, width: of the slice.
+            columns: of the whole matrices.
+            statistics: see `num_statistics`; of all matrices.
+        """
+        if self.bits == 8:
+            return {"codes": ("int8", (rows, width)), "scales": ("float32", (rows, 1))}
+        is_aligned = is_aligned_cut(columns, width)
+        # A row that begins anywhere in a block meets one block more.
+        blocks = width // BLOCK if is_aligned else (width + BLOCK - 2) // BLOCK + 1
+        kept: dict[str, tuple[str, tuple[int, ...]]] = {
+            "codes": ("uint8", (rows, -(-width // 2))),
+            "scales": ("uint8" if self.double else "float32", (rows, blocks)),
+        }
+        if not is_aligned:
+            kept["phases"] = ("uint8", (rows,))
+        if self.double:
+            kept |= {"places": ("int32", (rows,)), "statistics": ("float32", (statistics, 2))}
+        return kept
+
+    def num_statistics(self, shape: tuple[int, ...]) -> int:
+        """Return how many statistics a Hugging Face matrix has: blocks go over its rows as they come."""
+        return ceil(prod(shape) / (BLOCK * STATISTICS_BLOCK)) if self.double else 0
+
+
+def is_aligned_cut(columns: int, width: int) -> bool:
+    """Return whether each row of a slice is whole blocks, whatever part of the columns it has."""
+    return columns % BLOCK == 0 and width % BLOCK == 0
+
+
+def form_of(selection: Selection) -> QuantizedForm | None:
+    """Return how a run keeps its base; None in the dtype that it computes with."""
+    if selection.quantization_bit is None:
+        return None
+    if selection.quantization_bit == 8:
+        return QuantizedForm("int8")
+    return QuantizedForm(selection.quantization_type, selection.double_quantization)
+
+
+def is_quantized(weight: Weight, selection: Selection) -> bool:
+    """Return whether a weight is kept in few bits: matrices of the decoder's linear layers are; word embedding, output
+    layer, norms, router and the gate of shared experts are not, nor is a vision encoder."""
+    return form_of(selection) is not None and weight.stack is Stack.DECODER and takes_adapter(weight)
+
+
+def quantized_buffers(
+    weight: Weight, architecture: Architecture, form: QuantizedForm, part: Slice = WHOLE
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtypes and shapes of what a rank keeps of a quantized weight, by the engine's name of each."""
+    *_, width = shape = engine_shape(weight, architecture, part)
+    shapes = list(hf_shapes(weight, architecture, 0, part).values())
+    statistics = sum(map(form.num_statistics, shapes))
+    columns = width * part.tp_size if weight.layout is TensorLayout.COLUMNS else width
+    return form.buffers(prod(shape[:-1]), columns, width, statistics)

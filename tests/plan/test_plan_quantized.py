@@ -1,0 +1,38 @@
+"""What a plan says of a base in few bits; tests/parity holds it against what ranks hold."""
+
+from __future__ import annotations
+
+import pytest
+from layouts import Layout
+from test_plan_lora import LLAMA_3_8B, LORA, planned
+
+from megatune.plan.memory.parameters import state_bytes
+
+QUANTIZED = LORA.model_copy(update={"quantization_bit": 4})
+# Of each layer: q and o, k and v, gate and up and down.
+MATRICES = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+ROWS = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, MATRICES // 2 + MATRICES // 64 + 4 * ROWS + 8 * MATRICES // (64 * 256)),
+        ({"double_quantization": False}, MATRICES // 2 + 4 * MATRICES // 64),
+        ({"quantization_bit": 8}, MATRICES + 4 * ROWS),
+    ],
+)
+def test_matrices_of_layers_take_as_many_bytes_as_they_have(keys, expected):
+    few = state_bytes(planned(LLAMA_3_8B, Layout(1), QUANTIZED.model_copy(update=keys)), 0)
+    full = state_bytes(planned(LLAMA_3_8B, Layout(1), LORA), 0)
+    assert full.weights - few.weights == 2 * MATRICES - expected
+    assert few[2:] == full[2:]
+
+
+def test_tensor_parallelism_cuts_them():
+    layout = Layout(2, {"tensor_model_parallel_size": 2})
+    few, full = (state_bytes(planned(LLAMA_3_8B, layout, keys), 0) for keys in (QUANTIZED, LORA))
+    # Statistics are kept whole; those of the output projections and down, all rows.
+    rows = (ROWS - 32 * 2 * 4096) // 2 + 32 * 2 * 4096
+    expected = MATRICES // 4 + MATRICES // 128 + 4 * rows + 8 * MATRICES // (64 * 256)
+    assert full.weights - few.weights == MATRICES - expected
