@@ -283,6 +283,8 @@ def _adapters() -> dict[str, Measured]:
          {"lora_rank": 64, "additional_target": ["embed_tokens", "lm_head"]}),
         ("DoRA of attention, bf16", Layout(1), True,
          {"use_dora": True, "lora_target": ["linear_qkv", "linear_proj"]}),
+        ("LoRA with dropout, bf16", Layout(1), True, {"lora_dropout": 0.1}),
+        ("LoRA with dropout, fp32", Layout(1), False, {"lora_dropout": 0.1}),
         ("LoRA, full, bf16", Layout(1, recompute=FULL), True, {}),
         ("LoRA, tp2 sp, bf16", Layout(2, TP2 | SP), True, {}),
     ):  # fmt: skip

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 from megatune.architecture import MixtureOfExperts
+from megatune.plan.operators.adapters import adapter_memory
 from megatune.plan.operators.linear import (
-    adapter_memory,
     elementwise,
     feed_forward,
     grouped_work,
@@ -148,7 +148,7 @@ def _with_adapters(
     """Add what the adapters of a rank's experts take, if they have any."""
     if (adapter := shapes.adapted(name)) is None:
         return memory
-    more = adapter_memory(shapes, adapter, rows * inputs * shapes.size, rows, inputs, outputs, experts)
+    more = adapter_memory(shapes, adapter, rows * inputs * shapes.size, rows, inputs, outputs, matrices=experts)
     return Memory(*(own + of_adapter for own, of_adapter in zip(memory, more, strict=True)))
 
 

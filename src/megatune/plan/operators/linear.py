@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product
-from megatune.plan.operators.shapes import OUTPUT, Adapted, Shapes
+from megatune.plan.operators.adapters import adapted, adapter_memory
+from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product, Work
+from megatune.plan.operators.shapes import OUTPUT, Shapes
 
 # As engine.quantization has it: elements of a matrix that are made at a time.
 _MADE_AT_A_TIME = 1 << 24
 _MADE_LAUNCHES = 10  # most of them for scales
-
-# Kernels of an operator: forward, backward, launches, weight gradient.
-Work = tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, tuple[Kernel, ...]]
 
 
 def elementwise(shapes: Shapes, numbers: float, forward: float, backward: float, launches: int) -> Work:
@@ -95,7 +93,9 @@ def linear(
     memory = Memory(kept, forward, backward)
     if (adapter := shapes.adapted(name)) is not None:
         after = tokens // shapes.tp if scatters else tokens
-        more = adapter_memory(shapes, adapter, (of_rank if gathers else into), after, inputs, outputs)
+        more = adapter_memory(
+            shapes, adapter, (of_rank if gathers else into), after, inputs, outputs, shared=saved == 0
+        )
         # Outputs are scattered before the adapter's are added.
         memory = Memory(kept + more.kept, forward + (0 if scatters else more.forward), backward + more.backward)
     work = linear_work(shapes, tokens, outputs, inputs, name if vectors is None else "")
@@ -124,25 +124,6 @@ def made(shapes: Shapes, operator: Operator, numbers: int) -> Operator:
     )
 
 
-def adapter_memory(
-    shapes: Shapes, adapter: Adapted, saved: int, vectors: int, inputs: int, outputs: int, matrices: int = 1
-) -> Memory:
-    """Return what an adapter adds to the memory of a linear layer, which keeps its input for it.
-
-    It keeps the latent, in a 16-bit model copies of A and B, and of matrices that the engine stacks B as it is laid out
-    for them; with lengths of rows also the outputs before they are multiplied.
-
-    Args:
-        saved: bytes of the input, whose gradient is there twice.
-        vectors: that the adapter's outputs are added to.
-        matrices: [outputs, inputs] of each of a rank's experts.
-    """
-    size, out = shapes.size, vectors * outputs * shapes.size
-    columns = outputs + inputs if shapes.wide else outputs if adapter.masked else 0
-    kept = (vectors + matrices * columns) * adapter.width * size
-    return Memory(kept + out, 2 * out, saved + out) if shapes.decomposed else Memory(kept, out, saved)
-
-
 def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name: str = "", count: int = 1) -> Work:
     """Return the kernels of `count` linear layers one after the other.
 
@@ -163,26 +144,6 @@ def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name:
 def accumulation(shapes: Shapes, numbers: float, *, fused: bool) -> Moved:
     """Add a weight's gradient to its buffer; unless fused, it is written and read once more on the way."""
     return Moved(numbers * (2 * shapes.gradient_size + (0 if fused else 2 * shapes.size)))
-
-
-def adapted(shapes: Shapes, work: Work, rows: float, columns: float, depth: float, name: str, count: int = 1) -> Work:
-    """Add the adapter beside `count` linear layers, where they have one.
-
-    Forward two narrow products, the second of which adds to the outputs; backward two of each, and a sum of what both
-    ways say of the inputs. Lengths of rows multiply the outputs, and are computed with a product of the weight.
-    """
-    if (beside := shapes.adapted(name)) is None:
-        return work
-    forward, backward, launches, weight = work
-    width, size = beside.width, shapes.size
-    inputs, outputs = count * rows * depth * size, count * rows * columns * size
-    down, up = Product(rows, width, depth, size, count), Product(rows, columns, width, size, count)
-    ahead: tuple[Kernel, ...] = (down, up, Moved(outputs))
-    back: tuple[Kernel, ...] = (down, up, Moved(3 * inputs), Product(rows, width, columns, size, count), down)
-    if shapes.decomposed:
-        ahead += (Product(columns, width, depth, size, count), Moved(5 * outputs))
-        back += (Moved(6 * outputs),)
-    return forward + ahead, backward + back, launches + (12 if shapes.decomposed else 5) * count, weight
 
 
 def grouped_work(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:

@@ -87,6 +87,8 @@ class Wait(NamedTuple):
 
 
 Kernel = Product | Attention | Moved | Wait
+# Kernels of an operator: forward, backward, launches, weight gradient.
+Work = tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, tuple[Kernel, ...]]
 
 
 class Operator(NamedTuple):

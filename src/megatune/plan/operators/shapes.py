@@ -67,6 +67,7 @@ class Shapes:
         embedding_trained, output_trained: the word embedding and the output layer do.
         adapters: of linear layers in `keeps`.
         decomposed: they train lengths of rows, too.
+        drops: they drop some of their inputs.
         quantized_bits: of an element of the layers' frozen matrices, which are made for each product; 0 where they have
             the model's dtype.
         imbalance: rows of the fullest rank's experts over an even share.
@@ -96,6 +97,7 @@ class Shapes:
     output_trained: bool
     adapters: tuple[Adapted, ...]
     decomposed: bool
+    drops: bool
     quantized_bits: int
     router_size: int
     imbalance: float
@@ -179,6 +181,7 @@ def shapes_of(case: Case) -> Shapes:
         output_trained=output,
         adapters=beside,
         decomposed=trainable.use_dora,
+        drops=trainable.lora_dropout > 0,
         quantized_bits=form.bits if (form := form_of(trainable)) is not None else 0,
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
