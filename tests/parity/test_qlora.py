@@ -13,7 +13,7 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, 
 from pool import RankPool
 from safetensors.torch import load_file, save_file
 
-from megatune.bridge.assemble import load_model
+from megatune.bridge.assemble import assemble, load_model
 from megatune.bridge.export import export_weights
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
@@ -21,9 +21,12 @@ from megatune.engine import groups
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.quantization import dynamic_table, quantize, table_of
 from megatune.families.quantized import QuantizedForm, is_quantized, quantized_buffers
+from megatune.families.weights import Role
 from megatune.plan.memory.quantized import saved_bytes
 from megatune.plan.memory.tensors import stage_chunks
+from megatune.training.train_step import train_step
 from megatune.verify.compare import compare, judge
+from megatune.verify.measure import shard_samples
 from megatune.verify.numbers import Numbers, write_gradients, write_logits, write_loss
 from megatune.verify.reference import load_reference_model
 from megatune.verify.samples import Sample, random_samples
@@ -75,9 +78,8 @@ def samples() -> list[Sample]:
     return random_samples(301, LENGTHS, seed=1)
 
 
-def peft_numbers(base: Path, adapter: Path, folder: Path, targets: list[str], *, use_dora: bool = False) -> Numbers:
-    """Compute a new random adapter beside the base, and save it."""
-    model = load_reference_model(base, torch.float32)
+def peft_numbers(model: Any, adapter: Path, folder: Path, targets: list[str], *, use_dora: bool = False) -> Numbers:
+    """Compute a new random adapter beside a model of Transformers, and save it."""
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_dora=use_dora)
     model = peft.get_peft_model(model, config)
     torch.manual_seed(3)
@@ -126,7 +128,8 @@ def test_logits_and_gradients_are_those_of_peft_around_the_same_values(
     model = model_dir(family)
     written, form = FORMS["nf4"]
     base = dequantize_checkpoint(model, tmp_path / "base", form)
-    truth = peft_numbers(base, tmp_path / "adapter", tmp_path / "truth", targets)
+    reference = load_reference_model(base, torch.float32)
+    truth = peft_numbers(reference, tmp_path / "adapter", tmp_path / "truth", targets)
     own = {"lora_rank": 4, "lora_alpha": 6, "lora_target": targets, "adapter_name_or_path": [str(tmp_path / "adapter")]}
     for name in names:
         folder = tmp_path / name
@@ -134,6 +137,79 @@ def test_logits_and_gradients_are_those_of_peft_around_the_same_values(
         settings = with_adapters(ALL[name], **own, **written)
         pool.run(ALL[name].world_size, measure_in_layout, model, settings, samples(), folder)
         assert not failures(judge(compare(Numbers(folder), truth))), name
+
+
+# Rows of whole blocks: what bitsandbytes' CPU library makes of others is no matrix of its own codes.
+WHOLE_BLOCKS = {"head_dim": 32, "intermediate_size": 128}
+
+
+def test_logits_and_gradients_are_those_of_bitsandbytes_in_transformers(pool, model_dir, tmp_path):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    model = model_dir("qwen3", **WHOLE_BLOCKS)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )  # scales whole: on a CPU it rounds them otherwise
+    quantized = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.float32)
+    assert type(quantized.model.layers[0].mlp.down_proj).__name__ == "Linear4bit"
+    quantized.train()  # else its CPU library computes in bf16
+    truth = peft_numbers(quantized, tmp_path / "adapter", tmp_path / "truth", EVERY)
+    adapter = {"lora_rank": 4, "lora_alpha": 6, "adapter_name_or_path": [str(tmp_path / "adapter")]}
+    for name in ("1", "tp2 sp"):
+        (tmp_path / name).mkdir()
+        settings = with_adapters(ALL[name], quantization_bit=4, double_quantization=False, **adapter)
+        pool.run(ALL[name].world_size, measure_in_layout, model, settings, samples(), tmp_path / name)
+        assert not failures(judge(compare(Numbers(tmp_path / name), truth))), name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_transformers_loads_the_same_codes(bits, model_dir):
+    """Scales of double quantization, too, but for a few that bitsandbytes' CPU library rounds to a neighbour."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    model = model_dir("qwen3", **WHOLE_BLOCKS)
+    keys = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(**(keys if bits == 4 else {"load_in_8bit": True}))
+    loaded = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.float32)
+    tensors = load_file(model / "model.safetensors")
+    names = {name for name, tensor in tensors.items() if tensor.dim() == 2 and not _NEVER.fullmatch(name)}
+    scales = same = 0
+    for name in names:
+        found = quantize(tensors[name], QuantizedForm("nf4", double=True) if bits == 4 else QuantizedForm("int8"))
+        kept = loaded.get_parameter(name)
+        if bits == 8:
+            assert torch.equal(found.codes, kept.CB)
+            assert torch.equal(found.scales, kept.SCB)
+            continue
+        packed = kept.data.view(-1)
+        assert torch.equal(found.codes.view(-1), torch.stack((packed >> 4, packed & 15), -1).view(-1))
+        scales, same = scales + len(found.scales), same + int((found.scales == kept.quant_state.absmax).sum())
+    assert same >= 0.99 * scales
+    quantized = {name for name, parameter in loaded.named_parameters() if parameter.dtype in (torch.uint8, torch.int8)}
+    assert quantized == names
+
+
+def train_in_layout(model: Path, settings: Settings) -> None:
+    """Take two steps; copies stay equal, the base as it is, and adapters do not."""
+    assembly = assemble(model, settings)
+    kept = [local for local in assembly.parameters if isinstance(local.parameter, QuantizedMatrix)]
+    adapters = [local.parameter for local in assembly.parameters if local.weight.role is Role.ADAPTER]
+    base = [one.clone() for local in kept for one in local.parameter.buffers()]
+    before = [one.detach().clone() for one in adapters]
+    for number in (1, 2):
+        batches = shard_samples(samples(), assembly.place, settings.parallel)
+        result = train_step(assembly, batches, learning_rate=1e-2, checked_step=number)
+        assert result.updated
+    assert all(map(torch.equal, base, (one for local in kept for one in local.parameter.buffers())))
+    assert not any(map(torch.equal, before, adapters))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3", "tp2 pp2 dp2 sp"), ("qwen3_moe", "ep2 etp1 tp2 sp"), ("qwen3_moe", "ep2 dp4")]
+)
+def test_steps_leave_the_base_as_it_is(family, name, pool, model_dir):
+    settings = with_adapters(ALL[name], quantization_bit=4)
+    pool.run(ALL[name].world_size, train_in_layout, model_dir(family), settings)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -158,7 +234,8 @@ def test_computing_is_bit_for_bit_that_with_the_same_values_in_full(family, name
 def test_lengths_of_dora_are_of_the_quantized_rows(pool, model_dir, tmp_path):
     model, (written, form) = model_dir("qwen3"), FORMS["nf4"]
     base = dequantize_checkpoint(model, tmp_path / "base", form)
-    truth = peft_numbers(base, tmp_path / "adapter", tmp_path / "truth", EVERY, use_dora=True)
+    reference = load_reference_model(base, torch.float32)
+    truth = peft_numbers(reference, tmp_path / "adapter", tmp_path / "truth", EVERY, use_dora=True)
     own = {"lora_rank": 4, "lora_alpha": 6, "use_dora": True, "adapter_name_or_path": [str(tmp_path / "adapter")]}
     for name in ("1", "tp2 sp"):
         (tmp_path / name).mkdir()

@@ -16,6 +16,7 @@ from megatune.data.batches import Batch, Pictures
 from megatune.data.media.dealing import deal
 from megatune.engine import step
 from megatune.engine.groups import build
+from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.model import build_model
 from megatune.objectives.language_model import CrossEntropy
 
@@ -34,6 +35,9 @@ def measure_step(architecture: Architecture, settings: Settings, trainable: Fine
         for chunk in model:
             for parameter in chunk.parameters():
                 parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+            for matrix in chunk.modules():
+                if isinstance(matrix, QuantizedMatrix):  # of zeros
+                    matrix.allocate(matrix.shape[-1], matrix.form.num_statistics(matrix.shape))
     if is_frozen:
         _freeze(model)
     count = settings.batch.gradient_accumulation_steps

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from activation_cases import DENSE, EVEN, LATENT, SHARED, SPARSE, Measured
 from layouts import Layout
+from measured_memory import measure_step
+from test_plan_activations import predicted
 from test_plan_lora import LLAMA_3_8B, LORA, planned
 
 from megatune.plan.memory.parameters import state_bytes
@@ -36,3 +39,23 @@ def test_tensor_parallelism_cuts_them():
     rows = (ROWS - 32 * 2 * 4096) // 2 + 32 * 2 * 4096
     expected = MATRICES // 4 + MATRICES // 128 + 4 * rows + 8 * MATRICES // (64 * 256)
     assert full.weights - few.weights == MATRICES - expected
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("architecture", "layout", "bf16"),
+    [
+        (DENSE, Layout(1), False),
+        (DENSE, Layout(1), True),
+        (DENSE, Layout(1, recompute={"recompute_granularity": "full"}), True),
+        (SPARSE, Layout(1, experts=EVEN), True),
+        (SHARED, Layout(1, experts=EVEN), False),
+        (LATENT, Layout(1), True),
+    ],
+)
+def test_predicted_activations_are_those_that_are_measured(pool, architecture, layout, bf16, bits):
+    trainable = LORA.model_copy(update={"quantization_bit": bits})
+    # Short rows: most of the memory is that of matrices which are made.
+    one = Measured("model", architecture, layout, bf16=bf16, length=32, trainable=trainable)
+    (measured,) = pool.run(1, measure_step, one.architecture, one.settings, one.trainable, one.images)
+    assert abs(predicted(one, 0) / measured - 1) <= 0.05

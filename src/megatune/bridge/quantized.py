@@ -16,6 +16,9 @@ from megatune.families import FAMILIES
 from megatune.families.quantized import QuantizedForm, form_of, is_quantized
 from megatune.families.weights import Segment, hf_shapes, layers_of
 
+# Rows of queries, keys and values are asked for in turn.
+_MOST_RECENT = 3
+
 
 @torch.no_grad()
 def fill_quantized(
@@ -73,7 +76,7 @@ class DequantizedSource(TensorSource):
         self, source: TensorSource, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, form: QuantizedForm
     ) -> None:
         self._source, self._shapes, self._dtype, self._form = source, shapes, dtype, form
-        self._last: tuple[str, Tensor] | None = None  # rows of one matrix are asked for one after the other
+        self._recent: dict[str, Tensor] = {}
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
@@ -84,12 +87,14 @@ class DequantizedSource(TensorSource):
     def read(self, segment: Segment, prefix: str = "") -> Tensor:
         if segment.name not in self._shapes:
             return self._source.read(segment, prefix)
-        if self._last is None or self._last[0] != segment.name:
+        if segment.name not in self._recent:
+            if len(self._recent) == _MOST_RECENT:
+                self._recent.pop(next(iter(self._recent)))
             shape = self._shapes[segment.name]
             values = QuantizedMatrix(shape, self._dtype, self._form)
             fill_quantized(values, self._source, [Segment(segment.name, 0, 0, shape[0])], {segment.name: shape})
-            self._last = segment.name, values.dequantized().cpu()
-        return self._last[1].narrow(segment.dim, segment.start, segment.stop - segment.start)
+            self._recent[segment.name] = values.dequantized().cpu()
+        return self._recent[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
 
 
 def dequantized_source(source: TensorSource, architecture: Architecture, settings: Settings) -> TensorSource:

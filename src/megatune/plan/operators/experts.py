@@ -16,6 +16,7 @@ from megatune.plan.operators.linear import (
     feed_forward,
     grouped_work,
     linear_work,
+    made,
     swiglu_work,
 )
 from megatune.plan.operators.operator import Memory, Operator, Wait
@@ -108,12 +109,14 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     gate_up = 2 * numbers * size
     fc1 = Memory(_kept_input(shapes, _FC1, tokens_in_rows), gate_up, gate_up + tokens_in_rows + 2 * weight)
     fc1 = _with_adapters(shapes, _FC1, fc1, rows, hidden, 2 * channels, local)
-    yield Operator("moe", fc1, *grouped_work(shapes, mean_rows, 2 * channels, hidden, local, _FC1))
+    up = Operator("moe", fc1, *grouped_work(shapes, mean_rows, 2 * channels, hidden, local, _FC1))
+    yield made(shapes, up, 2 * local * channels * hidden)
     yield Operator("moe_act", _activation(shapes, numbers), *swiglu_work(shapes, mean_rows * channels))
     kept = _kept_input(shapes, _FC2, numbers * size)
     fc2 = Memory(kept, tokens_in_rows, tokens_in_rows + numbers * size + weight)
     fc2 = _with_adapters(shapes, _FC2, fc2, rows, channels, hidden, local)
-    yield Operator("moe", fc2, *grouped_work(shapes, mean_rows, hidden, channels, local, _FC2))
+    down = Operator("moe", fc2, *grouped_work(shapes, mean_rows, hidden, channels, local, _FC2))
+    yield made(shapes, down, local * channels * hidden)
     around = tokens_in_rows + combined + shapes.hidden
     yield Operator("moe", Memory(0, around, around))
 
@@ -133,8 +136,10 @@ def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, i
 
 
 def _kept_input(shapes: Shapes, name: str, size: int) -> int:
-    """Return bytes of the input of a product, where it keeps it: a grouped one does, whether its weight is trained."""
-    return size if name in shapes.keeps or shapes.experts.moe_grouped_gemm else 0
+    """Return bytes of the input of a product, where it keeps it: a grouped one does, whether its weight is trained, but
+    not one with quantized matrices."""
+    grouped = shapes.experts.moe_grouped_gemm and not shapes.quantized_bits
+    return size if name in shapes.keeps or grouped else 0
 
 
 def _with_adapters(

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product
-from megatune.plan.operators.shapes import Adapted, Shapes
+from megatune.plan.operators.shapes import OUTPUT, Adapted, Shapes
+
+# As engine.quantization has it: elements of a matrix that are made at a time.
+_MADE_AT_A_TIME = 1 << 24
+_MADE_LAUNCHES = 10  # most of them for scales
 
 # Kernels of an operator: forward, backward, launches, weight gradient.
 Work = tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, tuple[Kernel, ...]]
@@ -95,7 +99,29 @@ def linear(
         # Outputs are scattered before the adapter's are added.
         memory = Memory(kept + more.kept, forward + (0 if scatters else more.forward), backward + more.backward)
     work = linear_work(shapes, tokens, outputs, inputs, name if vectors is None else "")
-    return Operator(module, memory, *work)
+    operator = Operator(module, memory, *work)
+    return operator if name == OUTPUT else made(shapes, operator, inputs * outputs)
+
+
+def made(shapes: Shapes, operator: Operator, numbers: int) -> Operator:
+    """Add to an operator what it takes to make its matrices of so many numbers from few bits, in each pass.
+
+    On a GPU that is one kernel for some rows of theirs; on a CPU it is operators, which write wider numbers on the way.
+    """
+    if not shapes.quantized_bits:
+        return operator
+    some, moved = min(numbers, _MADE_AT_A_TIME), numbers * (shapes.quantized_bits / 8 + shapes.size)
+    beside = shapes.size
+    if shapes.on_cpu:  # two fp32 numbers, and of 4 bits the values in 16 bits
+        beside = 8 + (shapes.size if shapes.wide and shapes.quantized_bits == 4 else 0)
+    added = numbers * shapes.size + some * beside
+    kept, forward, backward = operator.memory
+    return operator._replace(
+        memory=Memory(kept, forward + added, backward + added),
+        forward=(*operator.forward, Moved(moved)),
+        backward=(*operator.backward, Moved(moved)),
+        launches=operator.launches + _MADE_LAUNCHES,
+    )
 
 
 def adapter_memory(
@@ -140,17 +166,23 @@ def accumulation(shapes: Shapes, numbers: float, *, fused: bool) -> Moved:
 
 
 def adapted(shapes: Shapes, work: Work, rows: float, columns: float, depth: float, name: str, count: int = 1) -> Work:
-    """Add the adapter beside `count` linear layers, where they have one: two narrow products and a sum each."""
+    """Add the adapter beside `count` linear layers, where they have one.
+
+    Forward two narrow products, the second of which adds to the outputs; backward two of each, and a sum of what both
+    ways say of the inputs. Lengths of rows multiply the outputs, and are computed with a product of the weight.
+    """
     if (beside := shapes.adapted(name)) is None:
         return work
     forward, backward, launches, weight = work
     width, size = beside.width, shapes.size
-    adapter = (
-        Product(rows, width, depth, size, count),
-        Product(rows, columns, width, size, count),
-        Moved(3 * count * rows * columns * size),
-    )
-    return forward + adapter, backward + 2 * adapter, launches + 5 * count, weight
+    inputs, outputs = count * rows * depth * size, count * rows * columns * size
+    down, up = Product(rows, width, depth, size, count), Product(rows, columns, width, size, count)
+    ahead: tuple[Kernel, ...] = (down, up, Moved(outputs))
+    back: tuple[Kernel, ...] = (down, up, Moved(3 * inputs), Product(rows, width, columns, size, count), down)
+    if shapes.decomposed:
+        ahead += (Product(columns, width, depth, size, count), Moved(5 * outputs))
+        back += (Moved(6 * outputs),)
+    return forward + ahead, backward + back, launches + (12 if shapes.decomposed else 5) * count, weight
 
 
 def grouped_work(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:

@@ -14,6 +14,7 @@ from megatune.config.settings import ExpertSettings, PerformanceSettings, Settin
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, OUTPUT_LAYER
+from megatune.families.quantized import form_of
 from megatune.families.trained import ALL_MODULES, is_trained, module_of
 from megatune.families.weights import Stack, Weight
 from megatune.plan.case import Case
@@ -21,7 +22,7 @@ from megatune.plan.case import Case
 # Compute capability by generation; that of Ampere for any other GPU.
 _CAPABILITIES = {"cpu": CPU, "volta": (7, 0), "turing": (7, 5), "hopper": (9, 0), "blackwell": (10, 0)}
 _AMPERE = (8, 0)
-_OUTPUT = OUTPUT_LAYER.engine.removesuffix(".weight")
+OUTPUT = OUTPUT_LAYER.engine.removesuffix(".weight")
 # Coefficients of variation of the experts' tokens, with and without something that balances them: assumptions.
 # Published runs of Qwen3-30B-A3B over 16 expert-parallel ranks take 1.5 times as long as with forced balance; 0.5 gives
 # 1.42 for the fullest rank.
@@ -66,6 +67,8 @@ class Shapes:
         embedding_trained, output_trained: the word embedding and the output layer do.
         adapters: of linear layers in `keeps`.
         decomposed: they train lengths of rows, too.
+        quantized_bits: of an element of the layers' frozen matrices, which are made for each product; 0 where they have
+            the model's dtype.
         imbalance: rows of the fullest rank's experts over an even share.
     """
 
@@ -93,6 +96,7 @@ class Shapes:
     output_trained: bool
     adapters: tuple[Adapted, ...]
     decomposed: bool
+    quantized_bits: int
     router_size: int
     imbalance: float
 
@@ -175,6 +179,7 @@ def shapes_of(case: Case) -> Shapes:
         output_trained=output,
         adapters=beside,
         decomposed=trainable.use_dora,
+        quantized_bits=form.bits if (form := form_of(trainable)) is not None else 0,
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
     )
@@ -188,7 +193,7 @@ def _trained_linears(architecture: Architecture, trainable: FinetuningSettings) 
     modules, is_full = trainable.freeze_trainable_modules, trainable.finetuning_type == "full"
     matrices = [weight for weight in _of_layers(architecture) if all(len(one.shape) == 2 for one in weight.hf)]
     inside = (_name(each) for each in matrices if is_full or ALL_MODULES in modules or module_of(each) in modules)
-    return frozenset((*inside, *([_OUTPUT] if is_full or ALL_MODULES in modules else [])))
+    return frozenset((*inside, *([OUTPUT] if is_full or ALL_MODULES in modules else [])))
 
 
 @lru_cache(maxsize=256)
