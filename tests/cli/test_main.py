@@ -35,7 +35,7 @@ def test_help_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for name in ("train", "sft", "pt", "plan", "explain", "data", "verify", "infer", "demo-model"):
+    for name in ("train", "sft", "pt", "plan", "explain", "data", "verify", "infer", "export", "demo-model"):
         assert f"\n    {name}" in done.stdout
     for name in main_module._NOT_BUILT:
         assert f"\n    {name} " not in done.stdout
@@ -53,7 +53,7 @@ def test_console_script_and_module() -> None:
     [
         ([], "usage: megatune"),
         (["trian"], "did you mean `megatune train`?"),
-        (["qqq"], "one of: train, sft, pt, plan, explain, data, verify, infer, demo-model"),
+        (["qqq"], "one of: train, sft, pt, plan, explain, data, verify, infer, export, demo-model"),
         (["run.yaml"], "megatune train run.yaml"),
         (["infer"], "megatune infer: the following arguments are required: MODEL"),
         (["infer", "x", "--promt", "y"], "did you mean --prompt?"),

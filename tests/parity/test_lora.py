@@ -212,8 +212,16 @@ def _peft_steps(
     betas = settings["adam_beta1"], settings["adam_beta2"]
     optimizer = torch.optim.AdamW(groups, settings["learning_rate"], betas, settings["adam_epsilon"])
     parameters = [parameter for group in groups for parameter in group["params"]]
+    # peft stacks gate and up of all experts in one pair, whose B would also learn to take the ranks of one for the rows
+    # of the other.
+    masks = {parameter: torch.zeros_like(parameter) for parameter, _ in adapter.places.values()}
+    for parameter, part in adapter.places.values():
+        part(masks[parameter]).fill_(1)
     for index in range(NUM_STEPS):
         compute_reference(model, step_samples(index, architecture), adapter=adapter)
+        for parameter, own in masks.items():
+            assert parameter.grad is not None
+            parameter.grad *= own
         torch.nn.utils.clip_grad_norm_(parameters, settings["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
@@ -232,7 +240,8 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> None:
         updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)
         assert updated
     gather_parameters(assembly.model)
-    save_adapters(folder, assembly.parameters, assembly.architecture, assembly.place)
+    architecture, place = assembly.architecture, assembly.place
+    save_adapters(folder, assembly.parameters, architecture, place, settings.finetuning)
 
 
 @pytest.mark.parametrize(
@@ -263,3 +272,23 @@ def test_three_steps_equal_pefts(
     }
     errors = update_errors(*peft_steps(family, tied, kind, ratio), found)
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= TOLERANCES[ADAM]}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_bf16_beside_pefts(pool: Any, adapted: Any, table: Any, tmp_path: Path, family: str) -> None:
+    """As the proof of text models, tests/parity/test_parity.py. Adapters are fp32 on both sides; peft computes with
+    them in fp32, too, this engine in bf16, as peft does where torch's autocast is on."""
+    model, folder, _ = adapted(family, False, "LoRA")
+    samples, layout = samples_of(model), LAYOUTS["tp2 sp"]
+    settings = layout.settings(precision={"bf16": True}).model_copy(update={"finetuning": finetuning("LoRA", folder)})
+    pool.run(2, measure_in_layout, model, settings, samples, tmp_path)
+    numbers = {}
+    for dtype in ("float32", "bfloat16"):
+        dtypes = {"weights_dtype": torch.bfloat16, "dtype": getattr(torch, dtype)}
+        write_reference(model, samples, tmp_path / dtype, **dtypes, adapters=[str(folder)])
+        numbers[dtype] = Numbers(tmp_path / dtype)
+    truth = numbers["float32"]
+    errors = (compare(each, truth, experts_together=True) for each in (Numbers(tmp_path), numbers["bfloat16"]))
+    found = judge(*errors)
+    assert not failures(found)
+    table.add_sixteen_bits(f"{family}, LoRA", "tp2 sp", found)

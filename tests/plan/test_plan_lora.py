@@ -140,6 +140,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "all, and words": {"additional_target": ["embed_tokens", "norm", "lm_head"], "lora_rank": 3},
     "DoRA of attention": {"use_dora": True, "lora_target": ["linear_qkv", "linear_proj"]},
 }
+OF_EXPERTS = {"lora_target": [r".*\.experts\.\d+\.(gate|down)_proj"]}
 # A covering design: each family meets every selection, precision and way to cut.
 _DENSE = {
     "1": Layout(1),
@@ -188,6 +189,20 @@ def adapted_cases(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
                 settings = one.settings(optimizer, precision).model_copy(update={"finetuning": trainable})
                 found[f"{family}, {name}, {selection}, {optimizer}, {precision}"] = (model, settings)
     return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_state_of_adapters_of_experts_alone_is_planned_to_the_byte(pool, world_size):
+    """Of dense weights nothing has gradients."""
+    trainable = FinetuningSettings(finetuning_type="lora", **OF_EXPERTS)
+    model = tiny("qwen3_moe", num_hidden_layers=2)
+    cases = {
+        f"{name}, {precision}": (model, one.settings({}, precision).model_copy(update={"finetuning": trainable}))
+        for name, one in (_DENSE | _SPARSE).items()
+        for precision in (_BF16, {})
+        if one.world_size == world_size and not check(one.settings(), model, world_size, rules=RULES)
+    }
+    assert_planned(pool, world_size, cases)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
+from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights, scaling
 from megatune.families.forms import CheckpointForm
@@ -128,11 +129,28 @@ def _differences(found: AdapterFolder, architecture: Architecture, selection: Se
         shapes = f"{list(tensors[other[0]].shape)} instead of {list(expected[other[0]])}"
         what = f"{len(other)} tensors have other shapes, such as {other[0]}: {shapes}"
         yield Finding(what, where, why, "write its own lora_rank")
-    elif factors := {value for value in found.adapter.scalings.values() if abs(value / scaling(selection) - 1) > 1e-6}:
-        said = ", ".join(f"{value:g}" for value in sorted(factors))
-        what = f"its products are multiplied by {said}, in this run by {scaling(selection):g}"
-        yield Finding(what, str(found.folder / ADAPTER_CONFIG), why, "write its own lora_alpha and use_rslora")
+    elif any(abs(value / scaling(selection) - 1) > 1e-6 for value in found.adapter.scalings.values()):
+        yield from _scaled_otherwise(found, selection)
     if wrong := [name for name in found.adapter.halved if not found.is_halved(name)]:
         what = f"{wrong[0]} is one adapter of gate and up together"
         fix = "merge it into the model (create_new_adapter: true) and train a new one"
         yield Finding(what, where, "those of this run are of one matrix each", fix)
+
+
+def _scaled_otherwise(found: AdapterFolder, selection: Selection) -> Iterator[Finding]:
+    """Say what makes the factor of an adapter's products another than this run's."""
+    config, where = found.adapter.config, str(found.folder / ADAPTER_CONFIG)
+    alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
+    why, changed = "it scales what adapters add to the base", False
+    for name, was, now in (
+        ("lora_alpha", config.alpha, alpha),
+        ("use_rslora", config.use_rslora, selection.use_rslora),
+    ):
+        if was != now:
+            changed = True
+            yield Finding(
+                f"{name} was {shown(was)}, and is {shown(now)} in this run", where, why, f"write {name}: {shown(was)}"
+            )
+    if not changed:
+        fix = "merge it into the model (create_new_adapter: true) and train a new one"
+        yield Finding("alpha_pattern gives modules other alphas than lora_alpha", where, why, fix)

@@ -51,7 +51,7 @@ class MergedFolder(TensorSource):
         for adapter in self._adapters:
             if adapter.has(segment.name):
                 merged = adapter.read(segment).float()
-            elif adapter.has(_beside(segment.name, LORA_A)):
+            if adapter.has(_beside(segment.name, LORA_A)):
                 merged = self._base.read(segment).float() if merged is None else merged
                 merged = _apply(adapter, segment, merged)
         assert merged is not None

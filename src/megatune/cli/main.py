@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatune import __version__
-from megatune.cli import data, demo_model, explain, infer, plan, train, verify
+from megatune.cli import data, demo_model, explain, export, infer, plan, train, verify
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
-_MODULES = (train, plan, explain, data, verify, infer, demo_model)
+_MODULES = (train, plan, explain, data, verify, infer, export, demo_model)
 
 _NOT_BUILT = {
     "dpo": "preference training is not built yet; train and sft fine-tune on conversations",
     "rl": "reinforcement learning is not built yet",
-    "export": "export is not built yet, and seldom needed: every checkpoint is a Hugging Face model as it is",
     "doctor": "doctor is not built yet",
 }
 

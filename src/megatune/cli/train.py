@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
     loaded = loaded.for_world(here.world_size if here else None)
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
     checked = _preflight(loaded, here, num_gpus, problems, model)
-    settings = model.settings
+    settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
     payload = {
         "settings": settings,
-        "run_yaml": dump(settings, {**loaded.origins, **model.origins}),
+        "run_yaml": dump(settings, {**checked.origins, **model.origins}),
         "case": checked.planned.case if checked.planned else None,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     named = adapted_model(name, base, adapters)
     model = open_model(named.base, loaded.settings.model.model_revision, loaded.settings.model.cache_dir)
     architecture = load_architecture(model.config_dir())
-    finetuning = trained_in(loaded.settings.finetuning, named.adapters, architecture)
+    finetuning = trained_in(loaded, named.adapters, architecture)
     samples = _samples(architecture, read_config(model.config_dir()), args, loaded.settings.run.seed)
     longest = max(len(sample.input_ids) for sample in samples)
     settings, world = _checked(loaded, finetuning, architecture, args, longest)
@@ -139,7 +139,6 @@ def _describe_samples(samples: list[Sample]) -> str:
 
 def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
     """Return the checkpoint, the layout, and the one to compare it with."""
-    from megatune.cli.verify_adapters import own_of_adapter
     from megatune.config.entry import split_arguments
     from megatune.config.load import load
 
@@ -156,7 +155,7 @@ def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
         for flag, value, least in (("--samples", args.samples, 1), ("--length", args.length, 2))
         if value < least
     ]
-    findings += [*_without_part(loaded), *own_of_adapter(loaded)]
+    findings += _without_part(loaded)
     findings += _not_as_transformers(loaded) if other is None else [*other.findings, *_without_part(other)]
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)

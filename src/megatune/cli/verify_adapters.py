@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatune.errors import Finding
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from megatune.architecture import Architecture
@@ -30,51 +29,33 @@ def of_adapters(finetuning: FinetuningSettings) -> Iterator[str]:
     yield from (f"finetuning.{name}" for name in names)
 
 
-def own_of_adapter(loaded: Loaded) -> Iterator[Finding]:
-    """Find settings that an adapter in a folder says itself."""
-    finetuning = loaded.settings.finetuning
-    if not finetuning.adapter_name_or_path or finetuning.create_new_adapter:
-        return
-    adapter = finetuning.adapter_name_or_path[-1]
-    for name in _SHAPE:
-        if (origin := loaded.origins[f"finetuning.{name}"]) != "default":
-            why = f"{adapter} says it itself"
-            yield Finding(f"{name} has no part in verify", origin, why, f"remove {name}, or write create_new_adapter")
-
-
-def trained_in(
-    finetuning: FinetuningSettings, adapters: Sequence[Path], architecture: Architecture
-) -> FinetuningSettings:
+def trained_in(loaded: Loaded, adapters: Sequence[Path], architecture: Architecture) -> FinetuningSettings:
     """Return settings of what is trained, and of nothing that is frozen, unless adapters are.
 
     Args:
-        finetuning: as they are written.
         adapters: folders.
 
     Raises:
-        MegatuneError: INPUT, when the last adapter, whose gradients are to be compared, cannot be trained here.
+        MegatuneError: SETTINGS, where something is written that the last adapter says itself; INPUT, when that one,
+            whose gradients are to be compared, cannot be trained here.
     """
+    finetuning = loaded.settings.finetuning
     if not adapters and finetuning.finetuning_type != "lora":
         if architecture.vision is None:
             return finetuning
         return type(finetuning)(freeze_vision_tower=False, freeze_multi_modal_projector=False)
     own: dict[str, Any] = {"finetuning_type": "lora", "adapter_name_or_path": [str(folder) for folder in adapters]}
     if adapters and not finetuning.create_new_adapter:
+        from megatune.families.peft_settings import settings_of
+
+        if findings := list(_own_of(adapters[-1], loaded)):
+            raise MegatuneError(findings, ExitCode.SETTINGS)
         own |= settings_of(adapters[-1], architecture)
     return finetuning.model_copy(update=own)
 
 
-def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    from megatune.bridge.safetensors_files import SafetensorsFolder
-
-    names = [name.removeprefix("base_model.model.") for name in SafetensorsFolder(folder, "adapter_model").names()]
-    return {
-        "lora_rank": config["r"],
-        "lora_alpha": config["lora_alpha"],
-        "lora_target": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}),
-        "additional_target": config.get("modules_to_save") or [],
-        "use_rslora": config.get("use_rslora", False),
-        "use_dora": config.get("use_dora", False),
-        "freeze_vision_tower": not any("visual" in name for name in names),
-    }
+def _own_of(adapter: Path, loaded: Loaded) -> Iterator[Finding]:
+    for name in _SHAPE:
+        if (origin := loaded.origins[f"finetuning.{name}"]) != "default":
+            what, why = f"{name} has no part in verify", f"{adapter} says it itself"
+            yield Finding(what, origin, why, f"remove {name}, or add create_new_adapter=true")

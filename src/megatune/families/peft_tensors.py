@@ -138,6 +138,8 @@ class _Reading:
         for name, shape in shapes.items():
             path = name.removeprefix(PREFIX)
             end = next((end for end in _ENDS if path.endswith(end)), None)
+            # Of an output layer with an adapter peft saves the base's matrix, too.
+            path = path.replace(".base_layer.weight", ".weight") if end is None else path
             if end is not None:
                 modules[path.removesuffix(end)][_ENDS[end]] = name, shape
             elif path in self.names:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.inputs import ADAPTER_CONFIG, CONFIG, nearest_folder, newest_checkpoint
+from megatune.families.adapters import ADAPTER_CONFIG
+from megatune.families.peft_config import is_adapter, read_peft_config
+from megatune.generation.inputs import CONFIG, nearest_folder, newest_checkpoint
 from megatune.hub.models import is_hub_id
-
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 class AdaptedModel(NamedTuple):
@@ -50,43 +49,19 @@ def adapted_model(model: str, base: str | None = None, adapters: Sequence[str] =
         why = f"{model} is an adapter, too, and adapters are applied in the order in which they are named"
         fix = f"name the base as MODEL, and --adapter_name_or_path {','.join([model, *adapters])}"
         raise MegatuneError(Finding("whose base is MODEL?", "--adapter_name_or_path", why, fix), ExitCode.SETTINGS)
-    config = read_adapter_config(own)
-    return AdaptedModel(base or _base_of(own, config), (own,))
+    named = read_peft_config(own).base_model_name_or_path
+    return AdaptedModel(base or _base_of(own, named), (own,))
 
 
 def find_adapter(path: Path) -> Path | None:
     """Return the folder of the adapter that a path means: itself, or its newest checkpoint-N where it is a run's
     output_dir with neither a model nor an adapter; None where that is none."""
-    if (path / ADAPTER_CONFIG).is_file():
+    if is_adapter(path):
         return path
     if (path / CONFIG).is_file() or not path.is_dir():
         return None
     newest = newest_checkpoint(path, CONFIG, ADAPTER_CONFIG)
-    return newest if newest is not None and (newest / ADAPTER_CONFIG).is_file() else None
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return adapter_config.json of a folder.
-
-    Raises:
-        MegatuneError: (INPUT) it is no JSON object, or not of LoRA; or the folder has no weights.
-    """
-    path = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from error
-    findings = []
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        what = f"peft_type {kind} is no adapter that is read here"
-        findings.append(Finding(what, str(path), fix="name an adapter of LoRA: peft_type LORA"))
-    if not any((folder / name).is_file() for name in _WEIGHTS):
-        what, fix = f"there is no {_WEIGHTS[0]}", "copy or save the adapter again"
-        findings.append(Finding(what, str(folder), f"{ADAPTER_CONFIG} is there, and the weights are missing", fix))
-    if findings:
-        raise MegatuneError(findings, ExitCode.INPUT)
-    return config
+    return newest if newest is not None and is_adapter(newest) else None
 
 
 def _folders(names: Sequence[str]) -> Iterator[Path]:
@@ -99,7 +74,7 @@ def _folders(names: Sequence[str]) -> Iterator[Path]:
             findings.append(_no_adapter(path))
             continue
         try:
-            read_adapter_config(folder)
+            read_peft_config(folder)
         except MegatuneError as error:
             findings += error.findings
         yield folder
@@ -115,13 +90,12 @@ def _no_adapter(path: Path) -> Finding:
     return Finding(f"there is no folder {path}", where, fix=f"did you mean {near}?" if near else fix)
 
 
-def _base_of(folder: Path, config: dict[str, Any]) -> str:
-    name, where = config.get("base_model_name_or_path"), str(folder / ADAPTER_CONFIG)
-    if not isinstance(name, str) or not name:
-        why = "an adapter is nothing without the model that it was trained on"
+def _base_of(folder: Path, name: str | None) -> str:
+    where, why = str(folder / ADAPTER_CONFIG), "an adapter is nothing without the model that it was trained on"
+    if name is None:
         fix = "name that model: --model_name_or_path BASE"
         raise MegatuneError(Finding("base_model_name_or_path is empty", where, why, fix), ExitCode.INPUT)
     if not Path(name).is_dir() and not is_hub_id(name):
         fix = "name the folder that it is in now: --model_name_or_path BASE"
-        raise MegatuneError(Finding(f"the base, {name}, is no folder here", where, "", fix), ExitCode.INPUT)
+        raise MegatuneError(Finding(f"there is no folder {name}, the base", where, why, fix), ExitCode.INPUT)
     return name

@@ -107,7 +107,7 @@ class Generator:
         if missing := sorted(loading["missing_keys"]):
             raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
         if adapters:
-            from megatune.generation.peft_model import apply_adapter, merge_adapters
+            from megatune.bridge.peft_model import apply_adapter, merge_adapters
 
             model = apply_adapter(merge_adapters(model, adapters[:-1]), adapters[-1]).model
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

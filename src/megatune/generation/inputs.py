@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 # Settings of training that say how pictures are read.

@@ -13,6 +13,7 @@ from megatune.config.rules.problem import Context, Problem
 from megatune.families import FAMILIES
 from megatune.families.adapters import ALL_TARGETS, adapters, is_target, module_path, takes_adapter
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
+from megatune.families.peft_form import peft_problems
 from megatune.families.selection import is_frozen
 from megatune.families.trained import module_of, modules
 from megatune.families.weights import HFTensor, Stack, Weight, layers_of
@@ -91,6 +92,17 @@ def experts(context: Context) -> Iterator[Problem]:
             what = f"{what} with adapters of routed experts"
             fix = f"write {name}: {str(off).lower()}, or {instead}"
             yield Problem((name, _TARGET), what, why, fix)
+
+
+def saved(context: Context) -> Iterator[Problem]:
+    """Adapters can be saved so that peft reads them."""
+    architecture, finetuning = _of_adapters(context)
+    if architecture is None or any(experts(context)):
+        return
+    for name, why in peft_problems(architecture, finetuning):
+        said = "true" if name == "use_dora" else ", ".join(finetuning.lora_target)
+        fix = "remove use_dora, or name layers of attention alone" if name == "use_dora" else f"write {_TARGET}: all"
+        yield Problem((name,), f"{name}: {said} cannot be saved for peft", why, fix)
 
 
 def parts(context: Context) -> Iterator[Problem]:
@@ -187,4 +199,4 @@ def _frozen(target: str, stacks: set[Stack], finetuning: FinetuningSettings) -> 
     return Problem((_TARGET, switch), what, "what is frozen has no adapters", fix)
 
 
-RULES = (targets, whole_modules, experts, parts)
+RULES = (targets, whole_modules, experts, saved, parts)

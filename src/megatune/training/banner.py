@@ -47,7 +47,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         f"layout     {' × '.join(_layout(parallel, place, architecture))} on {place.world_size} × {device.name()} "
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
     )
-    masters = "" if settings.precision.params_dtype == "float32" else ", fp32 master weights and gradients"
+    masters = _masters(settings, architecture)
     kind = "distributed " if shards_optimizer(parallel) else ""
     narrow = [name for name in ("exp_avg", "exp_avg_sq") if getattr(settings.optimizer, f"{name}_dtype") == "bf16"]
     averages = f", {' and '.join(narrow)} in bf16" if narrow else ""
@@ -72,6 +72,16 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""
         numbers = ", ".join(map(str, ranks))
         yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
+
+
+def _masters(settings: Settings, architecture: Architecture) -> str:
+    """Say what is fp32 beside a 16-bit model."""
+    if settings.precision.params_dtype == "float32":
+        return ""
+    if settings.finetuning.finetuning_type != "lora":
+        return ", fp32 master weights and gradients"
+    whole = whole_modules(architecture, settings.finetuning)
+    return ", fp32 adapters" + (f" and master weights of {', '.join(whole)}" if whole else "")
 
 
 def _trained(settings: Settings, architecture: Architecture) -> str:

@@ -34,15 +34,13 @@ from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.agreement import on_rank_0
 from megatune.training.storage.files import ensure_room, write_atomically, writing
+from megatune.training.storage.model_files import small_files
 from megatune.training.storage.store import CheckpointStore, rotate
 
 _TRAINING = "training"
 _STATE = "state.json"
-# Weights in any format, and what belongs to a training run, is not copied from the model's own folder.
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json", ".md", ".png")
 # Of the model itself, whose adapters are loaded onto it.
 _OF_MODEL = ("config.json", "generation_config.json")
-_RUN_FILES = ("run.yaml", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json", "report.json")
 
 
 @dataclass(slots=True)
@@ -125,8 +123,7 @@ def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainSta
 def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Path]:
     """Copy tokenizer, chat template and generation settings; config.json gets the dtype that was trained. Beside
     adapters there is their own configuration instead of the model's."""
-    names = [path.name for path in sorted(source.iterdir()) if path.is_file() and path.name not in _RUN_FILES]
-    names = [name for name in names if not name.startswith(".") and not name.endswith(_NOT_COPIED)]
+    names = [path.name for path in small_files(source)]
     if _has_adapters(settings):
         names = [name for name in names if name not in _OF_MODEL]
     for name in names:

@@ -32,6 +32,7 @@ from megatune.training.feed import RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loop import Trainer
 from megatune.training.machines import model_on_node
+from megatune.training.merge import merge_run
 from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_snapshot
 from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
 from megatune.training.run_schedule import RunSchedule
@@ -183,6 +184,9 @@ def _finish(trainer: Trainer, output_dir: Path) -> None:
     chosen = f" (step {trainer.state.best_step}, the lowest evaluation loss)" if best else ""
     what = "adapter" if trainer.settings.finetuning.finetuning_type == "lora" else "model"
     print(f"the {what} is in {output_dir}{chosen}", flush=True)
+    if trainer.settings.checkpoint.merge_lora:
+        trainer.context.beat("merge", trainer.state.step, limit=trainer.settings.run.ddp_timeout)
+        print(merge_run(trainer.settings, trainer.source, output_dir), flush=True)
 
 
 def _quiet() -> None:

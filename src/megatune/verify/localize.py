@@ -98,8 +98,9 @@ def _compare(computed: Trace, truth: Trace, place: str) -> Difference:
 def _gradients(differences: Sequence[Difference]) -> tuple[Difference, ...]:
     """Return the worst weight of each place, in the order of the backward pass."""
     weights = [one for one in differences if one.name not in (LOGITS, LOSS, WHOLE_GRADIENT)]
-    routers = (re.match(_LAYER_WEIGHT + r"mlp\.gate\.", one.name) for one in weights)
-    sparse = {int(match[1]) for match in routers if match}
+    # Adapters are beside experts' weights, and beside no router's.
+    of_experts = (re.match(_LAYER_WEIGHT + r"\w+\.(?:gate|experts)\.", one.name) for one in weights)
+    sparse = {int(match[1]) for match in of_experts if match}
     worst: dict[str, Difference] = {}
     for one in weights:
         place = place_of_weight(one.name, sparse)

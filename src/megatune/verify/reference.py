@@ -23,7 +23,7 @@ from megatune.verify.numbers import write_gradients, write_logits, write_loss, w
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 
 if TYPE_CHECKING:
-    from megatune.generation.peft_model import AppliedAdapter
+    from megatune.bridge.peft_model import AppliedAdapter
 
 
 class Reference(NamedTuple):
@@ -57,7 +57,7 @@ def _load_rounded(
     """
     model: Any = load_reference_model(model_dir, weights_dtype)
     if adapters[:-1]:
-        from megatune.generation.peft_model import merge_adapters
+        from megatune.bridge.peft_model import merge_adapters
 
         merged = merge_adapters(load_reference_model(model_dir, torch.float32), [Path(each) for each in adapters[:-1]])
         model.load_state_dict(merged.state_dict())
@@ -65,7 +65,7 @@ def _load_rounded(
     model = model if dtype is weights_dtype else model.to(dtype)
     if not adapters:
         return model, None
-    from megatune.generation.peft_model import apply_adapter
+    from megatune.bridge.peft_model import apply_adapter
 
     applied = apply_adapter(model, Path(adapters[-1]), trained=True)
     return applied.model.eval(), applied

@@ -72,6 +72,12 @@ class CheckpointSettings(Group):
     """Always true: every checkpoint is a Hugging Face model as it is.
     How: Weights are written as safetensors with the checkpoint's own keys.
     When: Never: leave it out."""
+    merge_lora: bool = False
+    """With finetuning_type: lora, write the model with the trained adapter merged into it as well, at the end of the
+    run.
+    How: output_dir/merged gets a whole model: each matrix and the product of its adapter are added in fp32, and rounded
+    once to the dtype of the base. Checkpoints keep the adapter alone.
+    When: Turn it on to serve the model without peft; `megatune export` does the same later."""
 
 
 class EvaluationSettings(Group):

@@ -65,6 +65,10 @@ def without_effect(context: Context) -> Iterator[Problem]:
                 what = f"{name} with finetuning_type: {finetuning.finetuning_type}"
                 fix = f"write finetuning_type: {kind}, or remove {name}"
                 yield Problem((name, "finetuning_type"), what, f"it says what {kind} trains", fix)
+    if context.settings.checkpoint.merge_lora and finetuning.finetuning_type != "lora":
+        what = f"merge_lora: true with finetuning_type: {finetuning.finetuning_type}"
+        fix = "write finetuning_type: lora, or remove merge_lora"
+        yield Problem(("merge_lora", "finetuning_type"), what, "there is no adapter to merge", fix)
     if architecture is None:
         return
     has_vision, has_deepstack = architecture.vision is not None, bool(_num_deepstack_mergers(architecture))

@@ -59,6 +59,15 @@ class Effect:
         return self.before.stages == self.after.stages and self.before.time == self.after.time
 
 
+# What lists of a model's modules are compared with.
+_NAMES: Mapping[str, list[list[str]]] = {
+    "freeze_trainable_modules": [["mlp"], ["self_attn"]],
+    "freeze_extra_modules": [["embed_tokens"], ["lm_head"]],
+    "lora_target": [["q_proj", "v_proj"], ["linear_qkv", "linear_proj"]],
+    "additional_target": [["embed_tokens"], ["lm_head"]],
+}
+
+
 @dataclass(frozen=True)
 class Weighed:
     """A setting's value now in a case, and the effects of others; () where the setting has none.
@@ -141,6 +150,8 @@ def alternatives(info: SettingInfo, case: Case) -> list[Any]:
 def _candidates(info: SettingInfo, now: Any, case: Case) -> Iterable[Any]:
     if info.name == "pipeline_model_parallel_layout":
         return _moved_layer(case)
+    if info.name in _NAMES:
+        return _NAMES[info.name]
     if info.choices:
         return [[choice] for choice in info.choices] if list in info.kinds else info.choices
     if bool in info.kinds and str not in info.kinds:

@@ -166,17 +166,23 @@ def accumulation(shapes: Shapes, numbers: float, *, fused: bool) -> Moved:
 
 
 def adapted(shapes: Shapes, work: Work, rows: float, columns: float, depth: float, name: str, count: int = 1) -> Work:
-    """Add the adapter beside `count` linear layers, where they have one: two narrow products and a sum each."""
+    """Add the adapter beside `count` linear layers, where they have one.
+
+    Forward two narrow products, the second of which adds to the outputs; backward two of each, and a sum of what both
+    ways say of the inputs. Lengths of rows multiply the outputs, and are computed with a product of the weight.
+    """
     if (beside := shapes.adapted(name)) is None:
         return work
     forward, backward, launches, weight = work
     width, size = beside.width, shapes.size
-    adapter = (
-        Product(rows, width, depth, size, count),
-        Product(rows, columns, width, size, count),
-        Moved(3 * count * rows * columns * size),
-    )
-    return forward + adapter, backward + 2 * adapter, launches + 5 * count, weight
+    inputs, outputs = count * rows * depth * size, count * rows * columns * size
+    down, up = Product(rows, width, depth, size, count), Product(rows, columns, width, size, count)
+    ahead: tuple[Kernel, ...] = (down, up, Moved(outputs))
+    back: tuple[Kernel, ...] = (down, up, Moved(3 * inputs), Product(rows, width, columns, size, count), down)
+    if shapes.decomposed:
+        ahead += (Product(columns, width, depth, size, count), Moved(5 * outputs))
+        back += (Moved(6 * outputs),)
+    return forward + ahead, backward + back, launches + (12 if shapes.decomposed else 5) * count, weight
 
 
 def grouped_work(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:

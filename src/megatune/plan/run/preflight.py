@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan import trainable
+from megatune.plan.adapters import with_adapters
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.fixes import OVERLAPS, Changes, Fix, fix, less_recompute, savings, searched
 from megatune.plan.changes.variation import setting_of, smaller_micro_batch, with_settings, written
@@ -39,10 +40,12 @@ _ROW_STEP = 64  # tokens; lengths between are not worth telling apart
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A run that may start: valid settings; its plan, None where nobody knows the machine or memory_check is off; and
-    lines for the user, under the same names as the lines that a run begins with."""
+    """A run that may start: valid settings, and where each came from, by "group.name"; its plan, None where nobody
+    knows the machine or memory_check is off; and lines for the user, under the same names as the lines that a run
+    begins with."""
 
     settings: Settings
+    origins: Mapping[str, str] = field(default_factory=dict)
     planned: Estimate | None = None
     lines: tuple[str, ...] = ()
 
@@ -75,6 +78,8 @@ def preflight(
         try:
             folder = model_dir(path)
             architecture = load_architecture(folder) if folder is not None else None
+            if architecture is not None:
+                loaded = with_adapters(loaded, architecture)
         except MegatuneError as error:
             refusal = error
     findings = [*loaded.check(architecture, world_size, (*RULES, *trainable.RULES)), *extra]
@@ -84,12 +89,12 @@ def preflight(
         raise refusal
     settings, lines = loaded.settings, tuple(_unsaid(loaded))
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
-        return Preflight(settings=settings, lines=lines)
+        return Preflight(settings=settings, origins=loaded.origins, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)
     planned = estimate(Case(model=model, settings=settings, world_size=world_size, machine=machine))
     said = _warnings(planned, idle_gpus) if planned.fits else [_allowed(planned, loaded.phrased)]
     lines = (*lines, *_plan_lines(planned), *(f"warning    {loaded.advice(each)}" for each in said))
-    return Preflight(settings=settings, planned=planned, lines=lines)
+    return Preflight(settings=settings, origins=loaded.origins, planned=planned, lines=lines)
 
 
 def _unsaid(loaded: Loaded) -> Iterator[str]:

@@ -120,9 +120,10 @@ def _apply(model: PreTrainedModel, folder: Path, *, trained: bool) -> AppliedAda
         raise _unfit(folder, Finding(f"cannot be read: {error}")) from error
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
-    absent = sorted(_named_by(config, model) - {_module_of(name) for name in tensors}) if stacks else []
+    absent: list[str] = []
     config.inference_mode = not trained
-    if stacks:
+    if stacks and not config.target_parameters:
+        absent = sorted(_named_by(config, model) - {_module_of(name) for name in tensors})
         _target_all(config, tensors, stacks, folder)
     try:
         applied = AppliedAdapter(PeftModel(model, config, _NAME))
@@ -158,13 +159,12 @@ def _target_all(config: Any, tensors: dict[str, Tensor], stacks: dict[str, nn.Mo
     """
     single = [match for name in tensors if (match := _OF_EXPERT.fullmatch(name))]
     layers = {_module_of(name) for name in tensors if not _OF_EXPERT.fullmatch(name) and ".lora_" in name}
-    layers -= {f"{name}{inner}" for name in stacks for inner in ("", ".base_layer")}
     config.target_modules = sorted(name for name in layers if not name.endswith(_LIKE_EXPERTS))
     parameters = {f"{name}.weight" for name in layers if name.endswith(_LIKE_EXPERTS)}
-    if not single:
-        config.target_parameters = {*parameters, *(config.target_parameters or ())}
+    if single and config.target_parameters:  # with patterns for them
+        config.target_parameters = {*parameters, *config.target_parameters}
         return
-    if config.rank_pattern or config.alpha_pattern:
+    if single and (config.rank_pattern or config.alpha_pattern):
         what = "rank_pattern and alpha_pattern are not read where experts have adapters one by one"
         raise _unfit(folder, Finding(what))
     found = {match[3] for match in single}

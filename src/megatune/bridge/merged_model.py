@@ -1,0 +1,156 @@
+"""Writes a model with adapters merged into it, tensor by tensor, as its own checkpoint names and arranges them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import open_adapter
+from megatune.bridge.assemble import open_checkpoint
+from megatune.bridge.merged import MergedFolder
+from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
+from megatune.families import FAMILIES, load_architecture
+from megatune.families.dense import OUTPUT_LAYER
+from megatune.families.forms import FileTensor
+from megatune.families.weights import Segment
+
+_NAME = "model"
+_PART = 2**26  # elements that are merged at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What was written.
+
+    Attributes:
+        num_tensors, num_changed: of the files, and those of them that adapters changed.
+        num_files, num_bytes: of weights.
+    """
+
+    num_tensors: int
+    num_changed: int
+    num_files: int
+    num_bytes: int
+
+
+class MergedModel:
+    """A model and the adapters that are to be merged into it, in their order.
+
+    Raises:
+        MegatuneError: INPUT, where the model or an adapter cannot be used, or they do not belong together.
+    """
+
+    def __init__(self, model_dir: Path, adapters: Sequence[Path]) -> None:
+        architecture = load_architecture(model_dir)
+        self._folder, self._form = open_checkpoint(model_dir, architecture)
+        self._merged = MergedFolder(self._folder, [open_adapter(path, architecture) for path in adapters])
+        self._names = self._named(architecture)
+        tied = OUTPUT_LAYER.hf[0].name if architecture.tie_word_embeddings else None
+        # A copy of tied embeddings would not be changed with them.
+        files = sorted(self._folder.names() - {tied}, key=_natural)
+        self.entries = [self._folder.entry(name) for name in files]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights that `write` writes."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def _named(self, architecture: Architecture) -> dict[str, list[tuple[str, FileTensor]]]:
+        """Return what each tensor in the files is made of, in its order; those that the model has no place for are
+        missing."""
+        found: dict[str, list[tuple[str, FileTensor]]] = {}
+        weights = FAMILIES[architecture.model_type].weight_map(architecture)
+        for name, place in self._form.locate_all(weights, architecture).items():
+            found.setdefault(place.name, []).append((name, place))
+        for parts in found.values():
+            parts.sort(key=lambda part: (part[1].expert or 0, part[1].first_row))
+        return found
+
+    def write(self, folder: Path, max_file_bytes: int) -> Merged:
+        """Write the weights as model*.safetensors, each tensor in the dtype that it has.
+
+        Args:
+            max_file_bytes: a tensor that is larger gets a file of its own.
+        """
+        files = _dealt(self.entries, max_file_bytes)
+        names = [_file_name(index, len(files)) for index in range(len(files))]
+        changed = {entry.name for entry in self.entries if self._is_changed(entry.name)}
+        for name, entries in zip(names, files, strict=True):
+            with safetensors_writer(folder / name, entries) as write:
+                for entry in entries:
+                    for part in self._parts(entry, entry.name in changed):
+                        write(entry.name, part)
+        if len(files) > 1:
+            _write_index(folder, dict(zip(names, files, strict=True)))
+        return Merged(len(self.entries), len(changed), len(files), self.num_bytes)
+
+    def _is_changed(self, name: str) -> bool:
+        return any(self._merged.is_changed(part) for part, _ in self._names.get(name, ()))
+
+    def _parts(self, entry: TensorEntry, is_changed: bool) -> Iterator[Tensor]:
+        """Yield a tensor of the files, a number of rows at a time, or of stacked experts one at a time."""
+        if not is_changed:
+            for segment in _segments(entry.name, entry.shape):
+                yield self._folder.read(segment)
+            return
+        parts = self._names[entry.name]
+        if parts[0][1].expert is None:
+            for segment in _segments(parts[0][0], entry.shape):
+                yield self._merged.read(segment).to(entry.dtype)
+            return
+        matrices: list[Tensor] = []
+        for index, (name, place) in enumerate(parts):
+            matrices.append(self._merged.read(Segment(name, 0, 0, place.rows)).to(entry.dtype))
+            if index + 1 == len(parts) or parts[index + 1][1].expert != place.expert:
+                matrix = torch.cat(matrices)
+                yield (matrix.T if place.transposed else matrix)[None]
+                matrices = []
+
+
+def _segments(name: str, shape: tuple[int, ...]) -> Iterator[Segment]:
+    width = 1
+    for size in shape[1:]:
+        width *= size
+    step = max(1, _PART // width)
+    for start in range(0, shape[0], step):
+        yield Segment(name, 0, start, min(start + step, shape[0]))
+
+
+def _dealt(entries: Sequence[TensorEntry], max_file_bytes: int) -> list[list[TensorEntry]]:
+    """Deal tensors to files of at most this size, in order."""
+    files: list[list[TensorEntry]] = [[]]
+    size = 0
+    for entry in entries:
+        if files[-1] and size + entry.num_bytes > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(entry)
+        size += entry.num_bytes
+    return files
+
+
+def _file_name(index: int, count: int) -> str:
+    return f"{_NAME}.safetensors" if count == 1 else f"{_NAME}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_index(folder: Path, files: dict[str, list[TensorEntry]]) -> None:
+    index = {
+        "metadata": {"total_size": sum(entry.num_bytes for entries in files.values() for entry in entries)},
+        "weight_map": {entry.name: name for name, entries in files.items() for entry in entries},
+    }
+    with open(folder / f"{_NAME}.safetensors.index.json", "w", encoding="utf-8") as out:
+        json.dump(index, out, indent=2)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order names with numbers as people do: layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

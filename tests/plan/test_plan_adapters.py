@@ -1,0 +1,112 @@
+"""What an adapter that is trained further says of a run's settings."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.config.load import Loaded, load
+from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
+from megatune.families.adapters import adapter_weights
+from megatune.families.peft_form import adapter_config
+from megatune.families.trained import trained_weights
+from megatune.families.weights import hf_shapes
+from megatune.plan import trainable
+from megatune.plan.adapters import with_adapters
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 1e4, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def architecture(tmp_path: Path) -> Architecture:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(DENSE))
+    return load_architecture(tmp_path / "model")
+
+
+def save_adapter(folder: Path, architecture: Architecture, **changes: Any) -> Path:
+    """Write the header of an adapter's file: nothing reads the rest here."""
+    selection = FinetuningSettings(finetuning_type="lora", lora_rank=4, lora_alpha=12, **changes)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(architecture, selection, "model")))
+    header = {
+        f"base_model.model.{name}": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for weight, layer in trained_weights(architecture, selection)
+        for name, shape in hf_shapes(weight, architecture, layer).items()
+    }
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return folder
+
+
+def loaded(*words: str) -> Loaded:
+    return load(None, ["finetuning_type=lora", *words])
+
+
+def test_what_is_not_written_is_the_adapters(architecture: Architecture, tmp_path: Path) -> None:
+    targets = {"lora_target": ["q_proj", "mlp.down_proj"], "use_rslora": True, "additional_target": ["lm_head"]}
+    first, last = (save_adapter(tmp_path / name, architecture, **targets) for name in ("first", "last"))
+    found = with_adapters(loaded(f"adapter_name_or_path={first},{last}", "lora_dropout=0.1"), architecture)
+    finetuning = found.settings.finetuning
+    assert not found.findings
+    assert (finetuning.lora_rank, finetuning.lora_alpha, finetuning.lora_dropout) == (4, 12, 0.1)
+    assert finetuning.use_rslora
+    assert finetuning.additional_target == ["lm_head"]
+    expected = FinetuningSettings(finetuning_type="lora", lora_rank=4, lora_alpha=12, **targets)
+    assert adapter_weights(architecture, finetuning) == adapter_weights(architecture, expected)
+    assert found.origins["finetuning.lora_rank"] == "adapter_config.json"
+    assert found.origins["finetuning.lora_dropout"] == "override"
+    assert not found.check_rules(architecture, rules=trainable.RULES)
+
+
+def test_what_is_written_may_say_the_same(architecture: Architecture, tmp_path: Path) -> None:
+    """And modules that are trained whole may be more than the adapter has."""
+    adapter = save_adapter(tmp_path / "adapter", architecture)
+    same = ["lora_rank=4", "lora_alpha=12", "lora_target=all", "additional_target=lm_head", "use_rslora=false"]
+    found = with_adapters(loaded(f"adapter_name_or_path={adapter}", *same), architecture)
+    assert not found.findings
+    assert found.settings.finetuning.lora_target == ["all"]
+    assert found.settings.finetuning.additional_target == ["lm_head"]
+
+
+def test_what_is_written_otherwise_is_refused(architecture: Architecture, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", architecture, lora_target=["q_proj"])
+    words = ["lora_rank=16", "lora_target=all", "use_dora=true"]
+    found = with_adapters(loaded(f"adapter_name_or_path={adapter}", *words), architecture)
+    text = "\n".join(map(str, found.findings))
+    assert f"lora_rank=16: lora_rank is 16, that of {adapter} is 4" in text
+    assert "lora_target is all, that of" in text
+    assert "is model.layers.{layer}.self_attn.q_proj" in text
+    assert "use_dora is true" in text
+    assert "create_new_adapter: true" in text
+    assert len(found.findings) == 3
+
+
+def test_a_new_adapter_has_its_own_settings(architecture: Architecture, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", architecture)
+    words = [f"adapter_name_or_path={adapter}", "create_new_adapter=true"]
+    for more, rank in (([], 8), (["lora_rank=16"], 16)):
+        found = with_adapters(loaded(*words, *more), architecture)
+        assert not found.findings
+        assert found.settings.finetuning.lora_rank == rank
+
+
+def test_all_adapters_are_read(architecture: Architecture, tmp_path: Path) -> None:
+    broken = save_adapter(tmp_path / "broken", architecture)
+    config = json.loads((broken / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps(config | {"bias": "all"}))
+    with pytest.raises(MegatuneError) as error:
+        with_adapters(loaded(f"adapter_name_or_path={broken},{tmp_path / 'nowhere'}"), architecture)
+    assert error.value.exit_code == ExitCode.INPUT
+    assert "bias is 'all'" in str(error.value)
+    assert "there is no folder" in str(error.value)
