@@ -287,6 +287,13 @@ WRONG = [
     ),
     (
         SIGMOID,
+        ["moe_router_bias_update_rate=0.001", "finetuning_type=lora"],
+        "moe_router_bias_update_rate 0.001 with finetuning_type: lora\n"
+        "    why: the bias is the base's, which stays as it is\n"
+        "    fix: remove moe_router_bias_update_rate",
+    ),
+    (
+        SIGMOID,
         ["moe_router_load_balancing_type=sinkhorn"],
         "moe_router_load_balancing_type sinkhorn with a deepseek_v3\n"
         "    why: sinkhorn balances the softmax of the router's logits; this model takes their sigmoid\n"
