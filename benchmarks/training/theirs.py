@@ -25,7 +25,7 @@ from megatune.data.batches import Batch
 from training.case import LEARNING_RATE, Case
 from training.rows import transformers_inputs
 from training.timeline import ON_GPU, Timeline
-from training.weights import fill_transformers
+from training.weights import fill_adapters, fill_transformers
 
 _DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
@@ -74,6 +74,7 @@ class Transformers:
         attention: its attn_implementation; None takes flash_attention_2 where it is installed, and sdpa elsewhere.
         experts: its experts_implementation; None takes its own choice.
         liger: with Liger's kernels.
+        lora_rank: train peft's adapters of this rank, of every linear layer but the last; None trains everything.
     """
 
     def __init__(
@@ -85,11 +86,12 @@ class Transformers:
         attention: str | None = None,
         experts: str | None = None,
         liger: bool = False,
+        lora_rank: int | None = None,
     ) -> None:
         self._case, self._timeline, self._liger = case, timeline, liger
         self._precision = precision if case.bf16 else "fp32"
         self._attention = attention or ("flash_attention_2" if ON_GPU and is_flash_attn_2_available() else "sdpa")
-        self._experts = experts
+        self._experts, self._lora_rank = experts, lora_rank
         logging.set_verbosity_error()
 
     def build(self) -> None:
@@ -109,7 +111,16 @@ class Transformers:
 
             apply_liger_kernel(self._model, None)
         kind = Masters if self._precision == "masters" else InPlace
-        self._optimizer = kind(self._model.parameters())
+        if self._lora_rank is not None:
+            self._add_adapters(self._lora_rank)
+        self._optimizer = kind(parameter for parameter in self._model.parameters() if parameter.requires_grad)
+
+    def _add_adapters(self, rank: int) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        get_peft_model(self._model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear))
+        fill_adapters(self._model)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -122,6 +133,7 @@ class Transformers:
         if "num_experts" in self._case.shape.config:
             experts = "Liger's" if self._liger else self._model.config._experts_implementation
             words.append(f"experts: {experts}")
+        words += [f"peft's adapters of rank {self._lora_rank}"] if self._lora_rank is not None else []
         return "; ".join(words + ["Liger's kernels"] * self._liger)
 
     def step(self, batches: list[Batch]) -> float:

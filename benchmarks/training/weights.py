@@ -14,6 +14,7 @@ from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.families.weights import Segment
 
 _STANDARD_DEVIATION = 0.02
+_ADAPTER = ".default"  # what peft puts into the names of an adapter's parameters
 # Transformers keeps all experts of a layer in one parameter; checkpoints name them one by one.
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
@@ -59,3 +60,11 @@ def fill_transformers(model: torch.nn.Module) -> None:
         for expert, matrix in enumerate(parameter):
             for projection, part in zip(projections, matrix.chunk(len(projections)), strict=True):
                 part.copy_(draw(f"{stacked[1]}.{expert}.{projection}.weight", tuple(part.shape), part.device))
+
+
+@torch.no_grad()
+def fill_adapters(model: torch.nn.Module) -> None:
+    """Fill the adapters in a Transformers model, B as well as A."""
+    for name, parameter in model.named_parameters():
+        if _ADAPTER in name:
+            parameter.copy_(draw(name.replace(_ADAPTER, ""), tuple(parameter.shape), parameter.device))

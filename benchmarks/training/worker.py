@@ -94,7 +94,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Server:
-    """The words an engine knows: `build`, `step` and `close`."""
+    """The words an engine knows: `build`, `step`, `memory` and `close`."""
 
     def __init__(self, case: Case, engine: Engine) -> None:
         from training.timeline import Timeline
@@ -158,6 +158,14 @@ class _Server:
         profile = self._profile(index + 1) if profiled else ""
         self._engine.close()
         return Closing(peak, reserved, seconds, profile)
+
+    def memory(self, index: int) -> tuple[int, int]:
+        """Bytes of all tensors between two steps, and at most during one more; on a CPU."""
+        from training.live import kept_bytes, step_bytes
+
+        kept = kept_bytes()
+        batches = self._batches(index)
+        return kept, kept + step_bytes(lambda: self._engine.step(batches))
 
     def _profile(self, index: int) -> str:
         import torch

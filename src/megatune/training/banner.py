@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
@@ -44,6 +45,8 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     )
     if trained := _trained(settings, architecture):
         yield f"trained    {trained}"
+    if begun := _begun(settings.finetuning, resumed):
+        yield f"adapters   {begun}"
     yield (
         f"layout     {' × '.join(_layout(parallel, place, architecture))} on {place.world_size} × {device.name()} "
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
@@ -73,6 +76,14 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""
         numbers = ", ".join(map(str, ranks))
         yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
+
+
+def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:
+    """Say what adapters begin with, and what the base has of other ones; "" for new ones beside the model itself."""
+    chain = list(trainable.adapter_name_or_path)
+    last = None if trainable.create_new_adapter or not chain else chain.pop()
+    merged = [f"merged into the base: {', '.join(chain)}"] if chain else []
+    return "; ".join([*([f"{last} goes on"] if last is not None and resumed is None else []), *merged])
 
 
 def _base(settings: Settings) -> str:
