@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
+from layouts import Layout
+from live_bytes import LiveBytes
+from model_sizes import tiny_config
 from torch import Tensor
 
-from megatune.engine import quantization
+from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.engine import groups, quantization
 from megatune.engine.layers.quantized import QuantizedMatrix
+from megatune.engine.model import build_model
 from megatune.engine.quantization import QuantizedTensor, dynamic_table, quantize
-from megatune.families.quantized import QuantizedForm
+from megatune.families import FAMILIES, read_architecture
+from megatune.families.quantized import QuantizedForm, is_quantized
+from megatune.families.weights import WHOLE, engine_shape, layers_of
 
 bnb = pytest.importorskip("bitsandbytes.functional")
 
@@ -149,3 +158,29 @@ def test_it_takes_as_few_bytes_as_it_says():
     size = sum(one.nbytes for one in kept.buffers())
     # Codes, a byte for 64 elements, 4 for each row, 8 for 64 · 256 elements.
     assert size == values.numel() // 2 + values.numel() // 64 + 4 * 512 + 8 * values.numel() // (64 * 256)
+
+
+def peak_of_building(family_config: dict[str, object], bits: int | None) -> tuple[int, int]:
+    """Return the most bytes while a model is built, and those of the matrices that may have few bits."""
+    architecture = read_architecture(family_config, "config.json")
+    finetuning = FinetuningSettings(finetuning_type="lora", lora_rank=1, quantization_bit=bits)
+    settings = Layout(1).settings().model_copy(update={"finetuning": finetuning})
+    groups.build(settings.parallel, seed=0, timeout=30)
+    quantized = finetuning.model_copy(update={"quantization_bit": 4})
+    matrices = sum(
+        4 * prod(engine_shape(weight, architecture, WHOLE)) * len(layers_of(weight, architecture))
+        for weight in FAMILIES[architecture.model_type].weight_map(architecture)
+        if is_quantized(weight, quantized)
+    )
+    with LiveBytes() as found:
+        build_model(architecture, settings)
+    return found.peak, matrices
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_a_model_is_never_built_in_full(family, pool):
+    config = tiny_config(family, num_hidden_layers=8).to_dict()
+    ((full, matrices),) = pool.run(1, peak_of_building, config, None)
+    ((few, _),) = pool.run(1, peak_of_building, config, 4)
+    # A matrix or two at a time.
+    assert full - few > 0.75 * matrices

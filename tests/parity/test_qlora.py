@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,13 @@ from megatune.verify.samples import Sample, random_samples
 
 peft = pytest.importorskip("peft")
 
-ALL = {**LAYOUTS, **MORE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
+OVERLAPPED = Layout(
+    2,
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2,
+     "expert_tensor_parallel_size": 1},
+    experts={"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": True},
+)  # fmt: skip
+ALL = {"shared experts overlap": OVERLAPPED, **LAYOUTS, **MORE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
 _NEVER = re.compile(r".*(embed_tokens|lm_head|norm|mlp\.gate|shared_expert_gate)\.weight")
 FORMS: dict[str, tuple[dict[str, Any], QuantizedForm]] = {
     "nf4": ({"quantization_bit": 4}, QuantizedForm("nf4", double=True)),
@@ -213,7 +220,10 @@ def test_steps_leave_the_base_as_it_is(family, name, pool, model_dir):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("family", "name"), [("qwen3", "tp2 sp"), ("qwen3_moe", "ep2"), ("qwen3_moe", "tp2 sp")])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3", "tp2 sp"), ("qwen3_moe", "ep2"), ("qwen3_moe", "tp2 sp"), ("qwen2_moe", "shared experts overlap")],
+)
 def test_computing_is_bit_for_bit_that_with_the_same_values_in_full(family, name, form, pool, model_dir, tmp_path):
     model = model_dir(family)
     written, as_form = FORMS[form]
@@ -267,7 +277,8 @@ def held_in_layout(model: Path, settings: Settings) -> tuple[dict[str, torch.Ten
             full += local.parameter.numel() * local.parameter.dtype.itemsize
     chunks = stage_chunks(settings.parallel, loaded.architecture, settings.finetuning)[place.pp_rank]
     saved = saved_bytes(loaded.architecture, settings.finetuning, settings.parallel, chunks, 4)
-    return dict(export_weights(loaded)), held, full, saved
+    base = [local for local in loaded.parameters if local.weight.role is not Role.ADAPTER]
+    return dict(export_weights(replace(loaded, parameters=base))), held, full, saved
 
 
 @pytest.mark.parametrize(

@@ -47,3 +47,10 @@ def test_an_adapter_goes_on_beside_a_base_quantized_as_it_was(pool: RankPool, tm
     run(pool, 1, settings_of(model, tmp_path / "out", **LORA, **STEPS, **BITS), tmp_path, crash_at=3)
     with pytest.raises(Exception, match="quantized otherwise"):
         run(pool, 1, settings_of(model, tmp_path / "out", **LORA, **STEPS), tmp_path)
+
+
+def test_a_merged_model_has_the_base_in_full(pool: RankPool, tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3", tmp_path / "model")
+    still = {**STEPS, "learning_rate": 0.0, "max_steps": 2}  # adapters that add nothing
+    run(pool, 1, settings_of(model, tmp_path / "out", **LORA, **still, **BITS, merge_lora=True), tmp_path)
+    assert_same_tensors(model, tmp_path / "out" / "merged")

@@ -127,9 +127,10 @@ class QuantizedMatrix(torch.nn.Module):
             scales = (dynamic_table(codes.device)[scales.int()] * its[..., 0]) + its[..., 1]
         table = table_of(self.form.kind, codes.device)
         if self.phases is None:
-            return _expand(codes, scales, table, self.dtype)
+            return _expand(codes.view(-1, BLOCK // 2), scales.view(-1, 1), table, self.dtype).view(-1, width)
         places = (self.phases[rows, None] + torch.arange(width, device=codes.device)) // BLOCK
-        return _expand(codes, scales.gather(1, places), table, self.dtype)
+        values = table[_unpacked(codes)[:, :width].int()]
+        return (values * scales.gather(1, places)).to(self.dtype)
 
     def multiply(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Compute x · matrixᵀ; neither of them is kept for the backward pass.
@@ -147,13 +148,14 @@ def _packed(codes: Tensor) -> Tensor:
     return codes[:, ::2] << 4 | codes[:, 1::2]
 
 
+def _unpacked(codes: Tensor) -> Tensor:
+    return torch.stack((codes >> 4, codes & 15), -1).view(len(codes), -1)
+
+
 @device.compiled
 def _expand(codes: Tensor, scales: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of packed codes [R, ⌈i / 2⌉] with scales of blocks [R, i / 64], or of elements [R, i]."""
-    values = table[torch.stack((codes >> 4, codes & 15), -1).view(len(codes), -1).int()]
-    if scales.shape[1] * BLOCK == values.shape[1]:
-        return (values.view(len(codes), -1, BLOCK) * scales.unsqueeze(-1)).view(len(codes), -1).to(dtype)
-    return (values[:, : scales.shape[1]] * scales).to(dtype)
+    """Return the values [n, 64] of blocks from packed codes [n, 32] and scales [n, 1]."""
+    return (table[_unpacked(codes).int()] * scales).to(dtype)
 
 
 @device.compiled

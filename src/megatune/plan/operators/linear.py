@@ -111,9 +111,8 @@ def made(shapes: Shapes, operator: Operator, numbers: int) -> Operator:
     if not shapes.quantized_bits:
         return operator
     some, moved = min(numbers, _MADE_AT_A_TIME), numbers * (shapes.quantized_bits / 8 + shapes.size)
-    beside = shapes.size
-    if shapes.on_cpu:  # two fp32 numbers, and of 4 bits the values in 16 bits
-        beside = 8 + (shapes.size if shapes.wide and shapes.quantized_bits == 4 else 0)
+    # Two fp32 numbers.
+    beside = 8 if shapes.on_cpu else shapes.size
     added = numbers * shapes.size + some * beside
     kept, forward, backward = operator.memory
     return operator._replace(
