@@ -254,7 +254,7 @@ def test_how_it_is_launched(run: Run) -> None:
         (("run.yaml", *GPUS, "cutoff_lne=5"), 64, ["did you mean cutoff_len?"]),
         (("run.yaml", *GPUS, "--trainable", "half", "lora_rank=0", "lora_target=q"), 64,
          ["--trainable half", "lora_rank is 0", "lora_target with finetuning_type: full", "3 problems"]),
-            (("run.yaml", *GPUS, "--trainable", "lora", "lora_target=q"), 64, ["lora_target has q", "linear layers of a"]),
+        (("run.yaml", *GPUS, "--trainable", "lora", "lora_target=q"), 64, ["lora_target has q", "linear layers of a"]),
         (("run.yaml", *GPUS, "--global_batch", "30"), 64, ["--global_batch 30", "--global_batch 32"]),
         (("--calibrate", "no-such-run"), 66, ["no-such-run"]),
         (("run.yaml", "--link", "nvlink4"), 64, ["--link without --gpu"]),

@@ -170,6 +170,13 @@ WRONG = [
         "    fix: write names of linear layers, such as lora_target: q_proj,v_proj",
     ),
     (
+        QWEN,
+        ["merge_lora=true"],
+        "merge_lora: true with finetuning_type: full\n"
+        "    why: there is no adapter to merge\n"
+        "    fix: write finetuning_type: lora, or remove merge_lora",
+    ),
+    (
         None,
         [LORA, "create_new_adapter=true"],
         "create_new_adapter: true without adapter_name_or_path\n"

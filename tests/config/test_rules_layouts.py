@@ -9,6 +9,7 @@ from test_rules import BASE, QWEN
 from test_rules import WRONG as WRONG_IN_RUNS
 from test_rules_data import WRONG as WRONG_IN_DATA
 from test_rules_finetuning import WRONG as WRONG_IN_FINETUNING
+from test_rules_quantization import WRONG as WRONG_IN_QUANTIZATION
 
 from megatune.architecture import Architecture, MixtureOfExperts, Vision
 from megatune.config.load import load
@@ -286,6 +287,13 @@ WRONG = [
     ),
     (
         SIGMOID,
+        ["moe_router_bias_update_rate=0.001", "finetuning_type=lora"],
+        "moe_router_bias_update_rate 0.001 with finetuning_type: lora\n"
+        "    why: the bias is the base's, which stays as it is\n"
+        "    fix: remove moe_router_bias_update_rate",
+    ),
+    (
+        SIGMOID,
         ["moe_router_load_balancing_type=sinkhorn"],
         "moe_router_load_balancing_type sinkhorn with a deepseek_v3\n"
         "    why: sinkhorn balances the softmax of the router's logits; this model takes their sigmoid\n"
@@ -432,7 +440,7 @@ def test_layouts_that_deepstack_is_told_are_valid(num_layers):
 
 
 def test_every_rule_is_tested():
-    elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA)]
+    elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA, *WRONG_IN_QUANTIZATION)]
     wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in (*WRONG, *WRONG_IN_FINETUNING))]
     wrong.append((QWEN, ["loraplus_lr_embedding=1e-5"]))  # what is not built: test_llamafactory.py
     loaded = [(model, load(overrides=[*BASE, *overrides])) for model, overrides in wrong]

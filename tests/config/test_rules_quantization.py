@@ -23,29 +23,30 @@ def test_what_is_valid_passes(overrides):
     assert messages(QWEN, *overrides) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            [BITS],
-            "quantization_bit 4 with finetuning_type: full\n"
-            "    why: an update is much smaller than a step between values of so few bits\n"
-            "    fix: write finetuning_type: lora, or remove quantization_bit",
-        ),
-        (
-            [LORA, "quantization_type=fp4"],
-            "quantization_type: fp4 with quantization_bit: null\n"
-            "    why: it says how values of 4 bits are made\n"
-            "    fix: write quantization_bit: 4, or remove quantization_type",
-        ),
-        (
-            [LORA, "quantization_bit=8", "double_quantization=false"],
-            "double_quantization: false with quantization_bit: 8\n"
-            "    why: it says how values of 4 bits are made\n"
-            "    fix: write quantization_bit: 4, or remove double_quantization",
-        ),
-    ],
-)
+# overrides -> the one message they cause
+WRONG = [
+    (
+        [BITS],
+        "quantization_bit 4 with finetuning_type: full\n"
+        "    why: an update is much smaller than a step between values of so few bits\n"
+        "    fix: write finetuning_type: lora, or remove quantization_bit",
+    ),
+    (
+        [LORA, "quantization_type=fp4"],
+        "quantization_type: fp4 with quantization_bit: null\n"
+        "    why: it says how values of 4 bits are made\n"
+        "    fix: write quantization_bit: 4, or remove quantization_type",
+    ),
+    (
+        [LORA, "quantization_bit=8", "double_quantization=false"],
+        "double_quantization: false with quantization_bit: 8\n"
+        "    why: it says how values of 4 bits are made\n"
+        "    fix: write quantization_bit: 4, or remove double_quantization",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG)
 def test_message_says_what_why_and_the_nearest_fix(overrides, message):
     assert messages(None, *overrides) == [message]
 

@@ -17,6 +17,7 @@ from layouts import (
     SEQUENCE_LAYOUTS,
     Layout,
 )
+from megatune.generation.peft_model import apply_adapter
 from safetensors.torch import load_file
 from test_one_step import OPTIMIZERS, TOLERANCES, step_batches, step_samples, update_errors
 from test_vision import CONTENTS, NUM_LAYERS
@@ -29,7 +30,6 @@ from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import step
 from megatune.families import load_architecture
-from megatune.generation.peft_model import apply_adapter
 from megatune.verify.adapters import write_random_adapter
 from megatune.verify.compare import WHOLE_GRADIENT, compare, judge
 from megatune.verify.measure import measure_loss

@@ -19,7 +19,7 @@ from megatune.families.peft_form import adapter_config
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
 from megatune.plan import trainable
-from megatune.plan.adapters import with_adapters
+from megatune.plan.adapters import as_adapter, with_adapters
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96,
@@ -90,6 +90,31 @@ def test_what_is_written_otherwise_is_refused(architecture: Architecture, tmp_pa
     assert "use_dora is true" in text
     assert "create_new_adapter: true" in text
     assert len(found.findings) == 3
+
+
+def test_processes_that_read_the_model_later_train_the_same(architecture: Architecture, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", architecture, additional_target=["lm_head"])
+    begun = loaded(f"adapter_name_or_path={adapter}", "additional_target=embed_tokens,lm_head")
+    later, earlier = (
+        as_adapter(each.settings.finetuning, architecture) for each in (begun, with_adapters(begun, architecture))
+    )
+    for finetuning in (later, earlier):
+        assert (finetuning.lora_rank, finetuning.lora_alpha) == (4, 12)
+        assert set(finetuning.additional_target) == {"lm_head", "embed_tokens"}
+    assert adapter_weights(architecture, later) == adapter_weights(architecture, earlier)
+    new = loaded(f"adapter_name_or_path={adapter}", "create_new_adapter=true").settings.finetuning
+    assert as_adapter(new, architecture) is new
+
+
+def test_what_peft_could_not_load_is_not_trained(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"model_type": "mixtral"} | sizes))
+    (finding,) = loaded("lora_target=w1,q_proj").check_rules(load_architecture(tmp_path), rules=trainable.RULES)
+    assert str(finding) == (
+        "override: lora_target: w1, q_proj cannot be saved for peft\n"
+        "    why: of experts, w1 and w3 are one matrix to Transformers: both have adapters, or none\n"
+        "    fix: write lora_target: all"
+    )
 
 
 def test_a_new_adapter_has_its_own_settings(architecture: Architecture, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatune.families.trained import trained_weights
 from megatune.families.weights import Role, Segment, hf_shapes, layers_of
 
 ADAPTER = WEIGHTS_FILE.removesuffix(".safetensors")
+_KEPT = 2  # the B of gate and up, and that of down: experts are often read one after the other
 # What peft calls the tensors of an adapter that are each by themselves.
 AS_IN_PEFT = CheckpointForm(prefixes=(("", PREFIX),))
 
@@ -27,7 +28,7 @@ AS_IN_PEFT = CheckpointForm(prefixes=(("", PREFIX),))
 class AdapterFolder(TensorSource):
     """An adapter's tensors, under the base's names: model.layers.0.self_attn.q_proj.lora_A.weight.
 
-    Experts are one by one, whether the file stacks them or not; one of its stacked tensors is kept in memory.
+    Experts are one by one, whether the file stacks them or not; two of its stacked tensors are kept in memory.
 
     Attributes:
         adapter: what is in the folder, and what it means.
@@ -36,7 +37,7 @@ class AdapterFolder(TensorSource):
     def __init__(self, folder: Path, adapter: Adapter) -> None:
         self.folder, self.adapter = folder, adapter
         self._files = SafetensorsFolder(folder, ADAPTER)
-        self._kept: tuple[str, Tensor] | None = None
+        self._kept: dict[str, Tensor] = {}
 
     def has(self, name: str) -> bool:
         return name in self.adapter.tensors
@@ -49,14 +50,22 @@ class AdapterFolder(TensorSource):
         place = self.adapter.tensors[name]
         if not place.num_experts:
             return self._files.read(Segment(place.name, segment.dim, segment.start, segment.stop))
-        whole = self._stacked(place.name)
-        part = _of_a(whole, place) if name.endswith(LORA_A) else _of_b(whole, place)
+        part = self._expert_a(place) if name.endswith(LORA_A) else _expert_b(self._stacked(place.name), place)
         return part.narrow(segment.dim, segment.start, segment.stop - segment.start)
 
+    def _expert_a(self, place: AdapterTensor) -> Tensor:
+        """Read an expert's A, [r, in]."""
+        ranks = self._files.file_shape(place.name)[0] // place.num_experts
+        first = place.expert * ranks + place.first_rank
+        return self._files.read(Segment(place.name, 0, first, first + place.shape[0]))
+
     def _stacked(self, name: str) -> Tensor:
-        if self._kept is None or self._kept[0] != name:
-            self._kept = name, self._files.read(Segment(name, 0, 0, self._files.file_shape(name)[0]))
-        return self._kept[1]
+        """Read a stacked B, whose experts have columns far apart."""
+        if name not in self._kept:
+            while len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[name] = self._files.read(Segment(name, 0, 0, self._files.file_shape(name)[0]))
+        return self._kept[name]
 
     def is_halved(self, name: str) -> bool:
         """Return whether each of the two matrices that a stacked B [out, r · experts] belongs to has ranks of its own:
@@ -69,13 +78,7 @@ class AdapterFolder(TensorSource):
         return not ranked[:rows, rank // 2 :].any() and not ranked[rows:, : rank // 2].any()
 
 
-def _of_a(stacked: Tensor, place: AdapterTensor) -> Tensor:
-    """Return an expert's A, [r, in]."""
-    first = place.expert * (stacked.shape[0] // place.num_experts) + place.first_rank
-    return stacked[first : first + place.shape[0]]
-
-
-def _of_b(stacked: Tensor, place: AdapterTensor) -> Tensor:
+def _expert_b(stacked: Tensor, place: AdapterTensor) -> Tensor:
     """Return an expert's B, [out, r]."""
     rows, rank = place.shape
     ranks = stacked[place.first_row : place.first_row + rows, place.expert :: place.num_experts]

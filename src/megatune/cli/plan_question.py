@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.config.entry import Arguments
+from megatune.config.load import Loaded
 from megatune.config.rules import RULES, finetuning
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id
 from megatune.plan import trainable
+from megatune.plan.adapters import with_adapters
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
@@ -67,8 +69,9 @@ class QuestionReader:
         asked = read_settings(self.file, arguments, self.options.trainable)
         self.findings += asked.loaded.findings
         model = self._model(asked.loaded.settings)
-        world, machine = self._machine(asked.loaded.settings)
-        placed = asked.loaded.for_world(world)
+        loaded = asked.loaded if model is None else self._with_adapters(asked.loaded, model)
+        world, machine = self._machine(loaded.settings)
+        placed = loaded.for_world(world)
         self.findings += placed.findings[len(asked.loaded.findings) :]
         self._stop()
         assert model is not None
@@ -115,6 +118,9 @@ class QuestionReader:
             what, fix = "model_name_or_path is missing", "write model_name_or_path: FOLDER, or an id on a hub"
         self.findings.append(Finding(what, self.file or "", fix=fix))
         return None
+
+    def _with_adapters(self, loaded: Loaded, model: PlannedModel) -> Loaded:
+        return self._found(lambda: with_adapters(loaded, model.architecture)) or loaded
 
     def _found(self, find: Callable[[], T]) -> T | None:
         try:

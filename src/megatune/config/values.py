@@ -171,6 +171,8 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
         return near[0] if near else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not info.kinds & {int, float}:
         return None
+    if numbers := [choice for choice in info.choices or () if isinstance(choice, int | float)]:
+        return min(numbers, key=lambda choice: abs(choice - value))
     whole = int in info.kinds
     lowest, highest = info.bounds.get("ge"), info.bounds.get("le")
     if whole and "gt" in info.bounds:

@@ -47,6 +47,21 @@ def with_adapters(loaded: Loaded, architecture: Architecture) -> Loaded:
     return _taken(loaded, architecture, last, taken) if last is not None else loaded
 
 
+def as_adapter(finetuning: FinetuningSettings, architecture: Architecture) -> FinetuningSettings:
+    """Return what is trained, with the settings of the adapter that is trained further, where there is one.
+
+    For processes that could not read the model's config.json before they were started: it changes nothing in others.
+
+    Raises:
+        MegatuneError: INPUT, see `settings_of`.
+    """
+    if finetuning.finetuning_type != "lora" or not finetuning.adapter_name_or_path or finetuning.create_new_adapter:
+        return finetuning
+    taken = settings_of(Path(finetuning.adapter_name_or_path[-1]), architecture)
+    whole = dict.fromkeys((*taken["additional_target"], *finetuning.additional_target))
+    return finetuning.model_copy(update={**taken, "additional_target": list(whole)})
+
+
 def _taken(loaded: Loaded, architecture: Architecture, folder: Path, taken: Mapping[str, Any]) -> Loaded:
     """Return the settings with those of the adapter, as if a user had written them."""
     finetuning, written = loaded.settings.finetuning, loaded.written

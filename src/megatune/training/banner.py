@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
@@ -21,6 +22,7 @@ from megatune.families.adapter_words import (
     num_adapter_parameters,
     whole_modules,
 )
+from megatune.families.quantized import form_of
 from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
 from megatune.plan.flops import num_parameters
@@ -43,11 +45,13 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     )
     if trained := _trained(settings, architecture):
         yield f"trained    {trained}"
+    if begun := _begun(settings.finetuning, resumed):
+        yield f"adapters   {begun}"
     yield (
         f"layout     {' × '.join(_layout(parallel, place, architecture))} on {place.world_size} × {device.name()} "
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
     )
-    masters = _masters(settings, architecture)
+    masters = _base(settings) + _masters(settings, architecture)
     kind = "distributed " if shards_optimizer(parallel) else ""
     narrow = [name for name in ("exp_avg", "exp_avg_sq") if getattr(settings.optimizer, f"{name}_dtype") == "bf16"]
     averages = f", {' and '.join(narrow)} in bf16" if narrow else ""
@@ -72,6 +76,21 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""
         numbers = ", ".join(map(str, ranks))
         yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
+
+
+def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:
+    """Say what adapters begin with, and what the base has of other ones; "" for new ones beside the model itself."""
+    chain = list(trainable.adapter_name_or_path)
+    last = None if trainable.create_new_adapter or not chain else chain.pop()
+    merged = [f"merged into the base: {', '.join(chain)}"] if chain else []
+    return "; ".join([*([f"{last} goes on"] if last is not None and resumed is None else []), *merged])
+
+
+def _base(settings: Settings) -> str:
+    """Say in how few bits the base is kept; "" where it is not."""
+    if (form := form_of(settings.finetuning)) is None:
+        return ""
+    return f", base in {form.kind}" + (" with double quantization" if form.double else "")
 
 
 def _masters(settings: Settings, architecture: Architecture) -> str:

@@ -11,6 +11,7 @@ from megatune.bridge.adapter_files import ADAPTER
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.engine import groups
+from megatune.families.quantized import form_of
 from megatune.launch.context import RankContext
 from megatune.training.resume import shares
 from megatune.training.storage.manifest import FileDigest, digest_file
@@ -22,7 +23,8 @@ def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> st
     Collective.
 
     Returns:
-        32 hexadecimal digits, the same on every rank, which neither names of files nor their order change.
+        32 hexadecimal digits, the same on every rank, which neither names of files nor their order change; other ones
+        where the base is quantized.
     """
     finetuning = settings.finetuning
     context.beat("digest", 0, limit=settings.run.ddp_timeout)
@@ -31,4 +33,6 @@ def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> st
     files = [FileDigest(str(path), path.stat().st_size, "") for folder in folders for path in folder.files()]
     mine = [digest_file(Path(file.name)) for file in shares(files, context.world_size)[context.rank]]
     digests = sorted(digest for part in groups.gather(mine) for digest in part)
+    if (form := form_of(finetuning)) is not None:
+        digests.append((0, repr(form)))
     return xxhash.xxh3_128_hexdigest(json.dumps(digests).encode())

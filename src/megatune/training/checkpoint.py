@@ -220,7 +220,10 @@ def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Itera
         yield Finding(what, str(checkpoint), why, fix)
     if state.base != expected.base:
         what = "the adapters were trained beside another base"
-        why = "the weights of model_name_or_path, or of an adapter that is merged into them, are others than then"
+        why = (
+            "the weights of model_name_or_path, or of an adapter that is merged into them, are others than then, or "
+            "quantized otherwise"
+        )
         fix = "name the base that the run began with, or start anew from the adapters: adapter_name_or_path"
         yield Finding(what, str(checkpoint), why, fix)
 

@@ -17,7 +17,9 @@ from megatune.data.pictures import PictureCounts
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.errors import ExitCode
+from megatune.families import load_architecture
 from megatune.launch.context import RankContext
+from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
 from megatune.plan.run.preflight import with_pictures
 from megatune.plan.run.record import PLAN_NAME
@@ -74,6 +76,8 @@ def _train(
     resumed, notes = choose_checkpoint(context, settings, output_dir)
     on_rank_0(lambda: _note_plan(output_dir, case, resumed))
     source = model_on_node(context, settings, model_dir, resumed)
+    finetuning = as_adapter(settings.finetuning, load_architecture(source))
+    settings = settings.model_copy(update={"finetuning": finetuning})
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
             on_rank_0(lambda: _plan_pictures(output_dir, case, data.pictures, resumed))

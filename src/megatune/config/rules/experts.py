@@ -75,6 +75,11 @@ def routing(context: Context) -> Iterator[Problem]:
         what = "moe_router_bias_update_rate with a model that has no bias on its experts"
         why = f"a {architecture.model_type} balances by a loss: moe_aux_loss_coeff"
         yield Problem(("moe_router_bias_update_rate",), what, why, "remove moe_router_bias_update_rate")
+    elif experts.moe_router_bias_update_rate and context.settings.finetuning.finetuning_type == "lora":
+        rate = f"moe_router_bias_update_rate {experts.moe_router_bias_update_rate:g} with finetuning_type: lora"
+        why = "the bias is the base's, which stays as it is"
+        fix = "remove moe_router_bias_update_rate"
+        yield Problem(("moe_router_bias_update_rate", "finetuning_type"), rate, why, fix)
     if experts.moe_router_load_balancing_type == "sinkhorn" and architecture.moe.score_function != "softmax":
         what = f"moe_router_load_balancing_type sinkhorn with a {architecture.model_type}"
         why = "sinkhorn balances the softmax of the router's logits; this model takes their sigmoid"

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
-from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, quantization, run
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
@@ -30,6 +30,7 @@ _RULES: tuple[Rule, ...] = (
     *experts.RULES,
     *memory.RULES,
     *finetuning.RULES,
+    *quantization.RULES,
     *trainable.RULES,
     run.stage,
     run.precision,
@@ -71,6 +72,7 @@ COMPANIONS: tuple[Mapping[str, Any], ...] = (
     {"optimizer.optimizer_cpu_offload": True},
     {"experts.moe_expert_capacity_factor": 1.5},
     {"finetuning.finetuning_type": "lora"},
+    {"finetuning.finetuning_type": "lora", "finetuning.quantization_bit": 4},
     {"finetuning.finetuning_type": "freeze"},
 )
 Assumed: TypeAlias = Literal["", "case", "machines"]

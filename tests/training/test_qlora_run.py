@@ -1,0 +1,49 @@
+"""Runs that train adapters beside a base in few bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import RankPool
+from runs import assert_same_tensors, metrics, settings_of, tensors
+from test_lora_run import LORA, STEPS, TP2, run
+
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.training.storage.manifest import digest_file
+
+BITS = {"quantization_bit": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "changes"),
+    [
+        ("qwen3", 4, {**TP2, **BITS, "bf16": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+        ("qwen3", 2, {"quantization_bit": 8, "recompute_granularity": "full", "pipeline_model_parallel_size": 2}),
+        ("qwen3_moe", 2, {**BITS, "use_dora": False, "expert_model_parallel_size": 2}),
+    ],
+)
+def test_a_resume_is_exact(
+    family: str, world_size: int, changes: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    model = make_checkpoint(family, tmp_path / "model")
+    before = {path.name: digest_file(path) for path in model.iterdir()}
+    changes = {"gradient_accumulation_steps": 2, **changes}
+    whole, crashed = (settings_of(model, tmp_path / each, **LORA, **STEPS, **changes) for each in ("whole", "crashed"))
+    run(pool, world_size, whole, tmp_path)
+    run(pool, world_size, crashed, tmp_path, crash_at=3)
+    run(pool, world_size, crashed, tmp_path)
+    for folder in (".", "checkpoint-6", "checkpoint-6/training"):
+        assert_same_tensors(tmp_path / "whole" / folder, tmp_path / "crashed" / folder)
+    one, other = metrics(tmp_path / "whole"), metrics(tmp_path / "crashed")
+    assert [one[step]["grad_norm"] for step in one] == [other[step]["grad_norm"] for step in one]
+    assert {path.name: digest_file(path) for path in model.iterdir()} == before
+    assert all("lora_" in name for name in tensors(tmp_path / "whole"))
+
+
+def test_an_adapter_goes_on_beside_a_base_quantized_as_it_was(pool: RankPool, tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3", tmp_path / "model")
+    run(pool, 1, settings_of(model, tmp_path / "out", **LORA, **STEPS, **BITS), tmp_path, crash_at=3)
+    with pytest.raises(Exception, match="quantized otherwise"):
+        run(pool, 1, settings_of(model, tmp_path / "out", **LORA, **STEPS), tmp_path)
