@@ -125,6 +125,8 @@ def test_mistakes_are_named_before_any_process_starts(adapter: Path, model_dir: 
         ([model, f"adapter_name_or_path={adapter}", "lora_rank=8"], ExitCode.SETTINGS, "lora_rank has no part"),
         ([model, "finetuning_type=freeze"], ExitCode.SETTINGS, "finetuning_type has no part in verify"),
         ([model, "finetuning_type=lora", "lora_dropout=0.1"], ExitCode.SETTINGS, "lora_dropout has no part in verify"),
+        ([model, "finetuning_type=lora", "use_dora=true"], ExitCode.SETTINGS, "with adapters of routed experts"),
+        ([model, "finetuning_type=lora", "lora_target=q"], ExitCode.SETTINGS, "lora_target"),
         ([model, "finetuning_type=lora", "--against", "lora_rank=4"], ExitCode.SETTINGS, "lora_rank is the same in"),
         ([model, f"adapter_name_or_path={adapter}x"], ExitCode.INPUT, f"did you mean {adapter}?"),
         ([model, f"model_name_or_path={model}"], ExitCode.SETTINGS, "--model_name_or_path: has no effect"),

@@ -240,8 +240,9 @@ def _checked(
         finetuning: what is trained, whose gradients are compared.
         longest: tokens of the longest row.
     """
-    from megatune.config.rules import check
+    from megatune.config.rules import RULES, check
     from megatune.config.settings import BatchSettings
+    from megatune.plan import trainable
 
     parallel, world = loaded.settings.parallel, _world(loaded.settings)
     # With virtual stages micro-batches come in rounds of one a stage; what the samples do not fill is padding.
@@ -250,7 +251,8 @@ def _checked(
         accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     batch = BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation)
     settings = loaded.settings.model_copy(update={"batch": batch, "finetuning": finetuning})
-    findings = check(settings, architecture, world.world_size, origins=loaded.origins, invalid=_NOT_HERE)
+    rules = *RULES, *trainable.RULES
+    findings = check(settings, architecture, world.world_size, rules=rules, origins=loaded.origins, invalid=_NOT_HERE)
     limit, of_pictures = architecture.max_position_embeddings, longest - args.length
     if longest > limit:
         with_pictures = f", with {of_pictures} tokens of pictures," if of_pictures else ""
