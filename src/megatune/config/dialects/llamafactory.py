@@ -26,11 +26,6 @@ _KERNELS = "the engine's own layers are used, whose kernels the keys of Megatron
 NOT_BUILT: dict[str, Refused] = {
     # Values of keys that are built.
     "do_train": Refused("training is what this command does", values=(False,), off=(True,)),
-    "trust_remote_code": Refused(
-        "the supported model families need no code from a checkpoint's repository, so none is ever run",
-        values=(True,),
-        off=(False,),
-    ),
     "report_to": Refused(
         "only TensorBoard is built; metrics.jsonl holds the same numbers for other tools",
         values=("wandb", "swanlab", "mlflow", "all"),

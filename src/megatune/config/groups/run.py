@@ -102,8 +102,8 @@ class ModelSettings(Group):
     How: The hub's own cache is shared with every program that uses the hub; HF_HOME, HF_HUB_CACHE or MODELSCOPE_CACHE
     move it.
     When: Set it where the home folder is too small for the model."""
-    trust_remote_code: Literal[False] = False
-    """Always false: the supported families need no code from a checkpoint's repository, so none is run.
-    How: The model is built from this project's own description of its family; config.json only gives the numbers.
-    When: Never: true is refused.
-    - false: no code of the checkpoint is run"""
+    trust_remote_code: bool = False
+    """Whether code from the checkpoint's repository may be run. None ever is: the supported families need none.
+    How: The model is built from this project's own description of its family; config.json only gives the numbers. true
+    is a permission that nothing asks for.
+    When: Never; files written for LLaMA-Factory may have it."""

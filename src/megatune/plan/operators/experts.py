@@ -136,10 +136,8 @@ def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, i
 
 
 def _kept_input(shapes: Shapes, name: str, size: int) -> int:
-    """Return bytes of the input of a product, where it keeps it: a grouped one does, whether its weight is trained, but
-    not one with quantized matrices."""
-    grouped = shapes.experts.moe_grouped_gemm and not shapes.quantized_bits
-    return size if name in shapes.keeps or grouped else 0
+    """Return bytes of the input of a product, where it keeps it."""
+    return size if name in shapes.keeps else 0
 
 
 def _with_adapters(

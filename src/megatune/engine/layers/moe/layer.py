@@ -125,7 +125,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, offsets)
+        # Of a frozen weight there is no gradient, which alone asks for the rows.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, offsets)
         if not rows.shape[0]:
             return rows.new_empty(0, weight.shape[1])
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
@@ -133,10 +134,11 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         rows, weight, offsets = ctx.saved_tensors
-        if not rows.shape[0]:
-            return torch.empty_like(rows), torch.zeros_like(weight), None
-        grad = grad.contiguous()
         grad_rows = grad_weight = None
+        if not grad.shape[0]:
+            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+            return grad.new_empty(0, weight.shape[2]), grad_weight, None
+        grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
             grad_rows = F.grouped_mm(grad, weight, offs=offsets)
         if ctx.needs_input_grad[1]:
