@@ -86,14 +86,11 @@ def save_adapters(
         return piece.local.parameter.data.view(-1)[piece.start : piece.stop]
 
     trained = [local for local in parameters if local.parameter.requires_grad]
-    form = AS_IN_PEFT
-    files = _FileSet(folder, ADAPTER, ("",), None, provide, False, architecture, place, MAX_FILE_BYTES, form)
-    written = files.write(trained)
-    groups.barrier()
-    is_one = not (folder / f"{ADAPTER}.safetensors.index.json").is_file()
+    layout = False, architecture, place, MAX_FILE_BYTES, AS_IN_PEFT
+    written = _FileSet(folder, ADAPTER, ("",), None, provide, *layout).write(trained)
+    is_one = groups.total(len(written)) == 1
     if is_one and not is_rewritten(architecture, selection):
         return written
-    groups.barrier()  # every rank has looked for the index, which goes now
     return [join_adapter(folder, architecture, selection)] if place.rank == 0 else []
 
 

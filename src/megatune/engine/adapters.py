@@ -13,6 +13,7 @@ from megatune.engine import groups
 from megatune.engine.layers.adapter import Adapter, Cut, ExpertAdapter, add_adapter
 from megatune.engine.layers.moe.layer import GroupedExperts
 from megatune.engine.weights import entry_name, named_tensors, rank_slice
+from megatune.families import FAMILIES
 from megatune.families.adapters import AdapterWeights, adapter_weights, adapters, scaling
 from megatune.families.weights import Slice, Stack, TensorLayout, Weight, by_expert, engine_shape, segments
 
@@ -21,7 +22,7 @@ def add_adapters(chunk: Any, architecture: Architecture, settings: FinetuningSet
     """Add the adapters of a DecoderModel's layers; their parameters are uninitialized."""
     chunk.adapter_weights = adapter_weights(architecture, settings)
     beside, rows = adapters(architecture, settings), dict[str, torch.Tensor | None]()
-    base = {weight.engine: weight for weight in _base_weights(architecture)}
+    base = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
     place = groups.place()
     for path, _ in list(named_tensors(chunk)):
         name, _ = entry_name(chunk, path, base)
@@ -45,12 +46,6 @@ def add_adapters(chunk: Any, architecture: Architecture, settings: FinetuningSet
             setattr(linear, attribute.replace("weight", "adapter"), adapter)
         else:
             add_adapter(linear, adapter)
-
-
-def _base_weights(architecture: Architecture) -> tuple[Weight, ...]:
-    from megatune.families import FAMILIES
-
-    return FAMILIES[architecture.model_type].weight_map(architecture)
 
 
 def _parallel(weight: Weight, linear: Any, config: TransformerConfig) -> dict[str, Any]:

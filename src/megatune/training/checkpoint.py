@@ -20,7 +20,6 @@ from megatune.bridge.adapter_writer import write_adapter_config
 from megatune.bridge.assemble import Assembly, load_optimizer
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.save import save_adapters, save_optimizer, save_weights
-from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
@@ -100,11 +99,11 @@ def save_checkpoint(
 
 
 def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainState) -> Iterator[Path]:
+    model = assembly.parameters, assembly.architecture, assembly.place
     if _has_adapters(settings):
-        what = (assembly.parameters, assembly.architecture, assembly.place, settings.finetuning)
-        yield from save_adapters(folder, *what)
+        yield from save_adapters(folder, *model, settings.finetuning)
     else:
-        yield from save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
+        yield from save_weights(folder, *model, form=assembly.form)
     if settings.checkpoint.save_only_model:
         return
     training = folder / _TRAINING
@@ -190,8 +189,6 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     counters, layout = content.pop("optimizer"), content.pop("layout")
     state = TrainState(**content)
     findings = [*_changed(checkpoint, state, expected), *_trained_otherwise(training, assembly, settings)]
-    if _has_adapters(settings):
-        findings += _scaled_otherwise(checkpoint, settings.finetuning)
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     shards = main_shards(assembly.optimizer)
@@ -220,22 +217,9 @@ def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Itera
         yield Finding(what, str(checkpoint), why, fix)
     if state.base != expected.base:
         what = "the adapters were trained beside another base"
-        why = (
-            "the weights of model_name_or_path, or of an adapter that is merged into them, are others than then, or "
-            "quantized otherwise"
-        )
+        why = "the model's weights, or those of an adapter merged into them, are others than then, or in other bits"
         fix = "name the base that the run began with, or start anew from the adapters: adapter_name_or_path"
         yield Finding(what, str(checkpoint), why, fix)
-
-
-def _scaled_otherwise(checkpoint: Path, finetuning: FinetuningSettings) -> Iterator[Finding]:
-    """Compare what scales adapters; their names and shapes are held against the weight map where they are read."""
-    config = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    alpha = 2 * finetuning.lora_rank if finetuning.lora_alpha is None else finetuning.lora_alpha
-    for name, key, now in (("lora_alpha", "lora_alpha", alpha), ("use_rslora", "use_rslora", finetuning.use_rslora)):
-        if config[key] != now:
-            what, why = f"{name} was {config[key]}, and is {now} in this run", "it scales what adapters add to the base"
-            yield Finding(what, str(checkpoint), why, f"set it to {config[key]} again, or start anew")
 
 
 def _trained_otherwise(training: Path, assembly: Assembly, settings: Settings) -> Iterator[Finding]:
