@@ -195,10 +195,12 @@ def _finish(trainer: Trainer, output_dir: Path) -> None:
 
 
 def _quiet() -> None:
-    """Silence Transformers' progress bars and advice about generation, which say nothing about this run."""
+    """Silence Transformers' progress bars and advice about generation, which say nothing about this run, and what
+    libraries that it imports where they are installed say of kernels."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    for name in ("torch.distributed", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
