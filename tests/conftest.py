@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-from model_sizes import model_class, tiny_config
+from model_sizes import MakeModel, model_class, tiny_config
 from pool import RankPool
-
-MakeModel = Callable[..., Path]
 
 # Devices and calibrations that a user keeps must not change what is planned here.
 _NO_USER = tempfile.TemporaryDirectory()

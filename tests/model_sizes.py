@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+# model_dir("qwen3", tied=True, vocab_size=130), see conftest.
+MakeModel = Callable[..., Path]
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -59,7 +59,7 @@ def resave_all(checkpoint: Path, settings: Settings, folder: Path) -> None:
     """On every rank."""
     assembly = assemble(checkpoint, settings)
     shards = main_shards(assembly.optimizer)
-    load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture)
+    load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
     save_all(assembly, folder)
 
 

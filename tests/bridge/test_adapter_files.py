@@ -23,7 +23,7 @@ from adapter_kit import (
     rows,
     with_adapter,
 )
-from conftest import MakeModel
+from model_sizes import MakeModel
 from safetensors.torch import load_file, save_file
 
 from megatune.bridge.adapter_files import open_adapter

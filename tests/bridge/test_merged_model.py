@@ -24,7 +24,7 @@ from adapter_kit import (
     with_adapter,
 )
 from bridging import tensors
-from conftest import MakeModel
+from model_sizes import MakeModel
 from safetensors.torch import load_file, save_file
 
 from megatune.bridge import merged_model

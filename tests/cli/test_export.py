@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MakeModel
+from model_sizes import MakeModel
 from safetensors.torch import load_file
 from torch import Tensor
 

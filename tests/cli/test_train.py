@@ -276,7 +276,7 @@ def test_the_published_file_of_experts_for_8_gpus_runs_on_8_processes(tmp_path: 
 
 def test_everything_wrong_is_said_at_once_before_anything_starts(run_file: Path, tmp_path: Path) -> None:
     with run_file.open("a") as file:
-        file.write("lerning_rate: 1e-5\nlora_rank: 8\nsequence_parallel: maybe\n")
+        file.write("lerning_rate: 1e-5\nlora_rank: 16\nsequence_parallel: maybe\n")
     code, output = megatune("train", run_file, "tensor_model_parallel_size=3", "warmup_ratio=2", cache=tmp_path)
     assert code == 64
     for expected in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+import bitsandbytes.functional as bnb
 import pytest
 import torch
 from layouts import Layout
@@ -19,8 +20,6 @@ from megatune.engine.quantization import QuantizedTensor, dynamic_table, quantiz
 from megatune.families import FAMILIES, read_architecture
 from megatune.families.quantized import QuantizedForm, is_quantized
 from megatune.families.weights import WHOLE, engine_shape, layers_of
-
-bnb = pytest.importorskip("bitsandbytes.functional")
 
 FORMS = [QuantizedForm("int8"), *(QuantizedForm(kind, double) for kind in ("nf4", "fp4") for double in (False, True))]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

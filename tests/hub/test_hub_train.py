@@ -113,6 +113,28 @@ def test_a_run_fetches_what_it_needs_and_resumes_without_the_hub(hub: Hub, tmp_p
     assert (tmp_path / "out" / "checkpoint-4" / "tokenizer.json").is_file()
 
 
+def test_adapters_go_on_beside_the_commit_that_they_began_with(hub: Hub, tmp_path: Path) -> None:
+    """Their checkpoint has no model: the base comes from the hub's cache, at the run's own commit, or once more."""
+    lora = "finetuning_type=lora", "lora_rank=4", "merge_lora=true"
+    code, output = finish(start(hub, tmp_path, "max_steps=2", *lora))
+    assert code == 0, output
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "team/tiny"
+    assert (tmp_path / "out" / "merged" / WEIGHTS).is_file()
+    asked = len(hub.asked)
+    code, output = finish(start(hub, tmp_path, "max_steps=4", *lora, HF_HUB_OFFLINE="1"))
+    assert code == 0, output
+    assert "resume     out/checkpoint-2" in output
+    assert f"team/tiny at {COMMIT[:12]}" in output
+    assert len(hub.asked) == asked
+    shutil.rmtree(tmp_path / "hf")
+    hub.sent.clear()
+    code, output = finish(start(hub, tmp_path, "max_steps=5", *lora))
+    assert code == 0, output
+    assert f"team/tiny at {COMMIT[:12]}" in output
+    assert sent(hub).count(WEIGHTS) == 1
+
+
 def test_of_torchruns_ranks_one_fetches(hub: Hub, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatune")
     code, output = finish(start(hub, tmp_path, "tensor_model_parallel_size=2", module=torchrun))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from computing import LENGTHS, failures, measure_in_layout
@@ -31,8 +32,6 @@ from megatune.verify.measure import shard_samples
 from megatune.verify.numbers import Numbers, write_gradients, write_logits, write_loss
 from megatune.verify.reference import load_reference_model
 from megatune.verify.samples import Sample, random_samples
-
-peft = pytest.importorskip("peft")
 
 OVERLAPPED = Layout(
     2,

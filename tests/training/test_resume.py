@@ -41,21 +41,21 @@ def choose(output: Path, threshold: int, asked: str | None = None) -> tuple[str,
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     context = RankContext(RankEnv(rank, rank, world, world, "localhost", 1, 0), output.parent / "run")
     settings = Settings.model_validate({"run": {"resume_from_checkpoint": asked}})
-    digest, read, lock = manifest._digest, [], threading.Lock()
+    digest, read, lock = manifest.digest_file, [], threading.Lock()
 
     def note(path: Path, **options: object) -> tuple[int, str]:
         with lock:
             read.extend([f"{path.parent.name}/{path.name}"] if path.stat().st_size >= threshold else [])
         return digest(path, **options)  # type: ignore[arg-type]
 
-    manifest._digest = note
+    manifest.digest_file = note
     try:
         path, notes = choose_checkpoint(context, settings, output)
         return str(path and path.name), notes, sorted(read)
     except MegatuneError as error:
         return str(error), [f"{error.exit_code:d}"], sorted(read)
     finally:
-        manifest._digest = digest
+        manifest.digest_file = digest
 
 
 def test_every_rank_reads_its_share_once(pool: RankPool, tmp_path: Path) -> None:

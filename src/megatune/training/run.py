@@ -177,6 +177,10 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
             print(f"stopped on request after step {state.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
     on_rank_0(lambda: _finish(trainer, output_dir))
+    if settings.checkpoint.merge_lora and trainer.context.rank == 0:
+        # However long that takes, no other rank waits for it.
+        trainer.context.beat("merge", state.step, limit=float("inf"))
+        print(merge_run(settings, trainer.source, output_dir), flush=True)
     return ExitCode.DONE
 
 
@@ -188,16 +192,15 @@ def _finish(trainer: Trainer, output_dir: Path) -> None:
     chosen = f" (step {trainer.state.best_step}, the lowest evaluation loss)" if best else ""
     what = "adapter" if trainer.settings.finetuning.finetuning_type == "lora" else "model"
     print(f"the {what} is in {output_dir}{chosen}", flush=True)
-    if trainer.settings.checkpoint.merge_lora:
-        trainer.context.beat("merge", trainer.state.step, limit=trainer.settings.run.ddp_timeout)
-        print(merge_run(trainer.settings, trainer.source, output_dir), flush=True)
 
 
 def _quiet() -> None:
-    """Silence Transformers' progress bars and advice about generation, which say nothing about this run."""
+    """Silence Transformers' progress bars and advice about generation, which say nothing about this run, and what
+    libraries that it imports where they are installed say of kernels."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    for name in ("torch.distributed", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -71,7 +71,7 @@ EFFICIENCIES = {
     "turing": Efficiency(units=72, tile=(128, 128), matmul=0.60, attention=_NO_FLASH, packed=_NO_FLASH),
     "ampere": Efficiency(units=108, tile=(128, 256), matmul=0.71, attention=_FLASH_2, packed=_FLASH_2),
     "ada": Efficiency(units=128, tile=(128, 256), matmul=0.71, attention=_FLASH_2, packed=_FLASH_2),
-    "hopper": Efficiency(units=132, tile=(128, 256), matmul=0.58, attention=(0.60, 0.48), packed=(0.35, 0.28)),
+    "hopper": Efficiency(units=132, tile=(128, 256), matmul=0.62, attention=(0.60, 0.48), packed=(0.35, 0.28)),
     "blackwell": Efficiency(units=148, tile=(256, 256), matmul=0.55, attention=(0.55, 0.42), packed=(0.22, 0.17)),
     "cpu": Efficiency(
         units=1, tile=(16, 16), depth=16, matmul=0.70, attention=_ON_CPU, packed=_ON_CPU, memory=1.0, link=0.5
