@@ -148,12 +148,6 @@ WRONG = [
         "    fix: write save_strategy: steps",
     ),
     (["stage=dpo"], _DPO),
-    (
-        ["stage=dpo", "packing=true"],
-        "packing with stage dpo is not built\n"
-        "    why: the two answers of a pair are compared with each other\n"
-        f"    fix: write packing: false\n{_DPO}",
-    ),
     *(
         (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    fix: remove {key}\n{_DPO}")
         for key in ("train_on_prompt", "mask_history")
