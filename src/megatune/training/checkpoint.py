@@ -53,6 +53,7 @@ class TrainState:
         best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
         stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
         base: digest of what adapters are beside (training/base.py); "" without adapters.
+        reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
     """
 
     step: int = 0
@@ -63,6 +64,7 @@ class TrainState:
     best_step: int | None = None
     stream: dict[str, Any] | None = None
     base: str = ""
+    reference: str = ""
 
 
 def save_checkpoint(
@@ -219,6 +221,11 @@ def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Itera
         what = "the adapters were trained beside another base"
         why = "the model's weights, or those of an adapter merged into them, are others than then, or in other bits"
         fix = "name the base that the run began with, or start anew from the adapters: adapter_name_or_path"
+        yield Finding(what, str(checkpoint), why, fix)
+    elif state.reference != expected.reference:
+        what = "answers were compared with another reference"
+        why = "the weights of ref_model, or of the model that the run started from, are others than then"
+        fix = "name the reference that the run began with, or start anew with overwrite_output_dir: true"
         yield Finding(what, str(checkpoint), why, fix)
 
 
