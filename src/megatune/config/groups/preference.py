@@ -1,4 +1,4 @@
-"""Preference training: how the two answers of a pair are compared. LLaMA-Factory's keys and defaults, and TRL's losses."""
+"""Preference training: how the two answers of a pair are compared. LLaMA-Factory's keys and defaults."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pydantic import Field
 
 from megatune.config.setting import Group, NonNegative, Positive
 
+# They compare the answers of the model that is trained, and nothing else.
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
-# dpo_label_smoothing is part of these losses.
+# Label smoothing is part of their definition.
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "cpo")
 
 
@@ -76,7 +77,7 @@ class PreferenceSettings(Group):
     How: The sum of the losses in pref_loss and w times bco_pair is divided by 1 + w.
     When: Set it as a recipe for LLaMA-Factory says. pref_loss takes bco_pair as one of several losses, too."""
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """With sigmoid, robust, exo_pair, simpo or cpo: the share of pairs whose chosen answer is taken to be the worse one.
+    """With sigmoid, robust, exo_pair, simpo or cpo: the share of pairs whose labels are taken to be wrong.
     How: sigmoid, simpo and cpo weigh the reversed pair with it; robust corrects for it, and is then right on average
     for pairs that were reversed by chance; exo_pair aims at labels smoothed by it.
     When: 0.1 to 0.3 for noisy preferences. exo_pair needs a value above 0, such as 0.001."""
