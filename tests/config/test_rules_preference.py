@@ -81,7 +81,7 @@ WRONG = [
     (
         [DPO, "pref_loss=ipo,hinge", "dpo_label_smoothing=0.1"],
         "dpo_label_smoothing 0.1 with pref_loss ipo, hinge\n"
-        "    why: it is part of sigmoid, robust, exo_pair, simpo, cpo, and of no other loss\n"
+        "    why: it is part of sigmoid, robust, exo_pair, simpo, cpo, aot, aot_unpaired, and of no other loss\n"
         "    fix: remove dpo_label_smoothing, or name another pref_loss",
     ),
     (
