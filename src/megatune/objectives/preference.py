@@ -160,8 +160,8 @@ def pairs_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Pairs, Tensor]:
     tokens = sums(batch.labels >= 0)
     reference = batch.extras.get(REFERENCE)
     reference = torch.zeros_like(log_probs) if reference is None else _in_pairs(reference)
-    pairs = Pairs(*log_probs.unbind(1), *reference.unbind(1), *tokens.unbind(1), likelihood[:, 0])
-    return pairs, (tokens > 0).all(1)
+    columns = torch.cat((log_probs, reference, tokens, likelihood[:, :1]), 1).unbind(1)
+    return Pairs(*columns), (tokens > 0).all(1)
 
 
 def _in_pairs(values: Tensor) -> Tensor:
