@@ -179,6 +179,11 @@ def total(number: int) -> int:
     return int(box)
 
 
+def add_up(values: torch.Tensor) -> None:
+    """Replace a tensor by the sum of every rank's, on every rank."""
+    torch.distributed.all_reduce(values)
+
+
 def post(key: str, text: str) -> None:
     """Leave a note that any rank can read with `posted`: for waits too long for a collective operation."""
     assert _store is not None, "join first"
