@@ -14,8 +14,6 @@ def objective_of(settings: Settings) -> CrossEntropy | Preference:
         return CrossEntropy()
     preference = settings.preference
     losses, bco = dict(preference.losses), preference.pref_bco_weight
-    # ORPO is defined with the chosen answer's own loss beside the odds ratio.
-    likelihood = preference.pref_ftx + losses.get("orpo", 0.0)
     if bco:
         losses = {name: weight / (1 + bco) for name, weight in losses.items()}
         losses["bco_pair"] = losses.get("bco_pair", 0.0) + bco / (1 + bco)
@@ -25,4 +23,4 @@ def objective_of(settings: Settings) -> CrossEntropy | Preference:
         gamma=preference.simpo_gamma,
         tau=preference.discopop_tau,
     )
-    return Preference(losses, shape, likelihood)
+    return Preference(losses, shape, preference.pref_ftx)
