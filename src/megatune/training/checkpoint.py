@@ -54,6 +54,7 @@ class TrainState:
         stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
         base: digest of what adapters are beside (training/base.py); "" without adapters.
         reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
+        reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
     """
 
     step: int = 0
@@ -65,6 +66,8 @@ class TrainState:
     stream: dict[str, Any] | None = None
     base: str = ""
     reference: str = ""
+    reward_sum: float = 0.0
+    reward_pairs: float = 0.0
 
 
 def save_checkpoint(

@@ -7,6 +7,7 @@ import torch
 from megatune.config.groups.optimizer import PrecisionSettings
 from megatune.engine.step import StepTotals
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.objectives.joint_losses import JOINT
 from megatune.objectives.pair_losses import SEPARABLE, WITHOUT_REFERENCE, Pairs
 from megatune.objectives.preference import Preference
 
@@ -25,25 +26,26 @@ def check_first_step(objective: Preference, totals: StepTotals, precision: Preci
         MegatuneError: NOT_FINITE, when they differ by more than rounding does.
     """
     metrics, beta, bound = totals.metrics, objective.shape.beta, _BOUNDS[precision.params_dtype]
-    found, off = [], []
-    apart = []
+    found: list[str] = []
+    off: list[str] = []
+    apart: list[float] = []  # by how much log-probabilities may differ
     for answer in ("chosen", "rejected"):
         log_prob, difference = metrics[f"logps/{answer}"], metrics[f"rewards/{answer}"] / beta
         apart.append(bound * (1 + abs(log_prob)))
         if abs(difference) > apart[-1]:
             off.append(f"log-probabilities of {answer} answers differ by {difference:.6g} of {log_prob:.6g}")
     for name, weight in objective.losses.items():
-        if name in WITHOUT_REFERENCE or name not in SEPARABLE:
+        if name in WITHOUT_REFERENCE:
             continue
-        value = metrics.get(f"loss/{name}", totals.loss)
-        expected = weight * _loss(objective, name, 0.0, 0.0)
-        ends = (weight * _loss(objective, name, side * apart[0], -side * apart[1]) for side in (-1, 1))
+        value = metrics.get(f"loss/{name}", totals.loss / weight)
+        expected = _loss(objective, name, 0.0, 0.0)
+        ends = (_loss(objective, name, side * apart[0], -side * apart[1]) for side in (-1, 1))
         found.append(f"{value:.6f}")
         if abs(value - expected) > max(abs(end - expected) for end in ends):
             off.append(f"{name} is {value:.6f}, and {expected:.6f} where policy and reference are the same")
     if off:
         what = f"the reference is not the model that training starts from: in step 1 {'; '.join(off)}"
-        why = f"{precision.params_dtype} explains differences of {max(apart):.2g}; the two passes computed other things"
+        why = f"rounding in {precision.params_dtype} explains {max(apart):.2g}; the rest is of other weights"
         fix = "delete the reference-*.npy files of the prepared rows, which are computed again; then megatune verify"
         raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.NOT_FINITE)
     return f"reference agrees: {', '.join(found)}"
@@ -51,6 +53,7 @@ def check_first_step(objective: Preference, totals: StepTotals, precision: Preci
 
 def _loss(objective: Preference, name: str, chosen: float, rejected: float) -> float:
     """Return the loss of a pair with these log-ratios."""
-    one = torch.ones((), dtype=torch.float64)
-    pairs = Pairs(chosen * one, rejected * one, 0 * one, 0 * one, one, one)
-    return float(SEPARABLE[name](pairs, objective.shape))
+    one = torch.ones(1, dtype=torch.float64)
+    policy = chosen * one, rejected * one
+    pairs = Pairs(*policy, 0 * one, 0 * one, one, one, policy[0])
+    return float({**SEPARABLE, **JOINT}[name](pairs, objective.shape))

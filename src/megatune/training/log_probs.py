@@ -38,7 +38,8 @@ class _LogProbs:
         return torch.zeros((), dtype=torch.int64)
 
     def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        self.of_micro_batches.append(-document_sums(token_losses, batch.sequences))
+        sums = document_sums(-token_losses.double(), batch.sequences)
+        self.of_micro_batches.append(sums.to(token_losses.dtype))
         return ObjectiveOutput(token_losses.new_zeros(()), replicated=True)
 
 

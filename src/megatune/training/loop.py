@@ -12,12 +12,13 @@ from typing import Literal
 
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
+from megatune.data.batch_pictures import Unreadable
 from megatune.data.batches import Batch
 from megatune.engine import device, groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.objectives.language_model import CrossEntropy
-from megatune.objectives.preference import Preference
+from megatune.objectives.preference import Preference, RunningReward
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
@@ -26,6 +27,7 @@ from megatune.training.callbacks.base import EvalReport, StepReport, TrainSummar
 from megatune.training.checkpoint import TrainState, save_checkpoint
 from megatune.training.feed import Feed
 from megatune.training.first_step import check_first_step
+from megatune.training.joint_losses import with_joint_losses
 from megatune.training.learning_rate import LearningRateSchedule
 from megatune.training.loaders import Loaders
 from megatune.training.profiling import MemoryLog, StepProfiler
@@ -50,6 +52,7 @@ class Trainer:
         state: how far the run has come.
         source: the folder of the model that the run started from.
         memory: what this rank holds.
+        running_reward: of BCO.
     """
 
     settings: Settings
@@ -66,7 +69,11 @@ class Trainer:
     context: RankContext
     source: Path
     memory: MemoryLog
+    running_reward: RunningReward = field(init=False)
     _saved_step: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.running_reward = RunningReward(self.state.reward_sum, self.state.reward_pairs)
 
     def run(self) -> Outcome:
         """Train from the state to the end, or until a stop is requested; the last step is always saved."""
@@ -121,12 +128,12 @@ class Trainer:
                 _, micro_batches = next(batches)
                 waited = time.monotonic() - waiting
                 self.context.beat("train", step + 1)
-                micro_batches, unreadable = self._readable(micro_batches)
-                micro_batches = self._with_reference(micro_batches)
+                objective = self._objective
+                micro_batches, unreadable = self._prepared(micro_batches, objective)
                 result = train_step(
                     self.assembly,
                     micro_batches,
-                    self.objective,
+                    objective,
                     learning_rate=self.learning_rate.at(step),
                     stop_requested=self.context.stop_requested(),
                     checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
@@ -134,6 +141,8 @@ class Trainer:
                 ended = time.monotonic()
                 if step == 0:
                     self._check_first(result)
+                if isinstance(objective, Preference) and result.updated:
+                    self.running_reward.add(result.totals)
                 self._report(step, micro_batches, result, ended - began, waited, unreadable)
                 began = ended
                 self.memory.stepped()
@@ -153,21 +162,27 @@ class Trainer:
                     return "stopped"
         return "finished"
 
-    def _readable(self, batches: list[Batch]) -> tuple[list[Batch], int]:
-        """Leave documents with unreadable pictures out of the loss; return also how many pictures these are."""
-        if self.loaders.vision is None:
-            return batches, 0
-        refuse = self.settings.data.on_bad_row == "error"
-        batches, unreadable = without_unreadable(batches, self.assembly.place, refuse=refuse)
+    @property
+    def _objective(self) -> CrossEntropy | Preference:
+        """The loss of the next step."""
+        if isinstance(self.objective, Preference) and "bco_pair" in self.objective.losses:
+            return self.running_reward.of_next_step(self.objective)
+        return self.objective
+
+    def _prepared(self, batches: list[Batch], objective: CrossEntropy | Preference) -> tuple[list[Batch], int]:
+        """Return micro-batches with what the objective needs beside rows, and without labels of documents that have
+        unreadable pictures; and how many pictures these are."""
+        unreadable: list[Unreadable] = []
+        if self.loaders.vision is not None:
+            refuse = self.settings.data.on_bad_row == "error"
+            batches, unreadable = without_unreadable(batches, self.assembly.place, refuse=refuse)
         if unreadable:
             self.callbacks.on_unreadable(unreadable)
+        if self.reference is not None and self.feed.follower is not None:
+            batches = self.reference.of_step(self.assembly.model, batches)
+        if isinstance(objective, Preference) and objective.joint:
+            batches = with_joint_losses(self.assembly.model, batches, objective)
         return batches, len(unreadable)
-
-    def _with_reference(self, batches: list[Batch]) -> list[Batch]:
-        """Add what is compared with, where rows do not have it beside them."""
-        if self.reference is None or self.feed.follower is None:
-            return batches
-        return self.reference.of_step(self.assembly.model, batches)
 
     def _check_first(self, result: StepResult) -> None:
         """Hold the first step against a policy that is its reference, where training starts from it."""
@@ -244,19 +259,19 @@ class Trainer:
         self.context.beat("evaluate", step)
         began = time.monotonic()
         loader = self.loaders.evaluation(self.feed.evaluation)
-        unreadable = 0
+        unreadable, objective = 0, self._objective
 
-        def readable() -> Iterator[list[Batch]]:
+        def prepared() -> Iterator[list[Batch]]:
             nonlocal unreadable
             for _, batches in loader:
-                batches, number = self._readable(batches)
+                batches, number = self._prepared(batches, objective)
                 unreadable += number
-                yield self._with_reference(batches)
+                yield batches
 
         found = evaluate(
             self.assembly.model,
-            readable(),
-            self.objective,
+            prepared(),
+            objective,
             on_step=lambda index: self.context.beat(f"evaluate batch {index}", step),
         )
         if self.state.best_loss is None or found.loss < self.state.best_loss:
@@ -279,6 +294,7 @@ class Trainer:
         self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
         if self.feed.follower is not None:
             self.state.stream = self.feed.follower.state(self.state.step)
+        self.state.reward_sum, self.state.reward_pairs = self.running_reward.total, self.running_reward.pairs
         path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
         self._saved_step = self.state.step
         self.callbacks.on_save(path)

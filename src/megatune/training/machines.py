@@ -16,6 +16,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
+from megatune.training.objective import has_reference
 from megatune.training.storage.files import writing
 
 _POLL_SECONDS = 0.05
@@ -102,19 +103,13 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
     """
     name = settings.model.model_name_or_path
     assert name is not None
-    start_is_needed = settings.finetuning.finetuning_type == "lora" or compares_with_start(settings)
-    if resumed is not None and not start_is_needed:
+    is_compared = has_reference(settings) and settings.preference.ref_model is None
+    if resumed is not None and settings.finetuning.finetuning_type != "lora" and not is_compared:
         small = context.run_dir / "model"
         return on_rank_0(lambda: _keep_small_files(resumed, small)) if is_hub_id(name) else Path(name)
     return fetched_on_node(
         context, "model", name, settings.model.model_revision, settings.model.cache_dir, fetched=model_dir
     )
-
-
-def compares_with_start(settings: Settings) -> bool:
-    """Return whether what is trained is compared with the model that the run starts from, on every resume, too."""
-    preference = settings.preference
-    return settings.run.stage == "dpo" and preference.has_reference and preference.ref_model is None
 
 
 def fetched_on_node(

@@ -44,6 +44,7 @@ from megatune.training.feed import Feed
 from megatune.training.loaders import Loaders
 from megatune.training.log_probs import row_log_probs, step_log_probs
 from megatune.training.machines import fetched_on_node
+from megatune.training.objective import has_reference
 from megatune.training.storage.files import sync
 from megatune.training.unreadable import without_unreadable
 
@@ -196,7 +197,7 @@ def open_reference(
     Raises:
         MegatuneError: INPUT, when ref_model cannot be used; SETTINGS, when it does not fit the layout.
     """
-    if settings.run.stage != "dpo" or not settings.preference.has_reference:
+    if not has_reference(settings):
         return None
     preference, finetuning = settings.preference, settings.finetuning
     has_adapters = finetuning.finetuning_type == "lora"
