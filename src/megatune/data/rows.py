@@ -169,6 +169,11 @@ class TokenRows:
         spans = np.concatenate([none, *(self._documents[self._rows[row] : self._rows[row + 1]] for row in rows)])
         return spans[:, 1] - spans[:, 0]
 
+    def document_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the number among all documents of each document of these rows, row by row: int64 [documents]."""
+        none = np.arange(0, dtype=np.int64)
+        return np.concatenate([none, *(np.arange(self._rows[row], self._rows[row + 1]) for row in rows)])
+
     def row_lengths(self) -> np.ndarray:
         """Return tokens of every row, without reading them: int64 [rows]."""
         return self._ends[self._rows[1:]] - self._ends[self._rows[:-1]]
