@@ -16,6 +16,7 @@ from megatune.data.batch_pictures import Pictures, Share
 from megatune.data.batches import Batch, Collator
 from megatune.data.loader import StepLoader
 from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.processor import PictureProcessor
 from megatune.data.pictures import unpacked
 from megatune.data.rows import Document, TokenRows
 from megatune.data.steps import PreparedSteps
@@ -255,3 +256,25 @@ def test_pairs_with_pictures(model: Model, data: Path, packed: bool) -> None:
 
 def pixels_of(model: Model, document: Document) -> np.ndarray:
     return np.concatenate(decoded(model, [document]))
+
+
+def test_a_picture_of_both_answers_is_decoded_once(model: Model, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"instruction": f"{tags}What?", "chosen": "This.", "rejected": "That.", **files}
+        for tags, files in (
+            ("<image><image>", {"images": ["a.png", "c.webp"]}), ("<video>", {"videos": [["a.png"] * 4]})
+        )
+    ]  # fmt: skip
+    write_rows(data / "rows.jsonl", rows)
+    found = documents(rows_of(model, data, stage="dpo"))
+    expected = np.concatenate(decoded(model, found))
+    made, pixels = [], PictureProcessor.pixels
+
+    def counted(processor: PictureProcessor, source: Any, measured: Any) -> np.ndarray:
+        made.append(source.name)
+        return pixels(processor, source, measured)
+
+    monkeypatch.setattr(PictureProcessor, "pixels", counted)
+    batch = batch_of(replace(collator(model, 2), documents_per_row=2), found, Share(0, 1))
+    assert np.array_equal(pictures_of(batch).pixel_values.numpy(), expected)
+    assert len(made) == 3
