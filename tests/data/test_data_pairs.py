@@ -322,3 +322,17 @@ def test_positions_begin_again_in_every_answer(rows: TokenRows) -> None:
         ids = batch.position_ids.flatten().tolist()
         spans = [*starts(batch), len(ids)]
         assert ids == [place for start, stop in pairwise(spans) for place in range(stop - start)]
+
+
+def test_pairs_of_similar_length_are_those_with_a_similar_longer_answer(tmp_path: Path) -> None:
+    """That is what a micro-batch is padded to; the longest comes first."""
+    sizes = [(2, 11), (9, 8), (3, 3), (12, 1), (7, 7), (1, 4), (10, 10), (6, 5)]
+    with RowsBuilder(tmp_path, RowShape("dpo", CUTOFF, False, 0)) as builder:
+        for chosen, rejected in sizes:
+            builder.add([document(1, 0, chosen), document(2, 0, rejected)])
+        builder.write_part("train", range(len(sizes)))
+    rows = TokenRows(tmp_path / "train")
+    assert rows.batch_lengths().tolist() == [max(pair) for pair in sizes]
+    order = PreparedSteps(rows, len(sizes), seed=4, group_by_length=True).row_ids(0)
+    found = [max(sizes[row]) for row in order]
+    assert found == sorted(found, reverse=True)

@@ -176,7 +176,7 @@ def _row_sizes(rows: TokenRows, multiple: int) -> tuple[np.ndarray, np.ndarray, 
     """Return each row's tokens, and what it needs of a micro-batch's length; and documents a row, 1 where packed."""
     real = rows.row_lengths()
     if rows.arrangement == "pairs":
-        return real, rows.document_lengths(range(len(rows))).reshape(-1, 2).max(axis=1), 2
+        return real, rows.batch_lengths(), 2
     if rows.is_packed and multiple > 1:
         padded = (int((-(-rows.document_lengths([row]) // multiple) * multiple).sum()) for row in range(len(rows)))
         return real, np.fromiter(padded, dtype=np.int64, count=len(rows)), 1
