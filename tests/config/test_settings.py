@@ -100,3 +100,16 @@ def test_import_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_losses_of_pairs():
+    """They are named apart from what computes them, which needs torch."""
+    from megatune.objectives.pair_losses import SEPARABLE, WITHOUT_REFERENCE
+
+    names = all_settings()["preference.pref_loss"].choices
+    assert set(SEPARABLE) <= set(names)
+    preference = Settings.model_validate({"preference": {"pref_loss": ["simpo", "sigmoid"]}}).preference
+    assert preference.losses == {"simpo": 1.0, "sigmoid": 1.0}
+    assert preference.has_reference
+    without = [Settings.model_validate({"preference": {"pref_loss": [name]}}).preference for name in names]
+    assert {each.pref_loss[0] for each in without if not each.has_reference} == set(WITHOUT_REFERENCE)

@@ -14,6 +14,7 @@ from megatune.config.groups.optimizer import BatchSettings, OptimizerSettings, P
 from megatune.config.groups.output import CheckpointSettings, EvaluationSettings, LoggingSettings
 from megatune.config.groups.parallel import ParallelSettings
 from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings
+from megatune.config.groups.preference import PreferenceSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.setting import Group, SettingInfo, describe
 
@@ -24,6 +25,7 @@ class Settings(Group):
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     finetuning: FinetuningSettings = Field(default_factory=FinetuningSettings)
+    preference: PreferenceSettings = Field(default_factory=PreferenceSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     batch: BatchSettings = Field(default_factory=BatchSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)

@@ -20,7 +20,11 @@ class StepRows(Protocol):
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds documents side by side."""
+        """Whether a row holds documents side by side, or pairs of them."""
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether documents are preference pairs: chosen, rejected, chosen, rejected ..."""
 
     @property
     def global_batch_size(self) -> int:
@@ -61,6 +65,10 @@ class PreparedSteps:
         return self.rows.is_packed
 
     @property
+    def is_pairs(self) -> bool:
+        return self.rows.is_pairs
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps that train every row once; the last may be a short one."""
         return steps_per_epoch(len(self.rows), self.global_batch_size)
@@ -91,7 +99,7 @@ class PreparedSteps:
         """Return an epoch's row ids, made once."""
         if epoch not in self._orders:
             if self.group_by_length:
-                order = grouped_order(self.rows.row_lengths(), self.seed, epoch, self.global_batch_size)
+                order = grouped_order(self.rows.batch_lengths(), self.seed, epoch, self.global_batch_size)
             else:
                 order = epoch_order(len(self.rows), self.seed, epoch, self.shuffle)
             order.flags.writeable = False
