@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from megatune.data.answer_weights import ANSWER_TOKEN_WEIGHTS, answer_token_weights
 from megatune.data.batch_pictures import Pictures, Share, Unreadable, collate_pictures
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 
@@ -70,12 +71,13 @@ class Batch:
         input_ids: int64 [b, s], padded at the right.
         labels: int64 [b, s], shifted; IGNORE_INDEX where nothing is trained.
         position_ids: int64 [b, s], counted from 0 in every document.
-        lengths: real tokens of each document. Without packing a document is a row, b of them.
+        lengths: real tokens of each document. Without packing a document is a row of the batch, b of them.
         cu_seqlens: packed rows only, which come as one long row, b = 1: int32 [documents + 1], where documents begin,
             and s at the end; padding follows the real tokens of its document. None where every row is one document.
         extras: what an objective needs beside tokens, by name.
         pictures: None where there is none in the micro-batch.
         unreadable: those that this rank should have decoded, and could not.
+        documents_per_sample: 2 where documents are preference pairs: chosen, rejected, chosen, rejected ...
     """
 
     input_ids: torch.Tensor
@@ -86,6 +88,7 @@ class Batch:
     extras: Mapping[str, Extra] = field(default_factory=dict)
     pictures: Pictures | None = None
     unreadable: tuple[Unreadable, ...] = ()
+    documents_per_sample: int = 1
 
     @property
     def num_trained(self) -> int:
@@ -93,9 +96,13 @@ class Batch:
         return int((self.labels != IGNORE_INDEX).sum())
 
     def without(self, documents: Iterable[int]) -> Batch:
-        """Return the batch with no label in these documents, by their numbers in `lengths`."""
-        labels = self.labels.clone()
-        for document in documents:
+        """Return the batch with no label in the samples of these documents, by their numbers in `lengths`.
+
+        Of a pair neither answer keeps its labels: what is left of it could not be compared with anything.
+        """
+        labels, size = self.labels.clone(), self.documents_per_sample
+        samples = {document // size for document in documents}
+        for document in (sample * size + place for sample in samples for place in range(size)):
             if self.cu_seqlens is None:
                 labels[document] = IGNORE_INDEX
             else:
@@ -119,12 +126,14 @@ class Batch:
 class Collator:
     """Makes micro-batches of one layout."""
 
-    micro_batch_size: int  # rows of a micro-batch
-    packed: bool  # rows hold several documents; those of a micro-batch are joined to one long row
+    micro_batch_size: int  # rows of the data in a micro-batch
+    packed: bool  # rows hold several samples; those of a micro-batch are joined to one long row
     sequence_multiple: int  # the length of a micro-batch is a multiple of this
     document_multiple: int  # packed, every document begins at a multiple of this, which divides sequence_multiple
     pad_token_id: int
     vision: VisionInput | None = None  # of a vision-language model
+    documents_per_row: int = 1  # 2 where documents are preference pairs; packed, a row has a multiple of it
+    ld_alpha: float | None = None  # of pairs: makes the extra ANSWER_TOKEN_WEIGHTS, see `answer_token_weights`
 
     def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
         """Return the shortest length, s, of a micro-batch that holds documents of these lengths."""
@@ -153,12 +162,14 @@ class Collator:
         Raises:
             ValueError: there are more or fewer extra values than tokens or documents.
         """
+        assert not len(documents) % self.documents_per_row, "a part of a pair"
         lengths = [len(document.input_ids) for document in documents]
+        num_rows = 1 if self.packed else self.micro_batch_size * self.documents_per_row
         if self.packed:
             spans = [_padded(size, self.document_multiple) for size in lengths]
             spans += [length - sum(spans)] if sum(spans) < length else []
         else:
-            spans = [length] * self.micro_batch_size
+            spans = [length] * num_rows
         starts = np.concatenate(([0], np.cumsum(spans)))
         input_ids = np.full(starts[-1], self.pad_token_id, dtype=np.int64)
         labels = np.full(starts[-1], IGNORE_INDEX, dtype=np.int64)
@@ -166,7 +177,10 @@ class Collator:
             input_ids[start : start + size] = document.input_ids
             labels[start : start + size - 1] = document.labels[1:]
         position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], spans)
-        shape = (1, length) if self.packed else (self.micro_batch_size, length)
+        shape = (num_rows, length)
+        columns = dict(extras or {})
+        if self.ld_alpha is not None:
+            columns[ANSWER_TOKEN_WEIGHTS] = answer_token_weights(documents, self.ld_alpha)
         pictures: Pictures | None = None
         unreadable: tuple[Unreadable, ...] = ()
         if any(document.pictures for document in documents):
@@ -179,9 +193,10 @@ class Collator:
             position_ids=torch.from_numpy(position_ids).view(shape),
             lengths=(*lengths, *[0] * (len(spans) - len(documents))),
             cu_seqlens=torch.from_numpy(starts.astype(np.int32)) if self.packed else None,
-            extras={name: _collate(column, lengths, starts, shape) for name, column in (extras or {}).items()},
+            extras={name: _collate(column, lengths, starts, shape) for name, column in columns.items()},
             pictures=pictures,
             unreadable=unreadable,
+            documents_per_sample=self.documents_per_row,
         )
 
 

@@ -34,9 +34,14 @@ class RowShape:
     """How samples become rows."""
 
     stage: str  # "sft": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents
-    cutoff_len: int  # tokens of the longest document, and of a packed row
-    packing: bool  # rows hold several documents
+    cutoff_len: int  # tokens of the longest document
+    packing: bool  # rows hold several samples
     seed: int  # of the packing
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a packed row: of pairs twice cutoff_len, so that packing cuts no answer that is whole without."""
+        return 2 * self.cutoff_len if self.stage == "dpo" else self.cutoff_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class RowsBuilder:
             samples=len(samples),
             documents=len(spans),
             rows=len(rows) - 1,
-            capacity=self._shape.cutoff_len if arrangement == "packed" else None,
+            capacity=self._shape.capacity if self._shape.packing else None,
             tokens=int(lengths.sum()),
             trained=int(np.asarray(self._trained)[documents].sum(dtype=np.int64)),
             longest=int(lengths.max(initial=0)),
@@ -159,11 +164,14 @@ class RowsBuilder:
         """Return documents row by row, where rows begin among them, and what a row is."""
         shape = self._shape
         if shape.stage == "dpo":
-            return spans, np.arange(0, len(spans) + 1, 2), "pairs"
+            if not shape.packing:
+                return spans, np.arange(0, len(spans) + 1, 2), "pairs"
+            pairs, rows = pack((spans[:, 1] - spans[:, 0]).reshape(-1, 2).sum(axis=1), shape.capacity, shape.seed)
+            return spans.reshape(-1, 2, 2)[pairs].reshape(-1, 2), 2 * rows, "packed_pairs"
         if shape.stage == "pt":
             spans, rows = concatenate(spans, shape.cutoff_len, joined=shape.packing)
             return spans, rows, "packed" if shape.packing else "single"
         if not shape.packing:
             return spans, np.arange(len(spans) + 1), "single"
-        order, rows = pack(spans[:, 1] - spans[:, 0], shape.cutoff_len, shape.seed)
+        order, rows = pack(spans[:, 1] - spans[:, 0], shape.capacity, shape.seed)
         return spans[order], rows, "packed"

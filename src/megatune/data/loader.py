@@ -36,12 +36,8 @@ def step_batches(
         same_length: pad all micro-batches of the step, on all ranks, to one length.
         share: which of the pictures this rank decodes; None for none of them.
     """
-    size = collator.micro_batch_size
-    slots = num_micro_batches * data_parallel_size * size
     lengths = rows.lengths(step)
-    if len(lengths) > slots:
-        raise ValueError(f"{len(lengths)} rows for {slots} slots")
-    everyone = [range(start, min(start + size, len(lengths))) for start in range(0, slots, size)]
+    everyone = _places(len(lengths), collator.micro_batch_size, num_micro_batches * data_parallel_size)
     needed = [collator.length([int(t) for place in places for t in lengths[place]]) for places in everyone]
     if same_length:
         needed = [max(needed)] * len(needed)
@@ -50,6 +46,14 @@ def step_batches(
         collator([*chain.from_iterable(rows.documents(step, places))], length, rows.extras(step, places), share)
         for places, length in zip(everyone[mine], needed[mine], strict=True)
     ]
+
+
+def _places(num_rows: int, size: int, num_micro_batches: int) -> list[range]:
+    """Return which rows of a global batch each micro-batch of all ranks has, in the order of their slots."""
+    slots = num_micro_batches * size
+    if num_rows > slots:
+        raise ValueError(f"{num_rows} rows for {slots} slots")
+    return [range(start, min(start + size, num_rows)) for start in range(0, slots, size)]
 
 
 @dataclass(eq=False)
@@ -100,6 +104,12 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
             generator=torch.Generator(),
         )
         return iter(loader)
+
+    def places(self, step: int) -> list[range]:
+        """Return which rows of a step each of this rank's micro-batches has, by their places in its global batch."""
+        num_micro_batches = self.num_micro_batches * self.data_parallel_size
+        everyone = _places(len(self.rows.lengths(step)), self.collator.micro_batch_size, num_micro_batches)
+        return everyone[self.data_parallel_rank :: self.data_parallel_size]
 
     def __getitem__(self, step: int) -> tuple[int, list[Batch]]:
         """Return one step, as torch's DataLoader asks for it."""

@@ -36,8 +36,9 @@ _ROWS_FILE = "rows.npy"
 _ARRANGEMENT_FILE = "arrangement.txt"
 _DIGEST_FILE = "digest.txt"
 
-# What a row is: one document, several that are trained side by side, or a preference pair: chosen, then rejected.
-Arrangement = Literal["single", "packed", "pairs"]
+# What a row is: one document, several that are trained side by side, or a preference pair: chosen, then rejected; of
+# pairs, too, several can be side by side.
+Arrangement = Literal["single", "packed", "pairs", "packed_pairs"]
 
 
 class Document(NamedTuple):
@@ -55,15 +56,26 @@ class ExtraColumn(NamedTuple):
     values: np.ndarray  # one document after the other: [tokens, ...] or [documents, ...]
 
 
+class ColumnFile(NamedTuple):
+    """Extra values of documents that are not in the folder of their rows."""
+
+    name: str
+    path: Path  # an .npy file
+    per: Literal["token", "document"]
+
+
 class TokenRows:
     """Memory-mapped rows of one part, that `write_rows` wrote; cheap to open, to pickle and to share between processes.
 
+    Args:
+        columns: extra values beside those in the folder.
+
     Raises:
-        MegatuneError: the folder is not whole (exit code 66).
+        MegatuneError: the folder is not whole, or a column does not fit it (exit code 66).
     """
 
-    def __init__(self, directory: Path | str) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: Path | str, columns: Sequence[ColumnFile] = ()) -> None:
+        self.directory, self._columns = Path(directory), tuple(columns)
         try:
             self.arrangement = _arrangement(self.directory / _ARRANGEMENT_FILE)
             self._documents = _load(self.directory / _DOCUMENTS_FILE)
@@ -84,9 +96,9 @@ class TokenRows:
         if self._documents.size and self._documents.max() > len(self._tokens):
             raise self._not_whole(f"{len(self._tokens)} tokens, and documents beyond them")
         for name, column in self._extras.items():
-            size = len(self._documents) if column.per == "document" else self._ends[-1]
-            if len(column.values) != size:
-                raise self._not_whole(f"{len(column.values)} values of {name} for {size} {column.per}s")
+            if why := self._misfit(name, column):
+                raise self._not_whole(why)
+        self._added = {file.name: self._added_column(file) for file in self._columns}
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -100,13 +112,29 @@ class TokenRows:
     def __iter__(self) -> Iterator[tuple[Document, ...]]:
         return (self[row] for row in range(len(self)))
 
-    def __reduce__(self) -> tuple[type, tuple[Path]]:
-        return type(self), (self.directory,)
+    def __reduce__(self) -> tuple[type, tuple[Path, tuple[ColumnFile, ...]]]:
+        return type(self), (self.directory, self._columns)
+
+    def with_column(self, name: str, path: Path, per: Literal["token", "document"] = "document") -> TokenRows:
+        """Return the same rows with extra values from a file, which `digest` is without.
+
+        Args:
+            path: an .npy file, [documents, ...] in the order of `spans`, or [tokens, ...].
+
+        Raises:
+            MegatuneError: the file cannot be read, or has more or fewer values (exit code 66).
+        """
+        return TokenRows(self.directory, (*self._columns, ColumnFile(name, Path(path), per)))
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds documents side by side."""
-        return self.arrangement == "packed"
+        """Whether a row holds documents side by side, or pairs of them."""
+        return self.arrangement in ("packed", "packed_pairs")
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether documents are pairs: chosen, rejected, chosen, rejected ...; a row has both of a pair."""
+        return self.arrangement in ("pairs", "packed_pairs")
 
     @property
     def spans(self) -> np.ndarray:
@@ -127,11 +155,12 @@ class TokenRows:
         """Return the extra values of the documents of these rows, row by row, by name."""
         documents = [(self._rows[row], self._rows[row + 1]) for row in rows]
         spans = {"document": documents}
-        if any(column.per == "token" for column in self._extras.values()):
+        extras = {**self._extras, **self._added}
+        if any(column.per == "token" for column in extras.values()):
             spans["token"] = [(self._ends[start], self._ends[stop]) for start, stop in documents]
         return {
             name: ExtraColumn(per, np.concatenate([values[:0], *(values[start:stop] for start, stop in spans[per])]))
-            for name, (per, values) in self._extras.items()
+            for name, (per, values) in extras.items()
         }
 
     def document_lengths(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -139,6 +168,11 @@ class TokenRows:
         none = self._documents[:0]
         spans = np.concatenate([none, *(self._documents[self._rows[row] : self._rows[row + 1]] for row in rows)])
         return spans[:, 1] - spans[:, 0]
+
+    def document_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the number among all documents of each document of these rows, row by row: int64 [documents]."""
+        none = np.arange(0, dtype=np.int64)
+        return np.concatenate([none, *(np.arange(self._rows[row], self._rows[row + 1]) for row in rows)])
 
     def row_lengths(self) -> np.ndarray:
         """Return tokens of every row, without reading them: int64 [rows]."""
@@ -168,6 +202,23 @@ class TokenRows:
         input_ids = self._tokens[start:stop]
         labels = np.where(self._trained[start:stop] != 0, input_ids, np.int32(IGNORE_INDEX))
         return Document(np.asarray(input_ids), labels, self._pictures.between(start, stop))
+
+    def _added_column(self, file: ColumnFile) -> ExtraColumn:
+        try:
+            column = ExtraColumn(file.per, _load(file.path))
+            if why := self._misfit(file.name, column):
+                raise ValueError(why)
+        except (OSError, ValueError) as error:
+            what, fix = "values of token rows are not whole", "delete the file; it is made again"
+            raise MegatuneError(Finding(what, str(file.path), str(error), fix), ExitCode.INPUT) from error
+        return column
+
+    def _misfit(self, name: str, column: ExtraColumn) -> str | None:
+        """Return what is wrong with the number of a column's values, None where it is right."""
+        size = len(self._documents) if column.per == "document" else self._ends[-1]
+        if len(column.values) == size:
+            return None
+        return f"{len(column.values)} values of {name} for {size} {column.per}s"
 
     def _not_whole(self, why: str) -> MegatuneError:
         what, fix = "the folder of token rows is not whole", f"delete {self.directory.parent}; it is made again"

@@ -20,7 +20,11 @@ class StepRows(Protocol):
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds documents side by side."""
+        """Whether a row holds documents side by side, or pairs of them."""
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether documents are preference pairs: chosen, rejected, chosen, rejected ..."""
 
     @property
     def global_batch_size(self) -> int:
@@ -59,6 +63,10 @@ class PreparedSteps:
     @property
     def is_packed(self) -> bool:
         return self.rows.is_packed
+
+    @property
+    def is_pairs(self) -> bool:
+        return self.rows.is_pairs
 
     @property
     def steps_per_epoch(self) -> int:

@@ -18,8 +18,10 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 T = TypeVar("T")
 
-# The ranks that hold slices of the same weights, and copies of the same slices; experts aside, and of experts.
+# The ranks that hold slices of the same weights, get different rows, and hold copies of the same slices; experts aside,
+# and of experts.
 tensor_parallel_group = parallel_state.get_tensor_model_parallel_group
+data_parallel_group = parallel_state.get_data_parallel_group
 replica_group = functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)
 expert_tensor_parallel_group = parallel_state.get_expert_tensor_parallel_group
 expert_replica_group = parallel_state.get_expert_data_parallel_group
@@ -125,7 +127,7 @@ def place() -> RankCoordinates:
     by_name = {
         "tp": tensor_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
+        "dp": data_parallel_group(),
         "cp": parallel_state.get_context_parallel_group(),
         "replica": replica_group(),
         "ep": parallel_state.get_expert_model_parallel_group(),
@@ -157,11 +159,29 @@ def gather(value: T) -> list[T]:
     return box
 
 
+def gather_rows(mine: torch.Tensor) -> list[torch.Tensor]:
+    """Return every data-parallel rank's rows [n, ...], by rank; n may differ. No gradient."""
+    group = data_parallel_group()
+    sizes = [torch.empty(1, dtype=torch.int64, device=mine.device) for _ in range(group.size())]
+    torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=mine.device), group=group)
+    numbers = torch.cat(sizes).tolist()
+    padded = mine.new_zeros(max(numbers), *mine.shape[1:])
+    padded[: len(mine)] = mine
+    found = [torch.empty_like(padded) for _ in numbers]
+    torch.distributed.all_gather(found, padded, group=group)
+    return [rows[:number] for rows, number in zip(found, numbers, strict=True)]
+
+
 def total(number: int) -> int:
     """Return the sum of every rank's number, on every rank."""
     box = torch.tensor(number, device=torch.cuda.current_device())
     torch.distributed.all_reduce(box)
     return int(box)
+
+
+def add_up(values: torch.Tensor) -> None:
+    """Replace a tensor by the sum of every rank's, on every rank."""
+    torch.distributed.all_reduce(values)
 
 
 def post(key: str, text: str) -> None:

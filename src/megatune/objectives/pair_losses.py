@@ -1,7 +1,9 @@
 """Losses of preference pairs, as pure functions of log-probabilities; each names its paper.
 
+A loss here is a sum over pairs: what one adds does not depend on the others. `joint_losses` has those of which it does.
+
 Legend: P pairs; ρ the log-ratio of an answer, log π(y) - log π_ref(y), of policy and reference; Δ = ρ_c - ρ_r, of the
-chosen and of the rejected answer.
+chosen and of the rejected answer; βρ is the answer's reward.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Pairs:
     Attributes:
         chosen, rejected: of the policy.
         reference_chosen, reference_rejected: of the reference; zero for losses without one.
-        chosen_tokens, rejected_tokens: of the answers.
+        chosen_tokens, rejected_tokens: numbers of tokens of the answers.
+        chosen_likelihood: `chosen` where every token weighs the same, as it need not there (LD-DPO).
     """
 
     chosen: Tensor
@@ -31,6 +34,7 @@ class Pairs:
     reference_rejected: Tensor
     chosen_tokens: Tensor
     rejected_tokens: Tensor
+    chosen_likelihood: Tensor
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -67,17 +71,23 @@ class Shape:
         smoothing: ε, the share of pairs whose labels are taken to be wrong.
         gamma: γ, SimPO's margin.
         tau: τ, DiscoPOP's temperature.
+        reward_shift: δ, BCO's running mean of rewards.
     """
 
     beta: float = 0.1
     smoothing: float = 0.0
     gamma: float = 0.5
     tau: float = 0.05
+    reward_shift: float = 0.0
 
 
 def sigmoid(pairs: Pairs, shape: Shape) -> Tensor:
     """DPO (arXiv:2305.18290), with smoothed labels where ε > 0 (cDPO)."""
-    scaled = shape.beta * pairs.margin
+    return smoothed(shape.beta * pairs.margin, shape)
+
+
+def smoothed(scaled: Tensor, shape: Shape) -> Tensor:
+    """Return -log σ, with labels that are wrong with probability ε."""
     return -(1 - shape.smoothing) * logsigmoid(scaled) - shape.smoothing * logsigmoid(-scaled)
 
 
@@ -133,29 +143,36 @@ def discopop(pairs: Pairs, shape: Shape) -> Tensor:
     """DiscoPOP (arXiv:2406.08414, equation 5)."""
     scaled = shape.beta * pairs.margin
     share = torch.sigmoid(scaled / shape.tau)
-    return -logsigmoid(scaled) * (1 - share) + torch.exp(-scaled) * share
+    # exp(-x) · σ(x / τ): the one overflows where the other vanishes.
+    exponential = torch.exp(logsigmoid(scaled / shape.tau) - scaled)
+    return -logsigmoid(scaled) * (1 - share) + exponential
 
 
 def bco_pair(pairs: Pairs, shape: Shape) -> Tensor:
-    """BCO (arXiv:2404.04656) without its running mean of rewards, as TRL computes it."""
-    return -logsigmoid(shape.beta * pairs.chosen_ratio) - logsigmoid(-shape.beta * pairs.rejected_ratio)
+    """BCO (arXiv:2404.04656): answers are told from one another by rewards above δ and below."""
+    chosen = shape.beta * pairs.chosen_ratio - shape.reward_shift
+    rejected = shape.beta * pairs.rejected_ratio - shape.reward_shift
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
 
 
 def simpo(pairs: Pairs, shape: Shape) -> Tensor:
     """SimPO (arXiv:2405.14734), with smoothed labels where ε > 0; it has no reference."""
-    scaled = shape.beta * (pairs.chosen_mean - pairs.rejected_mean) - shape.gamma
-    return -(1 - shape.smoothing) * logsigmoid(scaled) - shape.smoothing * logsigmoid(-scaled)
+    return smoothed(shape.beta * (pairs.chosen_mean - pairs.rejected_mean) - shape.gamma, shape)
 
 
 def cpo(pairs: Pairs, shape: Shape) -> Tensor:
     """CPO's preference term (arXiv:2401.08417); it has no reference, and pref_ftx adds its other term."""
-    scaled = shape.beta * (pairs.chosen - pairs.rejected)
-    return -(1 - shape.smoothing) * logsigmoid(scaled) - shape.smoothing * logsigmoid(-scaled)
+    return smoothed(shape.beta * (pairs.chosen - pairs.rejected), shape)
 
 
 def orpo(pairs: Pairs, shape: Shape) -> Tensor:
-    """ORPO's odds-ratio term, times β (arXiv:2403.07691, equation 7); it has no reference."""
-    return -shape.beta * logsigmoid(log_odds(pairs.chosen_mean) - log_odds(pairs.rejected_mean))
+    """ORPO (arXiv:2403.07691, equation 6); it has no reference. Its first term is of the answer alone."""
+    return negative_log_likelihood(pairs, shape) + shape.beta * odds_ratio(pairs, shape)
+
+
+def odds_ratio(pairs: Pairs, shape: Shape) -> Tensor:
+    """ORPO's second term (equation 7), before β."""
+    return -logsigmoid(log_odds(pairs.chosen_mean) - log_odds(pairs.rejected_mean))
 
 
 def log_odds(mean: Tensor) -> Tensor:
@@ -165,8 +182,8 @@ def log_odds(mean: Tensor) -> Tensor:
 
 
 def negative_log_likelihood(pairs: Pairs, shape: Shape) -> Tensor:
-    """Mean over the chosen answer's tokens: what pref_ftx weighs, and ORPO's other term."""
-    return -pairs.chosen_mean
+    """Mean over the chosen answer's tokens: what pref_ftx weighs, and ORPO's first term."""
+    return -pairs.chosen_likelihood / pairs.chosen_tokens.clamp(min=1)
 
 
 PairLoss = Callable[[Pairs, Shape], Tensor]
@@ -176,5 +193,5 @@ SEPARABLE: dict[str, PairLoss] = {
     "sppo_hard": sppo_hard, "nca_pair": nca_pair, "exo_pair": exo_pair, "discopop": discopop, "bco_pair": bco_pair,
     "simpo": simpo, "cpo": cpo, "orpo": orpo,
 }  # fmt: skip
-# They compare answers without a reference.
+# Those that compare answers without a reference.
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")

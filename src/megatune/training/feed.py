@@ -124,7 +124,8 @@ def _streamed_feed(
     lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]
     if stream.held_out is not None:
         lines += stream.held_out.lines()
-    return Feed(stream.steps(size, is_packed=settings.packing), evaluation, lines, follower, quarantine)
+    steps = stream.steps(size, is_packed=settings.packing, is_pairs=settings.run.stage == "dpo")
+    return Feed(steps, evaluation, lines, follower, quarantine)
 
 
 def _quarantine(settings: Settings, resumed: bool) -> Quarantine | None:

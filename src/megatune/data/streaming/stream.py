@@ -85,10 +85,10 @@ class Stream:
         self.held_out = HeldOut.load(Path(ready["evaluation"]))
         return TokenRows(self.held_out.folder / EVALUATION)
 
-    def steps(self, global_batch_size: int, *, is_packed: bool) -> StreamedSteps:
+    def steps(self, global_batch_size: int, *, is_packed: bool, is_pairs: bool = False) -> StreamedSteps:
         """Return the rows of each step."""
         # Loader processes wait longer than `before` does: what it raises says more than what comes from them.
-        return StreamedSteps(self.folder, global_batch_size, is_packed=is_packed, limit=self._limit + 60)
+        return StreamedSteps(self.folder, global_batch_size, is_packed, self._limit + 60, is_pairs)
 
     def before(self, first: int, stop: int, last: int, meanwhile: Meanwhile) -> Iterator[tuple[BlockMeta, Path]]:
         """Wait for the rows of a step.
@@ -149,13 +149,15 @@ class StreamedSteps:
     Each process that has one maps the blocks that it needs; it waits `limit` seconds for one that is still to come.
     """
 
-    def __init__(self, folder: StreamFolder, global_batch_size: int, is_packed: bool, limit: float) -> None:
-        self.global_batch_size, self.is_packed = global_batch_size, is_packed
+    def __init__(
+        self, folder: StreamFolder, global_batch_size: int, is_packed: bool, limit: float, is_pairs: bool = False
+    ) -> None:
+        self.global_batch_size, self.is_packed, self.is_pairs = global_batch_size, is_packed, is_pairs
         self._folder, self._limit = folder, limit
         self._open: OrderedDict[BlockPlace, tuple[TokenRows, np.ndarray]] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._folder, self.global_batch_size, self.is_packed, self._limit)
+        return type(self), (self._folder, self.global_batch_size, self.is_packed, self._limit, self.is_pairs)
 
     def lengths(self, step: int) -> list[np.ndarray]:
         return [rows.document_lengths([row]) for rows, row in map(self._find, self._numbers(step))]

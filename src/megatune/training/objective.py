@@ -1,0 +1,32 @@
+"""The loss that the settings ask for."""
+
+from __future__ import annotations
+
+from megatune.config.settings import Settings
+from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.pair_losses import Shape
+from megatune.objectives.preference import Preference
+
+
+def objective_of(settings: Settings) -> CrossEntropy | Preference:
+    """Return cross-entropy of tokens or, of stage dpo, the losses of pairs with their weights and numbers."""
+    if settings.run.stage != "dpo":
+        return CrossEntropy()
+    preference = settings.preference
+    losses, bco = dict(preference.losses), preference.pref_bco_weight
+    if bco:
+        losses = {name: weight / (1 + bco) for name, weight in losses.items()}
+        losses["bco_pair"] = losses.get("bco_pair", 0.0) + bco / (1 + bco)
+    shape = Shape(
+        beta=preference.pref_beta,
+        smoothing=preference.dpo_label_smoothing,
+        gamma=preference.simpo_gamma,
+        tau=preference.discopop_tau,
+    )
+    return Preference(losses, shape, preference.pref_ftx)
+
+
+def has_reference(settings: Settings) -> bool:
+    """Return whether the loss compares the model that is trained with a reference."""
+    objective = objective_of(settings)
+    return isinstance(objective, Preference) and objective.has_reference
