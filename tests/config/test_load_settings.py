@@ -205,8 +205,8 @@ WRONG = [
     (
         "pref_loss: [sigmoid, SimP0]",
         "run.yaml:1: pref_loss is [sigmoid, SimP0]\n"
-        "    why: expected a list of any of: sigmoid, hinge, ipo, robust, simpo, orpo, cpo, apo_zero, apo_down, bco_pair,"
-        " sppo_hard, nca_pair, exo_pair, discopop, aot, aot_unpaired, kto_pair; 'SimP0' does not fit\n"
+        "    why: expected a list of any of: sigmoid, hinge, ipo, robust, simpo, orpo, cpo, apo_zero, apo_down,"
+        " bco_pair, sppo_hard, nca_pair, exo_pair, discopop, aot, aot_unpaired, kto_pair; 'SimP0' does not fit\n"
         "    fix: write pref_loss: [sigmoid, simpo]",
     ),
     (
