@@ -84,7 +84,7 @@ OFF = [
     "use_rslora=false", "create_new_adapter=false", "lora_rank=null", "lora_alpha=null", "adapter_name_or_path=null",
     "finetuning_type=full", "finetuning_type=freeze", "finetuning_type=lora", "freeze_vision_tower=true",
     "lora_rank=8", "lora_target=all", "loraplus_lr_embedding=1e-6", "pissa_init=false", "export_legacy_format=false",
-    "use_galore=false",
+    "use_galore=false", "kto_chosen_weight=1.0", "ppo_epochs=4", "reward_model=null", "reward_model_type=lora",
     "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none",
     "do_train=True",
 ]  # fmt: skip
@@ -103,7 +103,9 @@ REFUSED = [
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
     "oft_rank=8", "adapter_folder=out", "export_dir=out", "export_size=5", "export_quantization_bit=4",
-    "use_galore=true", "use_badam=true", "use_unsloth=true",
+    "use_galore=true", "use_badam=true", "use_unsloth=true", "stage=kto", "stage=rm", "stage=ppo",
+    "kto_chosen_weight=2", "kto_rejected_weight=0.5", "reward_model=r", "reward_model_type=api", "ppo_epochs=1",
+    "ref_model_quantization_bit=4",
 ]  # fmt: skip
 
 
@@ -135,6 +137,16 @@ def test_messages_of_refused_keys(tmp_path):
         "run.yaml:4: transformer_impl: transformer_engine is not supported\n"
         "    why: the engine's own layers are used, on every machine; Transformer Engine is not needed\n"
         "    fix: remove transformer_impl, or write transformer_impl: local"
+    )
+
+
+def test_stages_that_are_not_built_point_to_what_is():
+    (message,) = (str(finding) for finding in load(overrides=["stage=kto"]).findings)
+    assert message == (
+        "stage=kto: stage: kto is not supported\n"
+        "    why: preference training on pairs of answers is built; KTO of single answers, reward models and PPO are"
+        " not\n"
+        "    fix: write stage: dpo, with pref_loss: kto_pair for KTO's loss of pairs; PPO's place is `megatune rl`"
     )
 
 

@@ -31,6 +31,8 @@ VALID = [
     ["tokenized_path=rows", "overwrite_cache=true", "on_bad_row=quarantine", "template=null"],
     ["mask_history=true", "preserve_thinking=true", "truncation_strategy=left"],
     [*STREAMED, "buffer_size=128"],
+    ["stage=dpo"],
+    ["stage=dpo", "packing=true", "preserve_thinking=true"],
 ]
 
 
@@ -41,8 +43,6 @@ def test_what_is_valid_passes(overrides):
 
 _STREAMING_WHY = "    why: how many rows there are is not known while they are read\n"
 _PAIR_WHY = "    why: only the two answers of a pair are trained\n"
-# Beside whatever else is wrong with it.
-_DPO = "stage dpo cannot be trained\n    why: DPO is not built yet\n    fix: write stage: sft or stage: pt"
 
 WRONG = [
     (
@@ -147,15 +147,8 @@ WRONG = [
         "    why: how many steps an epoch has is not known while rows are read\n"
         "    fix: write save_strategy: steps",
     ),
-    (["stage=dpo"], _DPO),
-    (
-        ["stage=dpo", "packing=true"],
-        "packing with stage dpo is not built\n"
-        "    why: the two answers of a pair are compared with each other\n"
-        f"    fix: write packing: false\n{_DPO}",
-    ),
     *(
-        (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    fix: remove {key}\n{_DPO}")
+        (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    fix: remove {key}")
         for key in ("train_on_prompt", "mask_history")
     ),
 ]
@@ -167,10 +160,9 @@ def test_what_is_wrong_is_told_with_its_fix(overrides, message):
 
 
 def test_verbs_that_only_read_the_data_ask_for_no_more_than_that():
-    """No output_dir, nothing that evaluates what is held out, and data of a stage that cannot be trained yet."""
+    """No output_dir, and nothing that evaluates what is held out."""
     words = ["model_name_or_path=m", "dataset=d"]
     assert load(overrides=[*words, "val_size=0.1"]).require_valid(rules=DATA_RULES).data.val_size == 0.1
-    assert load(overrides=[*words, "stage=dpo"]).require_valid(rules=DATA_RULES).run.stage == "dpo"
     with pytest.raises(MegatuneError) as caught:
         load(overrides=["val_size=10.5", "cutoff_len=0"]).require_valid(rules=DATA_RULES)
     assert caught.value.exit_code == ExitCode.SETTINGS

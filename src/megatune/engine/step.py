@@ -65,7 +65,8 @@ class StepTotals:
     """Sums over all micro-batches and ranks, equal on all ranks. They are on the device until one is asked for.
 
     Args:
-        totals: fp64 [3 + 2 · metrics]: loss, normalizer, ranks that request a stop, then sum and count of each metric.
+        totals: fp64 [4 + 2 · metrics]: loss, normalizer, trained tokens, ranks that request a stop, then sum and count
+            of each metric.
         names: of the metrics.
     """
 
@@ -92,6 +93,11 @@ class StepTotals:
         return self._values[1]
 
     @property
+    def num_tokens(self) -> int:
+        """Trained tokens."""
+        return int(self._values[2])
+
+    @property
     def loss(self) -> float:
         """The loss of the step; 0 where there is nothing to divide by."""
         return self.loss_sum / max(self.normalizer, 1)
@@ -99,12 +105,12 @@ class StepTotals:
     @property
     def stop_requested(self) -> bool:
         """Whether any rank asked to stop."""
-        return self._values[2] > 0
+        return self._values[3] > 0
 
     @property
     def metrics(self) -> dict[str, float]:
         """Means of the objective's metrics and of the routers' auxiliary losses; without those of which none came."""
-        pairs = zip(self._names, self._values[3::2], self._values[4::2], strict=True)
+        pairs = zip(self._names, self._values[4::2], self._values[5::2], strict=True)
         return {name: total / count for name, total, count in pairs if count}
 
 
@@ -129,14 +135,14 @@ def forward_backward(
     reports = _schedule(model, batches, partial(_train, objective), forward_only=forward_only)
     own, routers = objective.metric_names, {} if forward_only else auxiliary_metrics(model)
     device = torch.cuda.current_device()
-    totals = torch.zeros(3 + 2 * (len(own) + len(routers)), dtype=torch.float64, device=device)
+    totals = torch.zeros(4 + 2 * (len(own) + len(routers)), dtype=torch.float64, device=device)
     # Tensor-parallel ranks of the last stage all hold the loss; one of them reports it.
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
         report = torch.stack(reports).sum(0)
-        totals[:2], totals[3 : 3 + 2 * len(own)] = report[:2], report[2:]
-    totals[2] = float(stop_requested)
+        totals[:3], totals[4 : 4 + 2 * len(own)] = report[:3], report[3:]
+    totals[3] = float(stop_requested)
     for place, sums in enumerate(routers.values(), len(own)):
-        totals[3 + 2 * place : 5 + 2 * place] = sums
+        totals[4 + 2 * place : 6 + 2 * place] = sums
     torch.distributed.all_reduce(totals)
     return StepTotals(totals, (*own, *routers))
 
@@ -218,16 +224,17 @@ def _compute(chunk: torch.nn.Module, mine: LocalBatch, labels: Tensor | None) ->
 
 
 def _loss(objective: Objective, mine: LocalBatch, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, this rank's part of the normalizer, and what is reported: fp64 [2 + 2 · metrics]."""
+    """Return the loss, this rank's part of the normalizer, and what is reported: fp64 [3 + 2 · metrics]."""
     found = objective(token_losses, mine)
     # Context-parallel ranks hold the same micro-batch: the first one counts what belongs to all of it.
     first = parallel_state.get_context_parallel_rank() == 0
     normalizer = mine.sequences.normalizer if first else torch.zeros_like(mine.sequences.normalizer)
     nothing = torch.zeros((), device=found.loss.device)
     metrics = [value for name in objective.metric_names for value in found.metrics.get(name, (nothing, nothing))]
-    if first or not found.replicated:
-        # The schedule scales the loss in place for fp16; what is reported must be a copy.
-        report = torch.stack([value.detach().double() for value in (found.loss, normalizer, *metrics)])
-    else:
-        report = torch.zeros(2 + len(metrics), dtype=torch.float64, device=found.loss.device)
+    counts = [normalizer, torch.full_like(nothing, len(mine.sequences.trained))]
+    values = [found.loss, *counts, *metrics]
+    if found.replicated and not first:
+        values = [nothing, *counts, *[nothing] * len(metrics)]
+    # The schedule scales the loss in place for fp16; what is reported must be a copy.
+    report = torch.stack([value.detach().double() for value in values])
     return found.loss, normalizer.int(), report

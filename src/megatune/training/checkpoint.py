@@ -53,6 +53,8 @@ class TrainState:
         best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
         stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
         base: digest of what adapters are beside (training/base.py); "" without adapters.
+        reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
+        reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
     """
 
     step: int = 0
@@ -63,6 +65,9 @@ class TrainState:
     best_step: int | None = None
     stream: dict[str, Any] | None = None
     base: str = ""
+    reference: str = ""
+    reward_sum: float = 0.0
+    reward_pairs: float = 0.0
 
 
 def save_checkpoint(
@@ -219,6 +224,11 @@ def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Itera
         what = "the adapters were trained beside another base"
         why = "the model's weights, or those of an adapter merged into them, are others than then, or in other bits"
         fix = "name the base that the run began with, or start anew from the adapters: adapter_name_or_path"
+        yield Finding(what, str(checkpoint), why, fix)
+    elif state.reference != expected.reference:
+        what = "answers were compared with another reference"
+        why = "the weights of ref_model, or of the model that the run started from, are others than then"
+        fix = "name the reference that the run began with, or start anew with overwrite_output_dir: true"
         yield Finding(what, str(checkpoint), why, fix)
 
 

@@ -12,14 +12,13 @@ from typing import Literal
 
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
-from megatune.data.batch_pictures import Share
-from megatune.data.batches import Batch, Collator
-from megatune.data.loader import StepLoader
-from megatune.data.steps import PreparedSteps, StepRows
-from megatune.data.vision import VisionInput
+from megatune.data.batch_pictures import Unreadable
+from megatune.data.batches import Batch
 from megatune.engine import device, groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
+from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.preference import Preference, RunningReward
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
@@ -27,8 +26,12 @@ from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import EvalReport, StepReport, TrainSummary
 from megatune.training.checkpoint import TrainState, save_checkpoint
 from megatune.training.feed import Feed
+from megatune.training.first_step import check_first_step
+from megatune.training.joint_losses import with_joint_losses
 from megatune.training.learning_rate import LearningRateSchedule
+from megatune.training.loaders import Loaders
 from megatune.training.profiling import MemoryLog, StepProfiler
+from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
@@ -42,18 +45,22 @@ class Trainer:
     """One rank's part of a run.
 
     Attributes:
+        objective: the loss.
+        reference: what answers are compared with; None where nothing is.
         feed: the rows of each step, and those to evaluate.
         schedule: which step ends an epoch, is saved, is evaluated, is the last.
         state: how far the run has come.
         source: the folder of the model that the run started from.
-        vision: what the model makes of pictures; None of a language model.
-        num_workers: processes that build batches ahead.
         memory: what this rank holds.
+        running_reward: of BCO.
     """
 
     settings: Settings
     assembly: Assembly
+    objective: CrossEntropy | Preference
+    reference: Reference | None
     feed: Feed
+    loaders: Loaders
     schedule: RunSchedule
     state: TrainState
     learning_rate: LearningRateSchedule
@@ -61,11 +68,12 @@ class Trainer:
     store: CheckpointStore
     context: RankContext
     source: Path
-    pad_token_id: int
     memory: MemoryLog
-    vision: VisionInput | None = None
-    num_workers: int = 0
+    running_reward: RunningReward = field(init=False)
     _saved_step: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.running_reward = RunningReward(self.state.reward_sum, self.state.reward_pairs)
 
     def run(self) -> Outcome:
         """Train from the state to the end, or until a stop is requested; the last step is always saved."""
@@ -107,10 +115,8 @@ class Trainer:
 
     def _train(self) -> Outcome:
         performance, interval = self.settings.performance, self.settings.run.check_agreement_interval
-        batch = self.settings.batch
         steps = range(self.state.step, self.schedule.total_steps)
-        sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
-        batches = iter(self._loader(self.feed.rows, *sizes, steps, self.num_workers))
+        batches = iter(self.loaders.training(self.feed.rows, steps))
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             profiler.begin(self.state.step)
             began = time.monotonic()  # of the step: when the work of the one before had ended
@@ -122,15 +128,21 @@ class Trainer:
                 _, micro_batches = next(batches)
                 waited = time.monotonic() - waiting
                 self.context.beat("train", step + 1)
-                micro_batches, unreadable = self._readable(micro_batches)
+                objective = self._objective
+                micro_batches, unreadable = self._prepared(micro_batches, objective)
                 result = train_step(
                     self.assembly,
                     micro_batches,
+                    objective,
                     learning_rate=self.learning_rate.at(step),
                     stop_requested=self.context.stop_requested(),
                     checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
                 )
                 ended = time.monotonic()
+                if step == 0:
+                    self._check_first(result)
+                if isinstance(objective, Preference) and result.updated:
+                    self.running_reward.add(result.totals)
                 self._report(step, micro_batches, result, ended - began, waited, unreadable)
                 began = ended
                 self.memory.stepped()
@@ -150,41 +162,38 @@ class Trainer:
                     return "stopped"
         return "finished"
 
-    def _loader(
-        self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, num_workers: int
-    ) -> StepLoader:
-        parallel, place = self.settings.parallel, self.assembly.place
-        shared = place.tp_size * place.cp_size  # ranks of the first stage, which deal its pictures
-        return StepLoader(
-            rows,
-            Collator(
-                micro_batch_size=micro_batch_size,
-                packed=rows.is_packed,
-                sequence_multiple=parallel.sequence_multiple,
-                document_multiple=parallel.document_multiple,
-                pad_token_id=self.pad_token_id,
-                vision=self.vision,
-            ),
-            data_parallel_rank=place.dp_rank,
-            data_parallel_size=place.dp_size,
-            num_micro_batches=num_micro_batches,
-            same_length=place.pp_size > 1,  # pipelines send one shape from stage to stage
-            start_step=steps.start,
-            stop_step=steps.stop,
-            share=None if place.pp_rank else Share(place.cp_rank * place.tp_size + place.tp_rank, shared),
-            num_workers=num_workers,
-            pin_memory=self.settings.data.dataloader_pin_memory,
-        )
+    @property
+    def _objective(self) -> CrossEntropy | Preference:
+        """The loss of the next step."""
+        if isinstance(self.objective, Preference) and "bco_pair" in self.objective.losses:
+            return self.running_reward.of_next_step(self.objective)
+        return self.objective
 
-    def _readable(self, batches: list[Batch]) -> tuple[list[Batch], int]:
-        """Leave documents with unreadable pictures out of the loss; return also how many pictures these are."""
-        if self.vision is None:
-            return batches, 0
-        refuse = self.settings.data.on_bad_row == "error"
-        batches, unreadable = without_unreadable(batches, self.assembly.place, refuse=refuse)
+    def _prepared(self, batches: list[Batch], objective: CrossEntropy | Preference) -> tuple[list[Batch], int]:
+        """Return micro-batches with what the objective needs beside rows, and without labels of documents that have
+        unreadable pictures; and how many pictures these are."""
+        unreadable: list[Unreadable] = []
+        if self.loaders.vision is not None:
+            refuse = self.settings.data.on_bad_row == "error"
+            batches, unreadable = without_unreadable(batches, self.assembly.place, refuse=refuse)
         if unreadable:
             self.callbacks.on_unreadable(unreadable)
+        if self.reference is not None and self.feed.follower is not None:
+            batches = self.reference.of_step(self.assembly.model, batches)
+        if isinstance(objective, Preference) and objective.joint:
+            batches = with_joint_losses(self.assembly.model, batches, objective)
         return batches, len(unreadable)
+
+    def _check_first(self, result: StepResult) -> None:
+        """Hold the first step against a policy that is its reference, where training starts from it."""
+        if self.reference is None or not self.reference.is_start or not result.updated:
+            return
+        assert isinstance(self.objective, Preference)
+        if self.settings.preference.ld_alpha is not None:
+            return  # weighs the tokens of the policy alone
+        line = check_first_step(self.objective, result.totals, self.settings.precision)
+        if self.context.rank == 0:
+            print(line, flush=True)
 
     def _report(
         self, step: int, batches: list[Batch], result: StepResult, seconds: float, waited: float, unreadable: int
@@ -208,7 +217,7 @@ class Trainer:
             loss=result.totals.loss,
             learning_rate=self.learning_rate.at(step),
             grad_norm=result.grad_norm,
-            num_tokens=int(result.totals.normalizer),
+            num_tokens=result.totals.num_tokens,
             num_input_tokens=sum(lengths),
             seconds=seconds,
             data_seconds=waited,
@@ -249,23 +258,20 @@ class Trainer:
         step = self.state.step
         self.context.beat("evaluate", step)
         began = time.monotonic()
-        size = self.settings.batch.per_device_eval_batch_size
-        place = self.assembly.place
-        rows = PreparedSteps(self.feed.evaluation, size * place.pp_size * place.dp_size, shuffle=False)
-        num_workers = self.num_workers if self.vision is not None else 0
-        loader = self._loader(rows, size, place.pp_size, range(rows.steps_per_epoch), num_workers)
-        unreadable = 0
+        loader = self.loaders.evaluation(self.feed.evaluation)
+        unreadable, objective = 0, self._objective
 
-        def readable() -> Iterator[list[Batch]]:
+        def prepared() -> Iterator[list[Batch]]:
             nonlocal unreadable
             for _, batches in loader:
-                batches, number = self._readable(batches)
+                batches, number = self._prepared(batches, objective)
                 unreadable += number
                 yield batches
 
         found = evaluate(
             self.assembly.model,
-            readable(),
+            prepared(),
+            objective,
             on_step=lambda index: self.context.beat(f"evaluate batch {index}", step),
         )
         if self.state.best_loss is None or found.loss < self.state.best_loss:
@@ -274,8 +280,8 @@ class Trainer:
             step=step,
             epoch=self._epoch,
             loss=found.loss,
-            perplexity=math.exp(min(found.loss, 700)),
-            num_tokens=int(found.normalizer),
+            perplexity=math.exp(min(found.loss, 700)) if isinstance(self.objective, CrossEntropy) else None,
+            num_tokens=found.num_tokens,
             seconds=time.monotonic() - began,
             unreadable_pictures=unreadable,
             metrics=found.metrics,
@@ -288,6 +294,7 @@ class Trainer:
         self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
         if self.feed.follower is not None:
             self.state.stream = self.feed.follower.state(self.state.step)
+        self.state.reward_sum, self.state.reward_pairs = self.running_reward.total, self.running_reward.pairs
         path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
         self._saved_step = self.state.step
         self.callbacks.on_save(path)

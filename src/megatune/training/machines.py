@@ -16,6 +16,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
+from megatune.training.objective import has_reference
 from megatune.training.storage.files import writing
 
 _POLL_SECONDS = 0.05
@@ -92,40 +93,58 @@ def _difference(
 def model_on_node(context: RankContext, settings: Settings, model_dir: str | None, resumed: Path | None) -> Path:
     """Return the folder with the model's files, on every rank. Collective.
 
-    Where the launcher has not fetched a model on a hub, one process of each machine does. That can take longer than any
-    collective operation may, so the others look for a note instead of waiting in one.
-
     Args:
         model_dir: what the launcher has fetched.
         resumed: the checkpoint that the run resumes from: it has all that is needed of the model, unless it holds
-            adapters.
+            adapters, or is compared with the model that the run started from.
 
     Raises:
         MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
     """
     name = settings.model.model_name_or_path
     assert name is not None
-    if resumed is not None and settings.finetuning.finetuning_type != "lora":
+    is_compared = has_reference(settings) and settings.preference.ref_model is None
+    if resumed is not None and settings.finetuning.finetuning_type != "lora" and not is_compared:
         small = context.run_dir / "model"
         return on_rank_0(lambda: _keep_small_files(resumed, small)) if is_hub_id(name) else Path(name)
+    return fetched_on_node(
+        context, "model", name, settings.model.model_revision, settings.model.cache_dir, fetched=model_dir
+    )
+
+
+def fetched_on_node(
+    context: RankContext, note: str, name: str, revision: str, cache_dir: str | None, *, fetched: str | None = None
+) -> Path:
+    """Return the folder of a model that is a folder or on a hub, on every rank. Collective.
+
+    One process of each machine fetches it, where the launcher has not. That can take longer than any collective
+    operation may, so the others look for a note instead of waiting in one.
+
+    Args:
+        note: names the model to the other ranks.
+        fetched: the folder that the launcher has put it into.
+
+    Raises:
+        MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
+    """
     if num_machines(context) == 1 and not is_hub_id(name):
         return Path(name)
-    note = f"model/{context.node_rank}"
+    key = f"{note}/{context.node_rank}"
     if context.local_rank:
-        return Path(wait_for_note(context, f"{note}/folder", "fetch"))
+        return Path(wait_for_note(context, f"{key}/folder", "fetch"))
     context.beat("fetch", 0, limit=float("inf"))
-    if model_dir is not None:
-        folder, version = Path(model_dir), settings.model.model_revision
+    if fetched is not None:
+        folder, version = Path(fetched), revision
     else:
-        model = open_model(name, settings.model.model_revision, settings.model.cache_dir)
+        model = open_model(name, revision, cache_dir)
         folder, version = model.fetch(), model.commit or "a folder"
-    groups.post(note, version)
-    versions = [wait_for_note(context, f"model/{node}", "fetch") for node in range(num_machines(context))]
+    groups.post(key, version)
+    versions = [wait_for_note(context, f"{note}/{node}", "fetch") for node in range(num_machines(context))]
     if other := next((node for node, each in enumerate(versions) if each != versions[0]), 0):
         what = f"machine 0 has {versions[0]} of {name}, and machine {other} {versions[other]}"
         fix = "write model_revision: COMMIT, or the same folder on every machine"
         raise MegatuneError(Finding(what, "model_name_or_path", fix=fix), ExitCode.INPUT)
-    groups.post(f"{note}/folder", str(folder.absolute()))
+    groups.post(f"{key}/folder", str(folder.absolute()))
     return folder
 
 

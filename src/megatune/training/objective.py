@@ -24,3 +24,9 @@ def objective_of(settings: Settings) -> CrossEntropy | Preference:
         tau=preference.discopop_tau,
     )
     return Preference(losses, shape, preference.pref_ftx)
+
+
+def has_reference(settings: Settings) -> bool:
+    """Return whether the loss compares the model that is trained with a reference."""
+    objective = objective_of(settings)
+    return isinstance(objective, Preference) and objective.has_reference

@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatune.bridge.assemble import assemble
+from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer
 from megatune.data.pictures import PictureCounts
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
+from megatune.engine.groups import RankCoordinates, build
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -30,12 +31,15 @@ from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import TrainState, load_checkpoint
 from megatune.training.decoding import loader_workers
-from megatune.training.feed import RunData, opened_data
+from megatune.training.feed import Feed, RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
+from megatune.training.loaders import Loaders
 from megatune.training.loop import Trainer
 from megatune.training.machines import model_on_node
 from megatune.training.merge import merge_run
+from megatune.training.objective import objective_of
 from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_snapshot
+from megatune.training.reference import open_reference
 from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import write_atomically, writing
@@ -119,33 +123,38 @@ def _build_trainer(
     """Load model, optimizer and training state."""
     assert settings.run.output_dir is not None
     output_dir, optimizer = Path(settings.run.output_dir), settings.optimizer
-    context.beat("load", 0, limit=settings.run.ddp_timeout)
-    if settings.finetuning.finetuning_type == "lora":
-        base = digest_base(context, source, settings)
-        assembly = assemble(source, settings, adapter=resumed)
-    else:
-        base = ""
-        assembly = assemble(resumed or source, settings)
-    schedule = RunSchedule.plan(settings, data.num_rows, assembly.place.dp_size)
+    has_adapters = settings.finetuning.finetuning_type == "lora"
+    base = digest_base(context, source, settings) if has_adapters else ""
+    reference = open_reference(context, settings, source, base, resumed)
+    place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
+    schedule = RunSchedule.plan(settings, data.num_rows, place.dp_size)
     check_profiled_steps(settings, schedule.total_steps)
-    state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base)
+    models = [load_architecture(source), *([reference.architecture] if reference is not None else [])]
+    feed = data.feed(schedule, min(model.vocab_size for model in models))
+    loaders, note = _loaders(context, settings, source, place, feed)
+
+    def load() -> LoadedModel:
+        context.beat("load", 0, limit=settings.run.ddp_timeout)
+        return load_model(source if has_adapters else resumed or source, settings, place, adapter=resumed)
+
+    feed, loaded = (feed, load()) if reference is None else reference.added(feed, loaders, load)
+    assembly = attach_optimizer(loaded, settings)
+    digest = "" if reference is None else reference.digest
+    state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
-    feed = data.feed(schedule, assembly.architecture.vocab_size)
     shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
     warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
-    tokenizer = load_tokenizer(source)
-    # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
-    paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
-    vision = load_vision_input(source, tokenizer, settings.data)
-    num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
     callbacks = CallbackList()
     if context.rank == 0:
         callbacks = build_callbacks(settings, output_dir, state.step, feed.quarantine)
     return Trainer(
         settings=settings,
         assembly=assembly,
+        objective=objective_of(settings),
+        reference=reference,
         feed=feed if note is None else replace(feed, lines=[*feed.lines, note]),
+        loaders=loaders,
         schedule=schedule,
         state=state,
         learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
@@ -153,11 +162,21 @@ def _build_trainer(
         store=CheckpointStore(output_dir),
         context=context,
         source=source,
-        pad_token_id=next(int(token) for token in paddings if token is not None),
         memory=memory,
-        vision=vision,
-        num_workers=num_workers,
     )
+
+
+def _loaders(
+    context: RankContext, settings: Settings, source: Path, place: RankCoordinates, feed: Feed
+) -> tuple[Loaders, str | None]:
+    """Return what makes micro-batches, and what to say of its processes."""
+    tokenizer = load_tokenizer(source)
+    # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
+    paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    vision = load_vision_input(source, tokenizer, settings.data)
+    num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
+    pad_token_id = next(int(token) for token in paddings if token is not None)
+    return Loaders(settings, place, pad_token_id, vision, num_workers), note
 
 
 def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:

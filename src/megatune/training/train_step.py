@@ -123,12 +123,13 @@ def evaluate(
     """Compute the objective over all batches, in eval mode and without gradients; collective.
 
     Args:
-        model: pipeline chunks; in training mode again at the end, also where an exception ends the evaluation.
+        model: pipeline chunks; in the mode that they were in at the end, also where an exception ends the evaluation.
         steps: of each step this data-parallel rank's micro-batches.
         on_step: called before each step with its index.
     """
     gather_parameters(model)
     found: list[StepTotals] = []
+    modes = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
     try:
@@ -137,6 +138,6 @@ def evaluate(
                 on_step(index)
                 found.append(forward_backward(model, batches, objective, forward_only=True))
     finally:
-        for chunk in model:
-            chunk.train()
+        for chunk, is_training in zip(model, modes, strict=True):
+            chunk.train(is_training)
     return StepTotals.summed(found)

@@ -21,6 +21,8 @@ _GPTQ = "models are written in the dtype that they are trained in, and not quant
 _PISSA = "adapters start at zero beside the model as it is, and PiSSA changes the model itself"
 _OFT = "of adapters LoRA is built, with its variants rsLoRA, LoRA+ and DoRA"
 _OPTIMIZERS = "the key `optimizer` chooses the optimizer, of which there are adam (AdamW) and sgd"
+_NO_KTO = "KTO of single answers is not built; pref_loss: kto_pair is its loss of pairs"
+_NO_PPO = "PPO and reward models are not built; stage dpo trains on the pairs that a reward model would be trained on"
 _KERNELS = "the engine's own layers are used, whose kernels the keys of Megatron-Core choose"
 
 NOT_BUILT: dict[str, Refused] = {
@@ -35,6 +37,11 @@ NOT_BUILT: dict[str, Refused] = {
         "a checkpoint is always a Hugging Face model as it is; there is no other form to save",
         values=(False,),
         off=(True,),
+    ),
+    "stage": Refused(
+        "preference training on pairs of answers is built; KTO of single answers, reward models and PPO are not",
+        values=("kto", "rm", "ppo"),
+        fix="write stage: dpo, with pref_loss: kto_pair for KTO's loss of pairs; PPO's place is `megatune rl`",
     ),
     # Data.
     "preprocessing_batch_size": Refused(
@@ -65,6 +72,20 @@ NOT_BUILT: dict[str, Refused] = {
     **{name: Refused(_EXPORT) for name in ("export_dir", "export_size", "export_device", "export_hub_model_id")},
     "export_legacy_format": Refused(_EXPORT, off=(False,)),
     **{f"export_quantization_{name}": Refused(_GPTQ) for name in ("bit", "dataset", "nsamples", "maxlen")},
+    # Preferences.
+    "kto_chosen_weight": Refused(_NO_KTO, off=(1.0, 1)),
+    "kto_rejected_weight": Refused(_NO_KTO, off=(1.0, 1)),
+    "ref_model_quantization_bit": Refused(
+        "a reference is loaded in the dtype of the run, before the model that is trained, and only until its "
+        "log-probabilities are computed"
+    ),
+    **{name: Refused(_NO_PPO) for name in ("reward_model", "reward_model_adapters", "reward_model_quantization_bit")},
+    "reward_model_type": Refused(_NO_PPO, off=("lora",)),
+    "ppo_buffer_size": Refused(_NO_PPO, off=(1,)),
+    "ppo_epochs": Refused(_NO_PPO, off=(4,)),
+    "ppo_score_norm": Refused(_NO_PPO, off=(False,)),
+    "ppo_target": Refused(_NO_PPO, off=(6.0, 6)),
+    "ppo_whiten_rewards": Refused(_NO_PPO, off=(False,)),
     # A base in few bits.
     "quantization_method": Refused(
         "a base is quantized on the fly as bitsandbytes does it; other ways need data to quantize by, or kernels that "

@@ -1,4 +1,4 @@
-"""Preference training: how the two answers of a pair are compared. LLaMA-Factory's keys and defaults, and TRL's losses."""
+"""Preference training: how the two answers of a pair are compared. LLaMA-Factory's keys and defaults."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pydantic import Field
 
 from megatune.config.setting import Group, NonNegative, Positive
 
+# They compare the answers of the model that is trained, and nothing else.
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
-# dpo_label_smoothing is part of these losses.
-SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "cpo")
+# Label smoothing is part of their definition.
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "cpo", "aot", "aot_unpaired")
+# They look at all pairs of a step together.
+JOINT = ("aot", "aot_unpaired", "kto_pair")
 
 
 class PreferenceSettings(Group):
@@ -36,9 +39,10 @@ class PreferenceSettings(Group):
         ]
     ] = Field(default=["sigmoid"])
     """With stage dpo: the loss of a pair, by its name; of several names the weighted sum, see pref_loss_weights.
-    How: Most compare how much likelier each answer is than under a reference, the model that training starts from or
-    ref_model; its log-probabilities are computed once, or with adapters off. simpo, orpo and cpo have no reference and
-    compare the answers' own log-probabilities, simpo and orpo with means over their tokens.
+    How: Most compare how much likelier each answer is than under a reference, whose log-probabilities of all answers
+    are computed before the first step: a forward pass, once. simpo, orpo and cpo have no reference and compare the
+    answers' own log-probabilities, simpo and orpo with means over tokens. aot, aot_unpaired and kto_pair look at all
+    pairs of a step together, and add a forward pass to each step.
     When: sigmoid is DPO, and where to start. ipo or robust where labels are noisy, apo_zero or nca_pair where chosen
     answers must not become less likely, simpo or orpo to do without a reference.
     - sigmoid: DPO, with dpo_label_smoothing cDPO
@@ -50,14 +54,14 @@ class PreferenceSettings(Group):
     - cpo: CPO's comparison; pref_ftx: 1 adds its other term; no reference
     - apo_zero: chosen answers become likelier, rejected ones less likely; for answers better than the model's own
     - apo_down: both become less likely, rejected ones more so; for answers worse than the model's own
-    - bco_pair: a classifier of chosen and rejected answers, each by itself
+    - bco_pair: BCO, a classifier of chosen and rejected answers, each by itself, against the mean reward so far
     - sppo_hard: SPPO, drives each answer by itself to ±1 / (2 × pref_beta)
     - nca_pair: NCA, keeps chosen answers from becoming less likely
     - exo_pair: EXO, a reverse KL divergence to labels smoothed by dpo_label_smoothing, which must be above 0
     - discopop: DiscoPOP, a mix of a logistic and an exponential loss
-    - aot: distributional alignment: DPO between the sorted log-ratio differences of a step's pairs
-    - aot_unpaired: the same for sorted log-ratios of all chosen and all rejected answers of a step
-    - kto_pair: KTO's value function, each kind of answer against the mean of the other"""
+    - aot: AOT: differences of the model, sorted over a step's pairs, against sorted ones of the reference
+    - aot_unpaired: AOT: sorted log-ratios of a step's chosen answers against sorted ones of its rejected answers
+    - kto_pair: KTO's value of answers, each kind against the mean log-ratio of a step's answers of the other kind"""
     pref_loss_weights: list[float] | None = None
     """With several losses in pref_loss: the weight of each, in their order. null weighs each with 1.
     How: The loss is the sum of the terms times their weights, and is not divided by their sum.
@@ -76,9 +80,10 @@ class PreferenceSettings(Group):
     How: The sum of the losses in pref_loss and w times bco_pair is divided by 1 + w.
     When: Set it as a recipe for LLaMA-Factory says. pref_loss takes bco_pair as one of several losses, too."""
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """With sigmoid, robust, exo_pair, simpo or cpo: the share of pairs whose chosen answer is taken to be the worse one.
-    How: sigmoid, simpo and cpo weigh the reversed pair with it; robust corrects for it, and is then right on average
-    for pairs that were reversed by chance; exo_pair aims at labels smoothed by it.
+    """With sigmoid, robust, exo_pair, simpo, cpo, aot or aot_unpaired: the share of pairs whose labels are taken to be
+    wrong.
+    How: robust corrects for it, and is then right on average where labels are wrong by chance; exo_pair aims at labels
+    smoothed by it; the others weigh the reversed pair with it.
     When: 0.1 to 0.3 for noisy preferences. exo_pair needs a value above 0, such as 0.001."""
     simpo_gamma: NonNegative = 0.5
     """With simpo: γ, by how much the chosen answer must be ahead, of mean log-probabilities times pref_beta.

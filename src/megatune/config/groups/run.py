@@ -13,12 +13,13 @@ class RunSettings(Group):
     stage: Literal["pt", "sft", "dpo"] = "sft"
     """What kind of training this is, and so which form of data it takes and which tokens are trained.
     How: The stage decides how a row becomes tokens and labels; model, optimizer and layout are the same in all stages.
-    The loss is always the sum over trained tokens divided by their global number.
-    When: pt teaches a language or a domain from plain text; sft teaches behaviour from conversations. Rows of pt are
-    packed unless packing says otherwise.
+    The loss is the sum over trained tokens divided by their global number; of dpo the sum over pairs, divided by
+    theirs.
+    When: pt teaches a language or a domain from plain text; sft teaches behaviour from conversations; dpo comes after
+    it, and teaches which of two answers is better. Rows of pt are packed unless packing says otherwise.
     - pt: trains on every token of plain text
     - sft: trains on the assistant's turns of conversations
-    - dpo: pairs of answers, of which one is preferred; they can be looked at, training is not built yet"""
+    - dpo: trains on pairs of answers, of which one is preferred, by the loss that pref_loss names"""
     do_train: bool = True
     """Always true: training is what this command does.
     How: It is accepted so that files written for LLaMA-Factory run unchanged; false is refused.

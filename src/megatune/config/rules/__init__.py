@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
-from megatune.config.rules import data, experts, finetuning, layout, memory, pipeline, quantization, run
+from megatune.config.rules import data, experts, finetuning, layout, memory, pipeline, preference, quantization, run
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-_MODULES = (data, run, layout, pipeline, experts, memory, quantization)
+_MODULES = (data, run, layout, pipeline, experts, memory, quantization, preference)
 _BUILT = tuple(rule for module in _MODULES for rule in module.RULES)
 
 # Of a run, and of what only reads its data.

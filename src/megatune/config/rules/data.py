@@ -110,9 +110,6 @@ def pairs(context: Context) -> Iterator[Problem]:
     settings, data = context.settings, context.settings.data
     if settings.run.stage != "dpo":
         return
-    if data.packing:
-        why = "the two answers of a pair are compared with each other"
-        yield Problem(("packing", "stage"), "packing with stage dpo is not built", why, "write packing: false")
     for key in ("train_on_prompt", "mask_history"):
         if getattr(data, key):
             why = "only the two answers of a pair are trained"

@@ -20,13 +20,6 @@ def output(context: Context) -> Iterator[Problem]:
         yield Problem(("output_dir",), "output_dir is missing", "", fix)
 
 
-def stage(context: Context) -> Iterator[Problem]:
-    """Data of every stage can be looked at; not every stage can be trained."""
-    if context.settings.run.stage == "dpo":
-        fix = "write stage: sft or stage: pt"
-        yield Problem(("stage",), "stage dpo cannot be trained", "DPO is not built yet", fix)
-
-
 def own_folder(context: Context) -> Iterator[Problem]:
     """The final model is written into output_dir itself, and would replace the one that the run starts from."""
     model, output = context.settings.model.model_name_or_path, context.settings.run.output_dir
@@ -245,6 +238,6 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 
 RULES = (
-    *(output, stage, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
+    *(output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
     *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
 )

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
-from megatune.config.rules import experts, finetuning, layout, memory, pipeline, quantization, run
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, quantization, run
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
@@ -32,7 +32,7 @@ _RULES: tuple[Rule, ...] = (
     *finetuning.RULES,
     *quantization.RULES,
     *trainable.RULES,
-    run.stage,
+    *preference.RULES,
     run.precision,
     run.cutoff,
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.load import Loaded
-from megatune.config.rules import RULES
+from megatune.config.rules import RULES, preference
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -87,7 +87,8 @@ def preflight(
         raise MegatuneError([*findings, *(refusal.findings if refusal else ())], ExitCode.SETTINGS)
     if refusal is not None:
         raise refusal
-    settings, lines = loaded.settings, tuple(_unsaid(loaded))
+    settings = loaded.settings
+    lines = (*_unsaid(loaded), *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)))
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
         return Preflight(settings=settings, origins=loaded.origins, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)

@@ -20,7 +20,7 @@ class _Numbers:
         step: optimizer steps done, this one among them.
         total_steps: optimizer steps of the whole run.
         epoch: passes over the training rows done, with the fraction; None in the first pass over streamed ones.
-        loss: mean over the step's trained tokens.
+        loss: mean over the step's trained tokens or, of preference training, pairs.
         learning_rate: what this step used.
         grad_norm: L2 norm of all gradients before clipping.
         num_tokens: trained tokens (labels that are not -100).
@@ -99,9 +99,9 @@ class EvalReport:
     Attributes:
         step: optimizer steps done.
         epoch: passes over the training rows done.
-        loss: mean over all trained tokens of the evaluation rows.
-        perplexity: exp(loss).
-        num_tokens: those tokens.
+        loss: mean over all trained tokens, or pairs, of the evaluation rows.
+        perplexity: exp(loss), of tokens' losses; None of others.
+        num_tokens: trained tokens.
         seconds: time it took.
         unreadable_pictures: how many could not be decoded; their documents are left out.
         metrics: what the objective reports, by name.
@@ -110,7 +110,7 @@ class EvalReport:
     step: int
     epoch: float | None
     loss: float
-    perplexity: float
+    perplexity: float | None
     num_tokens: int
     seconds: float
     unreadable_pictures: int = 0

@@ -127,7 +127,9 @@ def log_line(report: LogReport) -> str:
 
 def evaluation_line(report: EvalReport) -> str:
     """step 20  eval_loss 2.1234  perplexity 8.36  12,345 tokens in 3.2 s"""
-    parts = [f"step {report.step}  eval_loss {report.loss:.4f}  perplexity {report.perplexity:.4g}"]
+    parts = [f"step {report.step}  eval_loss {report.loss:.4f}"]
+    if report.perplexity is not None:
+        parts.append(f"perplexity {report.perplexity:.4g}")
     parts += _metrics(report.metrics)
     if report.unreadable_pictures:
         parts.append(f"unreadable pictures {report.unreadable_pictures}")

@@ -30,6 +30,7 @@ _ALWAYS = {"load_balancing_loss": None, "z_loss": None}
 # The part of a line of metrics.jsonl that Transformers' log_history has, and its names there.
 _HISTORY = {key: key for key in ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")}
 _HISTORY["eval_seconds"] = "eval_runtime"
+_ACCURACY = "rewards/accuracies"  # what LLaMA-Factory logs as accuracy
 
 _TRAIN_TAGS = (
     *("loss", "learning_rate", "grad_norm", "epoch", "data_seconds"),
@@ -95,7 +96,10 @@ class TrainerLog(_JsonLines):
             "elapsed_time": str(timedelta(seconds=int(report.elapsed_seconds))),
             "remaining_time": str(timedelta(seconds=int(report.eta_seconds))),
         }
-        self._append(report.step, {"loss": report.loss, "lr": report.learning_rate, "epoch": report.epoch})
+        values = {"loss": report.loss, "lr": report.learning_rate, "epoch": report.epoch}
+        if _ACCURACY in report.metrics:
+            values["accuracy"] = report.metrics[_ACCURACY]
+        self._append(report.step, values)
 
     def on_evaluate(self, report: EvalReport) -> None:
         self._append(report.step, {"eval_loss": report.loss, "epoch": report.epoch})
@@ -124,10 +128,12 @@ class Results(Callback):
         self._epoch = report.epoch
 
     def on_evaluate(self, report: EvalReport) -> None:
+        perplexity = {} if report.perplexity is None else {"eval_perplexity": report.perplexity}
         self._evaluation = {
             "epoch": report.epoch,
             "eval_loss": report.loss,
-            "eval_perplexity": report.perplexity,
+            **perplexity,
+            **{f"eval_{name}": value for name, value in report.metrics.items()},
             "eval_runtime": report.seconds,
         }
 
@@ -141,10 +147,7 @@ class Results(Callback):
             "max_steps": schedule.total_steps,
             "num_train_epochs": None if schedule.num_epochs is None else math.ceil(schedule.num_epochs),
             "is_world_process_zero": True,
-            "log_history": [
-                {_HISTORY[key]: record[key] for key in _HISTORY if key in record}
-                for record in read_json_lines(self._output_dir / METRICS_NAME)
-            ],
+            "log_history": [_history(record) for record in read_json_lines(self._output_dir / METRICS_NAME)],
         }
         self._write("trainer_state.json", state)
         if summary.outcome != "finished" or not num_steps:
@@ -265,6 +268,12 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def _history(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Transformers' log_history has of a record; names with a slash are TRL's."""
+    named = {_HISTORY[key]: record[key] for key in _HISTORY if key in record}
+    return {**named, **{key: value for key, value in record.items() if "/" in key}}
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -1,0 +1,82 @@
+"""Micro-batches of a run: of the steps that train, and of passes over rows that only run forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatune.config.settings import Settings
+from megatune.data.batch_pictures import Share
+from megatune.data.batches import Collator
+from megatune.data.loader import StepLoader
+from megatune.data.rows import TokenRows
+from megatune.data.steps import PreparedSteps, StepRows
+from megatune.data.vision import VisionInput
+from megatune.engine.groups import RankCoordinates
+
+
+@dataclass(frozen=True, slots=True)
+class Loaders:
+    """Makes this rank's loaders.
+
+    Attributes:
+        vision: what the model makes of pictures; None of a language model.
+        num_workers: processes that build batches ahead.
+    """
+
+    settings: Settings
+    place: RankCoordinates
+    pad_token_id: int
+    vision: VisionInput | None = None
+    num_workers: int = 0
+
+    def training(self, rows: StepRows, steps: range) -> StepLoader:
+        """Return the micro-batches of training steps, counted from 0."""
+        batch = self.settings.batch
+        sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
+        return self._loader(rows, *sizes, steps, self.num_workers)
+
+    def evaluation(self, rows: TokenRows) -> StepLoader:
+        """Return the micro-batches of an evaluation: all rows once, in their order."""
+        size = self.settings.batch.per_device_eval_batch_size
+        steps = PreparedSteps(rows, size * self.place.pp_size * self.place.dp_size, shuffle=False)
+        return self._once(steps, size, self.place.pp_size)
+
+    def grouped(self, rows: TokenRows) -> tuple[PreparedSteps, StepLoader]:
+        """Return all rows once, in micro-batches as large as those that train, of rows of similar length."""
+        batch = self.settings.batch
+        sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
+        steps = PreparedSteps(rows, sizes[0] * sizes[1] * self.place.dp_size, group_by_length=True)
+        return steps, self._once(steps, *sizes)
+
+    def _once(self, steps: PreparedSteps, micro_batch_size: int, num_micro_batches: int) -> StepLoader:
+        # Without pictures processes cost more to start than they save.
+        num_workers = self.num_workers if self.vision is not None else 0
+        return self._loader(steps, micro_batch_size, num_micro_batches, range(steps.steps_per_epoch), num_workers)
+
+    def _loader(
+        self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, num_workers: int
+    ) -> StepLoader:
+        parallel, place = self.settings.parallel, self.place
+        shared = place.tp_size * place.cp_size  # ranks of the first stage, which deal its pictures
+        return StepLoader(
+            rows,
+            Collator(
+                micro_batch_size=micro_batch_size,
+                packed=rows.is_packed,
+                sequence_multiple=parallel.sequence_multiple,
+                document_multiple=parallel.document_multiple,
+                pad_token_id=self.pad_token_id,
+                vision=self.vision,
+                documents_per_row=2 if rows.is_pairs else 1,
+                ld_alpha=self.settings.preference.ld_alpha if rows.is_pairs else None,
+            ),
+            data_parallel_rank=place.dp_rank,
+            data_parallel_size=place.dp_size,
+            num_micro_batches=num_micro_batches,
+            same_length=place.pp_size > 1,  # pipelines send one shape from stage to stage
+            start_step=steps.start,
+            stop_step=steps.stop,
+            share=None if place.pp_rank else Share(place.cp_rank * place.tp_size + place.tp_rank, shared),
+            num_workers=num_workers,
+            pin_memory=self.settings.data.dataloader_pin_memory,
+        )

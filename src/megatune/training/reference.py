@@ -1,0 +1,247 @@
+"""The reference of preference training: a model that is in memory for one pass, before training or before each step.
+
+Its log-probabilities of all answers are computed once, and kept beside the rows:
+
+    ROWS/PART/reference-KEY.npy    fp32 [documents], as `TokenRows.spans` has them
+
+KEY is of the reference's weights, of the rows and of the dtype. Of streamed rows they are computed step by step, by the
+model that is trained without its adapters.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from megatune.architecture import Architecture
+from megatune.bridge.assemble import LoadedModel, load_model
+from megatune.config.rules import check
+from megatune.config.settings import Settings
+from megatune.data.batches import Batch, DocumentValues
+from megatune.data.rows import TokenRows
+from megatune.data.steps import PreparedSteps
+from megatune.engine import device, groups
+from megatune.engine.layers.adapter import without_adapters
+from megatune.engine.model import Chunk
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
+from megatune.hub.models import MAIN
+from megatune.launch.context import RankContext
+from megatune.objectives.preference import REFERENCE
+from megatune.training.base import digest_base
+from megatune.training.feed import Feed
+from megatune.training.loaders import Loaders
+from megatune.training.log_probs import row_log_probs, step_log_probs
+from megatune.training.machines import fetched_on_node
+from megatune.training.objective import has_reference
+from megatune.training.storage.files import sync
+from megatune.training.unreadable import without_unreadable
+
+_FORMAT = 1  # of what the values mean
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What answers are compared with.
+
+    Attributes:
+        model_dir, settings: what its model is made from.
+        digest: of its weights.
+        is_loaded: the model that is trained, without its adapters, is the reference once it is loaded.
+        is_start: training starts from the reference, so that the first step has margins of 0.
+    """
+
+    context: RankContext
+    model_dir: Path
+    settings: Settings
+    digest: str
+    is_loaded: bool
+    is_start: bool
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of its model."""
+        return load_architecture(self.model_dir)
+
+    def added(self, feed: Feed, loaders: Loaders, load: Callable[[], LoadedModel]) -> tuple[Feed, LoadedModel]:
+        """Load the model that is trained, and give every prepared row the reference's log-probabilities. Collective.
+
+        What no earlier run has left is computed: by another model before it, or by this one before it has an optimizer.
+
+        Args:
+            feed: its prepared rows; streamed ones are left to `of_step`.
+            load: loads the model that is trained.
+
+        Raises:
+            MegatuneError: NOT_FINITE, where the reference overflows; and what loading it raises.
+        """
+        steps = feed.rows
+        if not isinstance(steps, PreparedSteps):
+            line = "log-probabilities of the reference: of the model without its adapters, before each step"
+            return replace(feed, lines=[*feed.lines, line]), load()
+        parts = [steps.rows, *([feed.evaluation] if feed.evaluation is not None else [])]
+        missing = [rows for rows in parts if groups.total(not self._is_kept(rows))]
+        kept = {rows.directory: self._path(rows) for rows in parts}
+        began = time.monotonic()
+        if missing and not self.is_loaded:
+            with _same_random_numbers():
+                kept |= self._computed_by_another(missing, loaders)
+        loaded = load()
+        if missing and self.is_loaded:
+            with _same_random_numbers(), without_adapters(loaded.model):
+                kept |= self._computed(loaded.model, missing, loaders)
+        how = f"computed in {time.monotonic() - began:.1f} s" if missing else "as an earlier run computed them"
+        line = f"log-probabilities of the reference: {how}, in {kept[steps.rows.directory].parent.parent}"
+        with_values = {rows.directory: rows.with_column(REFERENCE, kept[rows.directory]) for rows in parts}
+        training = replace(steps, rows=with_values[steps.rows.directory])
+        evaluation = with_values[feed.evaluation.directory] if feed.evaluation is not None else None
+        return replace(feed, rows=training, evaluation=evaluation, lines=[*feed.lines, line]), loaded
+
+    def of_step(self, model: list[Chunk], batches: Sequence[Batch]) -> list[Batch]:
+        """Return micro-batches with the reference's log-probabilities, of the model without its adapters. Collective.
+
+        Ranks before the last pipeline stage need none.
+        """
+        with without_adapters(model):
+            found = step_log_probs(model, batches)
+        if not found:
+            return list(batches)
+        return [
+            replace(batch, extras={**batch.extras, REFERENCE: DocumentValues(values)})
+            for batch, values in zip(batches, found, strict=True)
+        ]
+
+    def _path(self, rows: TokenRows) -> Path:
+        made_from = f"{_FORMAT} {self.digest} {rows.digest} {self.settings.precision.params_dtype}"
+        return rows.directory.absolute() / f"reference-{xxhash.xxh3_128_hexdigest(made_from.encode())}.npy"
+
+    def _is_kept(self, rows: TokenRows) -> bool:
+        with suppress(OSError, ValueError):
+            values = np.load(self._path(rows), mmap_mode="r", allow_pickle=False)
+            return values.shape == (len(rows.spans),) and values.dtype == np.float32
+        return False
+
+    def _computed_by_another(self, parts: Sequence[TokenRows], loaders: Loaders) -> dict[Path, Path]:
+        self.context.beat("load the reference", 0, limit=self.settings.run.ddp_timeout)
+        other = load_model(self.model_dir, self.settings, loaders.place, trained=False)
+        with without_adapters(other.model):
+            kept = self._computed(other.model, parts, loaders)
+        del other
+        gc.collect()
+        torch.cuda.empty_cache()
+        return kept
+
+    def _computed(self, model: list[Chunk], parts: Sequence[TokenRows], loaders: Loaders) -> dict[Path, Path]:
+        """Compute and keep the values of some parts; return where they are, by folder of the part."""
+        refuse, has_pictures = self.settings.data.on_bad_row == "error", loaders.vision is not None
+
+        def readable(batches: list[Batch]) -> list[Batch]:
+            return without_unreadable(batches, loaders.place, refuse=refuse)[0] if has_pictures else batches
+
+        kept = {}
+        for rows in parts:
+            values = row_log_probs(
+                model,
+                *loaders.grouped(rows),
+                loaders.place,
+                readable=readable,
+                on_step=lambda index: self.context.beat(f"reference batch {index}", 0),
+            )
+            if not np.isfinite(values).all():
+                number = int((~np.isfinite(values)).sum())
+                what = f"the reference gives {number} of {len(values)} answers no finite log-probability"
+                why = f"{self.model_dir} overflows in {self.settings.precision.params_dtype}, or holds damaged weights"
+                raise MegatuneError(Finding(what, why=why, fix="write bf16: true"), ExitCode.NOT_FINITE)
+            kept[rows.directory] = self._keep(rows, values)
+        return kept
+
+    def _keep(self, rows: TokenRows, values: np.ndarray) -> Path:
+        """Write the values, one process of each machine; return where, on every rank. Collective."""
+        written = ""
+        if self.context.local_rank == 0:
+            path = self._path(rows)
+            try:
+                _write(path, values)
+            except OSError as error:  # rows that others keep may be closed to us
+                beside = self.context.run_dir / f"rows-{self.context.node_rank}" / rows.directory.name
+                print(f"cannot write {path}: {error.strerror}; it goes to {beside}, for this run only", flush=True)
+                path = beside.absolute() / path.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write(path, values)
+            written = str(path)
+        # Ranks of a machine are next to each other.
+        return Path(groups.gather(written)[self.context.rank - self.context.local_rank])
+
+
+def open_reference(
+    context: RankContext, settings: Settings, source: Path, base: str, resumed: Path | None
+) -> Reference | None:
+    """Return the reference of a run, None where no loss compares with one. Collective.
+
+    Args:
+        source: the folder of the model that the run started from.
+        base: digest of what adapters are beside; "" without adapters.
+        resumed: the checkpoint that the run resumes from.
+
+    Raises:
+        MegatuneError: INPUT, when ref_model cannot be used; SETTINGS, when it does not fit the layout.
+    """
+    if not has_reference(settings):
+        return None
+    preference, finetuning = settings.preference, settings.finetuning
+    has_adapters = finetuning.finetuning_type == "lora"
+    # What is trained further: an adapter, and with it modules that are trained whole.
+    goes_on = bool(finetuning.adapter_name_or_path) and not finetuning.create_new_adapter
+    if preference.ref_model is not None:
+        model_dir = fetched_on_node(context, "ref_model", preference.ref_model, MAIN, settings.model.cache_dir)
+        findings = check(settings, load_architecture(model_dir), context.world_size)
+        if findings:
+            raise MegatuneError([replace(each, where=f"ref_model: {model_dir}") for each in findings])
+        chain, is_loaded, is_start = list(preference.ref_model_adapters), False, False
+        digest = ""
+    else:
+        chain = finetuning.adapter_name_or_path[: -1 if goes_on else None] if has_adapters else []
+        model_dir, digest, is_start = source, base, not (has_adapters and goes_on)
+        is_loaded = resumed is None
+        if has_adapters:
+            is_loaded = not (finetuning.additional_target and (goes_on or resumed is not None))
+    changes = {"adapter_name_or_path": chain, "create_new_adapter": True, "additional_target": []}
+    if chain or has_adapters:
+        changes["finetuning_type"] = "lora"
+    own = settings.model_copy(update={"finetuning": finetuning.model_copy(update=changes)})
+    return Reference(context, model_dir, own, digest or digest_base(context, model_dir, own), is_loaded, is_start)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Train with the random numbers of a run that finds the reference's values computed."""
+    state = device.rng_state()
+    try:
+        yield
+    finally:
+        device.set_rng_state(state)
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    """Write an .npy file, whole or not at all; other runs, and other machines, may write the same one."""
+    content = io.BytesIO()
+    np.save(content, values, allow_pickle=False)
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+    try:
+        partial.write_bytes(content.getvalue())
+        sync(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(path.parent)

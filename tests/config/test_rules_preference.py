@@ -1,0 +1,168 @@
+"""Rules of preference training, with their whole messages, and its warnings."""
+
+from dataclasses import replace
+
+import pytest
+from test_rules import BASE, QWEN
+
+from megatune.architecture import MixtureOfExperts
+from megatune.config.load import load
+from megatune.config.rules import check
+from megatune.config.rules.preference import warnings
+from megatune.config.settings import all_settings
+
+MOE = replace(QWEN, moe=MixtureOfExperts(num_experts=8, layers=(True,) * 12, router_topk=2, moe_ffn_hidden_size=64))
+DPO, LORA, STREAMED = "stage=dpo", "finetuning_type=lora", ["streaming=true", "max_steps=5"]
+
+
+def messages(*overrides: str) -> list[str]:
+    loaded = load(overrides=[*BASE, *overrides])
+    assert loaded.findings == []
+    return [str(finding) for finding in check(loaded.settings, MOE)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [DPO],
+        [DPO, "pref_beta=0.2", "pref_ftx=0.1", "pref_bco_weight=0.5", "dpo_label_smoothing=0.1", "ld_alpha=0.5"],
+        [DPO, "ref_model=r", "ref_model_adapters=a,b"],
+        [DPO, LORA, "packing=true"],
+        [DPO, "pref_loss=sigmoid,bco_pair", "pref_loss_weights=0.8,0.2", "pref_ftx=1"],
+        [DPO, "pref_loss=simpo", "simpo_gamma=1", "pref_beta=2"],
+        [DPO, "pref_loss=simpo,sigmoid", "ref_model=r", "dpo_label_smoothing=0.2"],
+        [DPO, "pref_loss=exo_pair", "dpo_label_smoothing=0.001"],
+        [DPO, "pref_loss=discopop", "discopop_tau=0.1"],
+        [DPO, "moe_aux_loss_coeff=0", "moe_router_load_balancing_type=aux_loss"],
+        [DPO, LORA, *STREAMED],
+        [DPO, "pref_loss=orpo", *STREAMED],
+        # A file may say what is so anyway.
+        ["pref_loss=sigmoid", "pref_beta=0.1", "pref_ftx=0", "simpo_gamma=0.5", "ref_model=null"],
+        *([DPO, f"pref_loss={name}"] for name in all_settings()["preference.pref_loss"].choices if name != "exo_pair"),
+    ],
+)
+def test_what_is_valid_passes(overrides):
+    assert messages(*overrides) == []
+
+
+_NO_REFERENCE = "    why: {} no reference to compare with\n    fix: remove {}, or name another pref_loss"
+# overrides -> the one message they cause
+WRONG = [
+    (
+        ["pref_beta=0.2"],
+        "pref_beta with stage sft\n"
+        "    why: it says how the two answers of a pair are compared\n"
+        "    fix: write stage: dpo, or remove pref_beta",
+    ),
+    (
+        ["pref_loss=simpo", "stage=pt", "packing=false"],
+        "pref_loss with stage pt\n"
+        "    why: it says how the two answers of a pair are compared\n"
+        "    fix: write stage: dpo, or remove pref_loss",
+    ),
+    (
+        [DPO, "pref_loss=[]"],
+        "pref_loss names nothing\n    why: there would be nothing to train\n    fix: write pref_loss: sigmoid",
+    ),
+    (
+        [DPO, "pref_loss=ipo,sigmoid,ipo"],
+        "pref_loss has ipo 2 times\n    fix: name it once, and weigh it by pref_loss_weights",
+    ),
+    (
+        [DPO, "pref_loss=ipo,sigmoid", "pref_loss_weights=1"],
+        "1 of pref_loss_weights for 2 of pref_loss\n    fix: write as many numbers as losses, in their order",
+    ),
+    (
+        [DPO, "pref_loss=ipo,sigmoid", "pref_loss_weights=1,0"],
+        "pref_loss_weights has 0\n"
+        "    why: every number must be above 0\n"
+        "    fix: leave out of pref_loss what is not to count",
+    ),
+    (
+        [DPO, "pref_loss=ipo,hinge", "dpo_label_smoothing=0.1"],
+        "dpo_label_smoothing 0.1 with pref_loss ipo, hinge\n"
+        "    why: it is part of sigmoid, robust, exo_pair, simpo, cpo, aot, aot_unpaired, and of no other loss\n"
+        "    fix: remove dpo_label_smoothing, or name another pref_loss",
+    ),
+    (
+        [DPO, "pref_loss=exo_pair"],
+        "pref_loss exo_pair with dpo_label_smoothing 0\n"
+        "    why: it compares with smoothed labels, and without smoothing it is not finite\n"
+        "    fix: write dpo_label_smoothing: 0.001",
+    ),
+    (
+        [DPO, "simpo_gamma=1"],
+        "simpo_gamma 1 with pref_loss sigmoid\n"
+        "    why: it is a number of simpo, and of no other loss\n"
+        "    fix: write pref_loss: simpo, or remove simpo_gamma",
+    ),
+    (
+        [DPO, "discopop_tau=1"],
+        "discopop_tau 1 with pref_loss sigmoid\n"
+        "    why: it is a number of discopop, and of no other loss\n"
+        "    fix: write pref_loss: discopop, or remove discopop_tau",
+    ),
+    (
+        [DPO, "pref_loss=simpo", "ref_model=r"],
+        "ref_model r with pref_loss simpo\n" + _NO_REFERENCE.format("simpo has", "ref_model"),
+    ),
+    (
+        [DPO, "pref_loss=simpo,orpo", "ref_model_adapters=a"],
+        "ref_model_adapters [a] with pref_loss simpo, orpo\n"
+        + _NO_REFERENCE.format("simpo, orpo have", "ref_model_adapters"),
+    ),
+    (
+        [DPO, "pref_loss=cpo", "pref_bco_weight=0.5"],
+        "pref_bco_weight 0.5 with pref_loss cpo\n" + _NO_REFERENCE.format("cpo has", "pref_bco_weight"),
+    ),
+    (
+        [DPO, "ref_model_adapters=a"],
+        "ref_model_adapters without ref_model\n"
+        "    why: adapters are merged into the model that ref_model names\n"
+        "    fix: write ref_model: FOLDER, which may be that of model_name_or_path, or remove ref_model_adapters",
+    ),
+    (
+        [DPO, *STREAMED],
+        "stage dpo with streaming: true and finetuning_type: full\n"
+        "    why: the reference is computed before the first step, when the rows are not known, or with adapters off\n"
+        "    fix: remove streaming, or write finetuning_type: lora, or pref_loss: simpo, orpo or cpo",
+    ),
+    (
+        [DPO, LORA, *STREAMED, "ref_model=r"],
+        "ref_model r with streaming: true\n"
+        "    why: what it gives the rows is computed before the first step, and then they are not known\n"
+        "    fix: remove streaming, or write pref_loss: simpo, orpo or cpo",
+    ),
+    *(
+        (
+            [DPO, f"{name}=0.001"],
+            f"{name} 0.001 with stage dpo\n"
+            "    why: the loss is divided by the number of pairs, and this one is a mean over tokens\n"
+            f"    fix: write {name}: 0, or remove it",
+        )
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG)
+def test_what_is_wrong_is_told_with_its_fix(overrides, message):
+    assert "\n".join(messages(*overrides)) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "usual"),
+    [
+        ([DPO], "5e-7 to 5e-6"),
+        ([DPO, "finetuning_type=freeze", "learning_rate=2e-5"], "5e-7 to 5e-6"),
+        ([DPO, LORA, "learning_rate=2e-4"], "1e-6 to 5e-5 with adapters"),
+        ([DPO, "learning_rate=1e-5"], None),
+        ([DPO, LORA], None),
+        ([], None),
+    ],
+)
+def test_a_learning_rate_of_supervised_fine_tuning_is_warned_of(overrides, usual):
+    settings = load(overrides=[*BASE, *overrides]).settings
+    rate = settings.optimizer.learning_rate
+    text = f"learning_rate {rate:g} is one of supervised fine-tuning: preference training usually takes {usual}"
+    assert list(warnings(settings)) == ([text] if usual else [])
