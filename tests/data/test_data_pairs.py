@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from itertools import pairwise
 from pathlib import Path
@@ -11,19 +12,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_kit import qwen_tokenizer
 
-from megatune.config.settings import ParallelSettings
+from megatune.config.settings import DataSettings, ParallelSettings, RunSettings, Settings
 from megatune.data.answer_weights import ANSWER_TOKEN_WEIGHTS
 from megatune.data.batches import Batch, Collator
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader
+from megatune.data.pipeline import Pipeline
 from megatune.data.report import TokenReport
 from megatune.data.rows import Document, TokenRows
 from megatune.data.steps import PreparedSteps
+from megatune.data.streaming.folder import StreamFolder
+from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.stream import StreamedSteps
 from megatune.errors import ExitCode, MegatuneError
 from megatune.objectives.preference import TOKEN_WEIGHTS, answer_tokens
 
 PAD = 0
+TOKENIZER = qwen_tokenizer()
 CUTOFF = 12
 NUM_PAIRS = 11
 REFERENCE = "reference_log_probs"
@@ -265,8 +272,67 @@ def test_columns_that_do_not_fit(rows: TokenRows, tmp_path: Path) -> None:
         rows.with_column(REFERENCE, path)
 
 
+def streamed(folder: Path, packing: bool, buffer_size: int = 6) -> StreamRequest:
+    """A stream of 20 pairs, of which one is bad."""
+    made = [{"instruction": f"question {n}", "chosen": f"good {n} it is", "rejected": f"bad {n}"} for n in range(20)]
+    made.insert(3, {"instruction": "question", "chosen": "same", "rejected": "same"})
+    (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in made), encoding="utf-8")
+    data = DataSettings(
+        dataset=[str(folder / "pairs.jsonl")], template="chatml", streaming=True, buffer_size=buffer_size,
+        packing=packing, cutoff_len=64,
+    )  # fmt: skip
+    chosen = Settings(run=RunSettings(stage="dpo", seed=3), data=data)
+    return StreamRequest(StreamFolder.make(folder / "stream", "test"), Pipeline.of(chosen, TOKENIZER), "key", None)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_streamed_pairs(tmp_path: Path, packing: bool) -> None:
+    """Blocks of whole pairs; steps of them are micro-batches of whole pairs, across blocks."""
+    asked = streamed(tmp_path, packing)
+    mixed = asked.stream(asked.held_out())
+    metas = [asked.write(mixed) for _ in range(4)]
+    assert [meta.tokens.samples for meta in metas] == [6, 6, 6, 2]
+    assert [meta.tokens.documents for meta in metas] == [12, 12, 12, 4]
+    assert sum(meta.dropped.total() for meta in metas) == 1
+    steps = StreamedSteps(asked.folder, 2, packing, limit=0.1, is_pairs=True)
+    steps = pickle.loads(pickle.dumps(steps))
+    assert (steps.is_packed, steps.is_pairs) == (packing, True)
+    collator = Collator(2, packing, 1, 1, PAD, documents_per_row=2, ld_alpha=0.5)
+    num_rows = sum(meta.rows for meta in metas)
+    assert num_rows == 20 or packing
+    seen = []
+    for step in range(num_rows // 2):
+        found = [document for row in steps.documents(step, (0, 1)) for document in row]
+        batch = collator(found, collator.length([len(each.input_ids) for each in found]))
+        assert torch.equal(batch.extras[ANSWER_TOKEN_WEIGHTS].on_rank(None, "cpu"), weights_by_hand(batch, 0.5))
+        texts = [TOKENIZER.decode(each.input_ids) for each in found]
+        for chosen, rejected in zip(texts[::2], texts[1::2], strict=True):
+            number = chosen.partition("good ")[2].split(" it")[0]
+            assert f"question {number}<" in chosen
+            assert f"question {number}<" in rejected
+            assert f"bad {number}<" in rejected
+            seen.append(int(number))
+    if num_rows % 2 == 0:
+        assert sorted(seen) == list(range(20))
+    assert len(set(seen)) == len(seen) >= 10
+
+
 def test_positions_begin_again_in_every_answer(rows: TokenRows) -> None:
     for batch in batches(rows, 3, 1):
         ids = batch.position_ids.flatten().tolist()
         spans = [*starts(batch), len(ids)]
         assert ids == [place for start, stop in pairwise(spans) for place in range(stop - start)]
+
+
+def test_pairs_of_similar_length_are_those_with_a_similar_longer_answer(tmp_path: Path) -> None:
+    """That is what a micro-batch is padded to; the longest comes first."""
+    sizes = [(2, 11), (9, 8), (3, 3), (12, 1), (7, 7), (1, 4), (10, 10), (6, 5)]
+    with RowsBuilder(tmp_path, RowShape("dpo", CUTOFF, False, 0)) as builder:
+        for chosen, rejected in sizes:
+            builder.add([document(1, 0, chosen), document(2, 0, rejected)])
+        builder.write_part("train", range(len(sizes)))
+    rows = TokenRows(tmp_path / "train")
+    assert rows.batch_lengths().tolist() == [max(pair) for pair in sizes]
+    order = PreparedSteps(rows, len(sizes), seed=4, group_by_length=True).row_ids(0)
+    found = [max(sizes[row]) for row in order]
+    assert found == sorted(found, reverse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from megatune.data.batch_pictures import Pictures, Share
 from megatune.data.batches import Batch, Collator
 from megatune.data.loader import StepLoader
 from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.processor import PictureProcessor
 from megatune.data.pictures import unpacked
 from megatune.data.rows import Document, TokenRows
 from megatune.data.steps import PreparedSteps
+from megatune.objectives.preference import Preference, answer_tokens
 
 SIZES = {"a.png": (64, 32), "b.jpg": (40, 60), "c.webp": (128, 128), "d.png": (96, 32)}
 ROWS: list[dict[str, Any]] = [
@@ -212,3 +214,67 @@ def test_documents_are_left_out(model: Model, data: Path, packed: bool) -> None:
     ]
     assert torch.equal(left.labels, batch_of(made, blank).labels)
     assert batch.num_trained == sum(trained), "the batch itself stays"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pairs_with_pictures(model: Model, data: Path, packed: bool) -> None:
+    """Both answers have the prompt's pictures; where one cannot be decoded, the pair is left out whole."""
+    pictures = {"a.png": "<image>What?", "b.jpg": "<image>Which?", "d.png": "<image>Why?"}
+    rows = [
+        {"instruction": prompt, "chosen": "This.", "rejected": "That it is.", "images": [name]}
+        for name, prompt in pictures.items()
+    ]
+    write_rows(data / "rows.jsonl", rows)
+    made = rows_of(model, data, stage="dpo", packing=packed)
+    assert (made.is_pairs, made.is_packed) == (True, packed)
+    found = documents(made)
+    names = [unpacked(each.packed)[0].name for document in found for each in document.pictures]
+    assert names[::2] == names[1::2]
+    assert len(set(names)) == 3
+    (data / "b.jpg").unlink()
+    batch = batch_of(replace(collator(model, 3, packed, 8), documents_per_row=2), found, Share(0, 1))
+    assert batch.pictures is not None
+    assert len(batch.pictures.grids) == 6
+    expected = [
+        None if name.endswith("b.jpg") else pixels_of(model, each) for name, each in zip(names, found, strict=True)
+    ]
+    place = 0
+    for pixels, grid in zip(expected, batch.pictures.grids, strict=True):
+        here = batch.pictures.pixel_values[place : place + int(grid.prod())].numpy()
+        assert np.array_equal(here, np.zeros_like(here) if pixels is None else pixels)
+        place += len(here)
+    lost = [each.document for each in batch.unreadable]
+    assert [number for number, name in enumerate(names) if name.endswith("b.jpg")] == lost
+    trained = answer_tokens(batch).tolist()
+    assert all(trained[:6])
+    for some in (lost, lost[:1], lost[1:]):
+        left = batch.without(some)
+        kept = [0 if number in lost else count for number, count in enumerate(trained)]
+        assert answer_tokens(left).tolist() == kept
+        assert int(Preference({"sigmoid": 1.0}).normalizer(left)) == 2
+
+
+def pixels_of(model: Model, document: Document) -> np.ndarray:
+    return np.concatenate(decoded(model, [document]))
+
+
+def test_a_picture_of_both_answers_is_decoded_once(model: Model, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"instruction": f"{tags}What?", "chosen": "This.", "rejected": "That.", **files}
+        for tags, files in (
+            ("<image><image>", {"images": ["a.png", "c.webp"]}), ("<video>", {"videos": [["a.png"] * 4]})
+        )
+    ]  # fmt: skip
+    write_rows(data / "rows.jsonl", rows)
+    found = documents(rows_of(model, data, stage="dpo"))
+    expected = np.concatenate(decoded(model, found))
+    made, pixels = [], PictureProcessor.pixels
+
+    def counted(processor: PictureProcessor, source: Any, measured: Any) -> np.ndarray:
+        made.append(source.name)
+        return pixels(processor, source, measured)
+
+    monkeypatch.setattr(PictureProcessor, "pixels", counted)
+    batch = batch_of(replace(collator(model, 2), documents_per_row=2), found, Share(0, 1))
+    assert np.array_equal(pictures_of(batch).pixel_values.numpy(), expected)
+    assert len(made) == 3

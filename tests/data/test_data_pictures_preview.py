@@ -135,7 +135,10 @@ def test_pairs_and_packed_rows(model: Model, data: Path, tmp_path: Path) -> None
     pairs = preview(model, data, stage="dpo")
     assert sum(" patches, " in line for line in shown(model, pairs)) == 1
     write_page(pairs, model.tokenizer, tmp_path / "page.html")
-    assert len(Page((tmp_path / "page.html").read_text(encoding="utf-8")).images) == 2
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert len(page.images) == 1, "the pictures of a pair belong to its prompt"
+    both = preview(model, data, stage="dpo", packing=True)
+    assert sum(" patches, " in line for line in shown(model, both)) == 1
 
 
 def test_statistics_count_tokens_of_pictures(model: Model, data: Path) -> None:

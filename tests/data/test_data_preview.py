@@ -6,6 +6,7 @@ import io
 import json
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import DataSettings, RunSettings, Settings
 from megatune.data.bad_rows import RowError
-from megatune.data.preview import Preview, PreviewRow, RowDocument, read_preview, show_preview
+from megatune.data.preview import Preview, PreviewRow, RowDocument, read_preview, show_preview, write_page
 from megatune.data.preview.show import shared_prompt, token_texts, visible
 from megatune.data.rows import IGNORE_INDEX, Arrangement, Document
 from megatune.errors import ExitCode, MegatuneError
@@ -31,10 +32,12 @@ def document(*stretches: tuple[str, bool]) -> Document:
     return Document(*(np.array([*chain(*lists)], dtype=np.int32) for lists in (ids, labels)))
 
 
-def shown(arrangement: Arrangement, *parts: RowDocument, ids: bool = False, **options: object) -> list[str]:
+def shown(
+    arrangement: Arrangement, *parts: RowDocument, ids: bool = False, wraps: bool = False, **options: Any
+) -> list[str]:
     preview = Preview(arrangement, [PreviewRow("demo", 7, parts)])
     file = io.StringIO()
-    show_preview(preview, TOKENIZER, Console(file=file, **options), ids=ids)
+    show_preview(preview, TOKENIZER, Console(file=file, **options), ids=ids, wraps=wraps)
     return file.getvalue().splitlines()
 
 
@@ -140,6 +143,81 @@ def test_a_pair_says_its_prompt_once() -> None:
         f"╌╌ rejected: {len(rejected.input_ids) - prompt} tokens, {len(rejected.input_ids) - prompt} trained ╌╌",
         "⟦answer<|im_end|>⟧",
     ]
+
+
+SIZES = {"chosen": len(TOKENIZER.encode("answer a<|im_end|>")), "rejected": len(TOKENIZER.encode("answer<|im_end|>"))}
+PAIR = (document(("question\n", False), ("answer a<|im_end|>", True)),
+        document(("question\n", False), ("answer<|im_end|>", True)))  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"wraps": True}, {"force_terminal": True}], ids=str)
+def test_answers_are_side_by_side_where_lines_are_wide_enough(options: dict[str, bool]) -> None:
+    parts = [RowDocument("p.json:1", each) for each in PAIR]
+    lines = shown("pairs", *parts, **options, width=80, no_color=True)
+    (names,) = (line for line in lines if "chosen" in line)
+    assert names.split("╌╌")[1::2] == [f" {name}: {size} tokens, {size} trained " for name, size in SIZES.items()]
+    assert lines[-1].split("   ")[0] == "⟦answer a<|im_end|>⟧"
+    assert lines[-1].rstrip()[names.index("╌╌ rejected") :] == "⟦answer<|im_end|>⟧"
+    assert [line for line in lines if "question" in line] == ["question↵"]
+    narrow = shown("pairs", *parts, **options, width=79, no_color=True)
+    assert not any("chosen" in line and "rejected" in line for line in narrow)
+    table = shown("pairs", *parts, ids=True, **options, width=80, no_color=True)
+    assert sum(line.startswith("position") for line in table) == 3
+
+
+def test_long_answers_side_by_side_are_whole() -> None:
+    words = " ".join(f"word{number}" for number in range(40))
+    long = document(("question\n", False), (words, True))
+    lines = shown("pairs", *(RowDocument("", each) for each in (PAIR[0], long)), wraps=True, width=80)
+    answers = lines[-1 - next(i for i, line in enumerate(reversed(lines)) if "rejected" in line) :][1:]
+    start = max(line.index("word0") for line in answers if "word0 " in line)
+    assert " ".join(" ".join(line[start - 1 :] for line in answers).split()).strip("⟦⟧") == words
+
+
+def test_pairs_of_a_packed_row() -> None:
+    parts = [RowDocument(f"p.json:{1 + number // 2}", each) for number, each in enumerate([*PAIR, *PAIR])]
+    lines = shown("packed_pairs", *parts)
+    sizes = [len(each.input_ids) for each in PAIR]
+    assert lines[2] == f"── row 7: 2 pairs, {2 * sum(sizes)} tokens, {2 * sum(SIZES.values())} trained ──"
+    headings = [line for line in lines if line.startswith("╌╌ pair")]
+    assert headings == [f"╌╌ pair {n} (p.json:{n}): {sizes[0]} and {sizes[1]} tokens ╌╌" for n in (1, 2)]
+    assert lines.count("question↵") == 2
+    assert lines.count("⟦answer a<|im_end|>⟧") == lines.count("⟦answer<|im_end|>⟧") == 2
+
+
+@pytest.mark.parametrize("arrangement", ["pairs", "packed_pairs"])
+def test_pairs_on_a_page(tmp_path: Path, arrangement: Arrangement) -> None:
+    parts = tuple(RowDocument("p.json:1", each) for each in PAIR * (1 + (arrangement == "packed_pairs")))
+    write_page(Preview(arrangement, [PreviewRow("demo", 7, parts)]), TOKENIZER, tmp_path / "page.html")
+    content = (tmp_path / "page.html").read_text(encoding="utf-8")
+    pairs = len(parts) // 2
+    assert content.count("question") == content.count('<div class="row">\n<section>') == pairs
+    for name, size in SIZES.items():
+        assert content.count(f"<h3>{name}: {size} tokens, {size} trained</h3>") == pairs
+    assert content.count("<h3>pair 2 (p.json:1)</h3>") == pairs - 1
+    assert content.count('<span class="trained">answer a</span>') == pairs
+
+
+def test_packed_pairs_are_read_whole(tmp_path: Path) -> None:
+    """A row holds twice cutoff_len tokens, and both answers of every pair in it."""
+    rows = [{"instruction": f"question {n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(60)]
+    write(tmp_path / "rows.jsonl", rows)
+    found = read_preview(
+        make_settings(tmp_path, "dpo", packing=True, cutoff_len=64), TOKENIZER, wanted=range(1, 100)
+    )  # fmt: skip
+    assert found.arrangement == "packed_pairs"
+    assert found.notes[1] == f"packed from 60 pairs into {len(found.rows)} rows"
+    seen = []
+    for row in found.rows:
+        assert 64 < sum(len(each.document.input_ids) for each in row.documents) <= 128
+        for chosen, rejected in row.pairs:
+            texts = [TOKENIZER.decode(each.document.input_ids) for each in (chosen, rejected)]
+            assert chosen.where == rejected.where
+            number = int(chosen.where.rpartition(":")[2]) - 1
+            assert f"good {number}<" in texts[0]
+            assert f"bad {number}<" in texts[1]
+            seen.append(number)
+    assert sorted(seen) == list(range(60))
 
 
 def test_bad_rows_by_reason() -> None:

@@ -69,6 +69,7 @@ def settings_of(
     )
 
 
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
 @pytest.mark.parametrize(
     ("packing", "by_length", "parallel"),
     [
@@ -81,10 +82,11 @@ def settings_of(
     ],
 )
 def test_tokens_are_those_of_the_batches(
-    tmp_path: Path, packing: bool, by_length: bool, parallel: dict[str, object]
+    tmp_path: Path, stage: str, packing: bool, by_length: bool, parallel: dict[str, object]
 ) -> None:
-    rows = build(tmp_path, packing=packing).train
+    rows = build(tmp_path, stage, packing).train
     settings = settings_of(
+        stage,
         by_length=by_length,
         parallel=ParallelSettings(**parallel),
         batch=BatchSettings(per_device_train_batch_size=2, gradient_accumulation_steps=1),
@@ -92,7 +94,8 @@ def test_tokens_are_those_of_the_batches(
     size = 2
     real, computed = step_tokens(settings, rows, data_parallel_size=2)
     steps = PreparedSteps.from_settings(rows, settings, global_batch_size=4)
-    collator = Collator(size, packing, settings.parallel.sequence_multiple, settings.parallel.document_multiple, 0)
+    multiples = settings.parallel.sequence_multiple, settings.parallel.document_multiple
+    collator = Collator(size, packing, *multiples, 0, documents_per_row=2 if stage == "dpo" else 1)
     assert len(real) == steps.steps_per_epoch > 1
     for step in range(len(real)):
         batches = [
@@ -129,10 +132,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def describe_demo(folder: Path, model: Path, packing: bool = False, **groups: object) -> Statistics:
-    settings = settings_of(model=ModelSettings(model_name_or_path=str(model)), **groups)
+def describe_demo(folder: Path, model: Path, packing: bool = False, stage: str = "sft", **groups: object) -> Statistics:
+    settings = settings_of(stage, model=ModelSettings(model_name_or_path=str(model)), **groups)
     folder.mkdir(exist_ok=True)
-    prepared = build(folder, packing=packing, numbers=[*range(len(LENGTHS)), 0, 1])
+    prepared = build(folder, stage, packing, numbers=[*range(len(LENGTHS)), 0, 1])
     return describe(settings, qwen_tokenizer(), prepared)
 
 
@@ -182,6 +185,24 @@ def test_the_page_of_packed_rows(tmp_path: Path, model: Path) -> None:
     assert "rows         15 samples packed into 8 rows of up to 32 tokens, 89.8% full" in page
     assert "largest id   31; the tokenizer knows 464 tokens, the model 31: BEYOND THE MODEL'S VOCABULARY" in page
     assert "processes    1 (the fewest that hold the model; set num_processes)" in page
+
+
+def test_pairs_and_packed_pairs(tmp_path: Path, model: Path) -> None:
+    """A packed row holds twice cutoff_len; how full it is is a share of that."""
+    alone = list(lines(describe_demo(tmp_path / "alone", model, stage="dpo")))
+    assert "rows         15 pairs of a chosen and a rejected answer" in alone
+    statistics = describe_demo(tmp_path / "packed", model, packing=True, stage="dpo")
+    train = statistics.report.train
+    tokens = sum(length + length // 2 + 1 for length in [*LENGTHS, *LENGTHS[:2]])
+    assert (train.samples, train.documents, train.tokens) == (15, 30, tokens)
+    full = tokens / (train.rows * 2 * CUTOFF)
+    wanted = f"rows         15 pairs packed into {train.rows} rows of up to {2 * CUTOFF} tokens, {full:.1%} full"
+    assert wanted in list(lines(statistics))
+    found = json.loads(statistics.to_json())
+    assert (found["arrangement"], found["packing_efficiency"]) == ("packed_pairs", full)
+    assert sum(found["fill"]) == train.rows
+    assert max(number for number, count in enumerate(found["fill"]) if count) >= 15, "some rows are nearly full"
+    draw(statistics, tmp_path / "stats.png")
 
 
 def test_json(tmp_path: Path, model: Path) -> None:

@@ -178,6 +178,12 @@ class TokenRows:
         """Return tokens of every row, without reading them: int64 [rows]."""
         return self._ends[self._rows[1:]] - self._ends[self._rows[:-1]]
 
+    def batch_lengths(self) -> np.ndarray:
+        """Return the length of a micro-batch of each row alone: int64 [rows]. Of a pair its longer answer counts."""
+        if self.arrangement != "pairs":
+            return self.row_lengths()
+        return np.asarray(self._documents[:, 1] - self._documents[:, 0]).reshape(-1, 2).max(axis=1)
+
     @cached_property
     def _ends(self) -> np.ndarray:
         """Tokens of the documents before each one, and of all: int64 [documents + 1]."""

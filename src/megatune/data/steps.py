@@ -99,7 +99,7 @@ class PreparedSteps:
         """Return an epoch's row ids, made once."""
         if epoch not in self._orders:
             if self.group_by_length:
-                order = grouped_order(self.rows.row_lengths(), self.seed, epoch, self.global_batch_size)
+                order = grouped_order(self.rows.batch_lengths(), self.seed, epoch, self.global_batch_size)
             else:
                 order = epoch_order(len(self.rows), self.seed, epoch, self.shuffle)
             order.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Pictures that a rank could not decode: all ranks leave their documents out of the loss, or the run ends."""
+"""Pictures that a rank could not decode: all ranks leave their samples out of the loss, or the run ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 def without_unreadable(
     batches: Sequence[Batch], place: RankCoordinates, *, refuse: bool
 ) -> tuple[list[Batch], list[Unreadable]]:
-    """Return micro-batches without the labels of documents that have an unreadable picture, and these pictures.
+    """Return micro-batches without the labels of samples that have an unreadable picture, and these pictures.
 
-    Each picture is decoded by one of the ranks that have its micro-batch, so that the others have to be told of it.
+    Each picture is decoded by one of the ranks that have its micro-batch, so that the others have to be told of it. A
+    sample's file is named once: both answers of a pair have the pictures of its prompt.
     Collective: a sum over all ranks, and more only where a picture is unreadable.
 
     Args:
@@ -29,8 +30,12 @@ def without_unreadable(
     """
     if not groups.total(sum(len(batch.unreadable) for batch in batches)):
         return list(batches), []
-    mine = [(place.dp_rank, number, each) for number, batch in enumerate(batches) for each in batch.unreadable]
-    found = [each for of_rank in groups.gather(mine) for each in of_rank]
+    mine = [
+        (place.dp_rank, number, each._replace(document=each.document - each.document % batch.documents_per_sample))
+        for number, batch in enumerate(batches)
+        for each in batch.unreadable
+    ]
+    found = list(dict.fromkeys(each for of_rank in groups.gather(mine) for each in of_rank))
     if refuse:
         findings = [Finding(each.reason, each.where, each.detail) for _, _, each in found[:MOST_NAMED]]
         fix = "repair the files, or write on_bad_row: skip, which leaves their rows out of the loss"

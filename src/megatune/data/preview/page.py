@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from megatune.data.preview.pictures import copies_or_fault, describe
 from megatune.data.preview.rows import Preview, RowDocument
-from megatune.data.preview.show import TokenText, collapsed, title, token_texts, visible
+from megatune.data.preview.show import (
+    TokenText,
+    answer_title,
+    collapsed,
+    shared_prompt,
+    title,
+    token_texts,
+    visible,
+)
 from megatune.data.rows import Document
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -22,6 +30,7 @@ body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; backgroun
 h2 { font-size: 1.1em; border-bottom: 1px solid #ccc; margin-top: 2em }
 h3 { font-size: 1em; color: #555 }
 .row { display: flex; gap: 1.5em; align-items: flex-start }
+.row > section { flex: 1; min-width: 0 }
 pre { flex: 1; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }
 figure { margin: 0 0 1em } figcaption { font-size: .85em; color: #555; max-width: 26em }
 img { margin-right: 4px; vertical-align: top }
@@ -51,22 +60,47 @@ def _page(preview: Preview, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]
     yield from (f"<p>{escape(note)}</p>" for note in preview.notes)
     for row in preview.rows:
         yield f"<h2>{escape(title(row, preview))}</h2>"
-        names = ("chosen", "rejected") if preview.arrangement == "pairs" else ()
-        for number, each in enumerate(row.documents):
+        if preview.arrangement in ("pairs", "packed_pairs"):
+            for number, (chosen, rejected) in enumerate(row.pairs, 1):
+                if len(row.pairs) > 1:
+                    yield _heading(f"pair {number}", chosen)
+                yield from _pair(chosen.document, rejected.document, tokenizer)
+            continue
+        for number, each in enumerate(row.documents, 1):
             if len(row.documents) > 1:
-                name = names[number] if names else f"sample {number + 1}"
-                yield f"<h3>{escape(f'{name} ({each.where})' if each.where else name)}</h3>"
-            yield from _document(each, tokenizer)
+                yield _heading(f"sample {number}", each)
+            yield from _document(each.document, token_texts(each.document, tokenizer))
     for where, error in preview.bad:
         yield f'<p class="wrong">{escape(f"{where}: {error} [{error.code}]")}</p>'
     yield "</body></html>"
 
 
-def _document(each: RowDocument, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    yield f'<div class="row"><pre>{"".join(_spans(collapsed(token_texts(each.document, tokenizer))))}</pre>'
-    if each.document.pictures:
-        yield f"<div>{''.join(_figures(each.document))}</div>"
+def _heading(name: str, each: RowDocument) -> str:
+    return f"<h3>{escape(f'{name} ({each.where})' if each.where else name)}</h3>"
+
+
+def _document(document: Document, texts: Sequence[TokenText]) -> Iterator[str]:
+    """Write these texts of a document, and its pictures."""
+    yield f'<div class="row">{_text(texts)}'
+    if document.pictures:
+        yield f"<div>{''.join(_figures(document))}</div>"
     yield "</div>"
+
+
+def _pair(chosen: Document, rejected: Document, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Write the prompt that both answers share, with its pictures, once; below it both answers side by side."""
+    shared = shared_prompt(chosen, rejected)
+    if shared or chosen.pictures:
+        yield from _document(chosen, [each for each in token_texts(chosen, tokenizer) if each.start < shared])
+    yield '<div class="row">'
+    for name, document in (("chosen", chosen), ("rejected", rejected)):
+        texts = [each for each in token_texts(document, tokenizer) if each.start >= shared]
+        yield f"<section><h3>{escape(answer_title(name, document, shared))}</h3>{_text(texts)}</section>"
+    yield "</div>"
+
+
+def _text(texts: Sequence[TokenText]) -> str:
+    return f"<pre>{''.join(_spans(collapsed(texts)))}</pre>"
 
 
 def _spans(texts: Iterator[TokenText]) -> Iterator[str]:

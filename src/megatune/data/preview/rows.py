@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatune.data.bad_rows import RowError
+from megatune.data.build import RowShape
 from megatune.data.conversation import PLACEHOLDERS, texts
 from megatune.data.encode import Encoder, make_encoder
 from megatune.data.order import epoch_order
@@ -63,6 +64,11 @@ class PreviewRow:
     name: str
     number: int
     documents: tuple[RowDocument, ...]
+
+    @property
+    def pairs(self) -> list[tuple[RowDocument, RowDocument]]:
+        """The documents of a row of pairs: chosen and rejected ones."""
+        return list(zip(self.documents[::2], self.documents[1::2], strict=True))
 
 
 @dataclass(slots=True)
@@ -145,27 +151,30 @@ def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
 
 def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
     """Pack the first samples of every data set, as all will be packed."""
-    preview = Preview("packed")
-    documents: list[RowDocument] = []
+    run = settings.run
+    shape = RowShape(run.stage, settings.data.cutoff_len, True, run.seed)
+    preview = Preview("packed_pairs" if run.stage == "dpo" else "packed")
+    samples: list[tuple[RowDocument, ...]] = []
     most = max(1, MOST_PACKED // len(sources))
     is_cut_off = False
     for source in sources:
         usable = _usable(settings, source, encoder, preview)
-        for sample in islice(usable, most):
-            documents += sample
+        samples += islice(usable, most)
         is_cut_off = is_cut_off or next(usable, None) is not None
-    if settings.run.stage == "pt":
-        rows = _spans(documents, settings)
+    if run.stage == "pt":
+        rows = _spans([*chain.from_iterable(samples)], settings)
     else:
-        lengths = [len(each.document.input_ids) for each in documents]
-        packing, borders = pack(lengths, settings.data.cutoff_len, settings.run.seed)
-        rows = [tuple(documents[i] for i in packing[start:stop]) for start, stop in pairwise(borders)]
+        lengths = [sum(len(each.document.input_ids) for each in sample) for sample in samples]
+        packing, borders = pack(lengths, shape.capacity, run.seed)
+        packed = ((samples[i] for i in packing[start:stop]) for start, stop in pairwise(borders))
+        rows = [tuple(chain.from_iterable(row)) for row in packed]
     preview.total = len(rows)
     # In an order of training: in that of packing, the first rows are those that the longest samples fill alone.
-    order = epoch_order(len(rows), settings.run.seed, 0, not settings.data.disable_shuffling)
+    order = epoch_order(len(rows), run.seed, 0, not settings.data.disable_shuffling)
     preview.rows = [PreviewRow("", number, rows[i]) for number, i in enumerate(order, 1) if number in wanted]
     first = "the first " if is_cut_off else ""
-    preview.notes.append(f"packed from {first}{len(documents):,} samples into {len(rows):,} rows")
+    what = counted(len(samples), "pair" if run.stage == "dpo" else "sample")
+    preview.notes.append(f"packed from {first}{what} into {counted(len(rows), 'row')}")
     if is_cut_off:
         preview.notes.append("a run packs all samples together, and so fills other rows")
     return preview

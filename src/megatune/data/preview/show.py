@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from megatune.data.conversation import PLACEHOLDERS
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _OPEN, _CLOSE = "⟦", "⟧"
 _TRAINED, _SPECIAL, _HEADING, _WRONG = "green", "bold", "bold cyan", "red"
 _PLACES_PER_REASON = 3
+_COLUMNS = 80  # of a line that has room for two answers
 _MOST_TOKENS = 8  # of one character: what is no whole character after these is shown as it decodes
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"  # of emojis: invisible, and left as they are
@@ -59,16 +61,19 @@ def show_preview(
         ids: a line for every token instead of text.
         wraps: break lines at the console's width; otherwise that is the terminal's to do.
     """
-    for line in _Page(tokenizer, ids, console.is_terminal and not console.no_color).lines(preview):
-        console.print(line, soft_wrap=not wraps, highlight=False, overflow="fold" if wraps else None)
+    # Where nobody knows how wide lines may be, columns would break them at a guess.
+    columns = (wraps or console.is_terminal) and not ids and console.width >= _COLUMNS
+    for line in _Page(tokenizer, ids, console.is_terminal and not console.no_color, columns).lines(preview):
+        breaks = wraps or isinstance(line, Table)
+        console.print(line, soft_wrap=not breaks, highlight=False, overflow="fold" if breaks else None)
 
 
 class _Page:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: bool, coloured: bool) -> None:
-        self._tokenizer, self._ids, self._coloured = tokenizer, ids, coloured
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: bool, coloured: bool, columns: bool) -> None:
+        self._tokenizer, self._ids, self._coloured, self._columns = tokenizer, ids, coloured, columns
         self._wrong = _WRONG if coloured else ""
 
-    def lines(self, preview: Preview) -> Iterator[Text]:
+    def lines(self, preview: Preview) -> Iterator[Text | Table]:
         for note in preview.notes:
             yield Text(note)
         for placeholder in sorted(preview.unfilled):
@@ -85,6 +90,11 @@ class _Page:
             yield self._heading(f"── {title(row, preview)} ──")
             if preview.arrangement == "pairs":
                 yield from self._pair(*row.documents)
+            elif preview.arrangement == "packed_pairs":
+                for number, (chosen, rejected) in enumerate(row.pairs, 1):
+                    sizes = (f"{len(each.document.input_ids):,}" for each in (chosen, rejected))
+                    yield self._heading(f"╌╌ pair {number}{_of(chosen)}: {' and '.join(sizes)} tokens ╌╌")
+                    yield from self._pair(chosen, rejected)
             elif preview.arrangement == "packed":
                 yield from self._joined(row)
             else:
@@ -106,17 +116,28 @@ class _Page:
             yield from self._pictures(each.document)
             yield self._shown(each.document)
 
-    def _pair(self, chosen: RowDocument, rejected: RowDocument) -> Iterator[Text]:
-        """Show the prompt that both answers share, once, then what follows in each."""
+    def _pair(self, chosen: RowDocument, rejected: RowDocument) -> Iterator[Text | Table]:
+        """Show the prompt that both answers share, once, then what follows in each: side by side, or one after the
+        other."""
         shared = shared_prompt(chosen.document, rejected.document)
         yield from self._pictures(chosen.document)
         if shared:
             yield self._heading(f"╌╌ prompt of both: {counted(shared, 'token')} ╌╌")
             yield self._shown(chosen.document, stop=shared)
-        for name, document in (("chosen", chosen.document), ("rejected", rejected.document)):
-            size = len(document.input_ids) - shared
-            yield self._heading(f"╌╌ {name}: {counted(size, 'token')}, {_num_trained(document):,} trained ╌╌")
-            yield self._shown(document, start=shared)
+        answers = [
+            (self._heading(f"╌╌ {answer_title(name, document, shared)} ╌╌"), self._shown(document, start=shared))
+            for name, document in (("chosen", chosen.document), ("rejected", rejected.document))
+        ]
+        if self._columns:
+            table = Table.grid(padding=(0, 3), expand=True)
+            for _ in answers:
+                table.add_column(ratio=1, overflow="fold")
+            for parts in zip(*answers, strict=True):
+                table.add_row(*parts)
+            yield table
+            return
+        for parts in answers:
+            yield from parts
 
     def _pictures(self, document: Document) -> Iterator[Text]:
         for number, picture in enumerate(document.pictures, 1):
@@ -182,12 +203,19 @@ def shared_prompt(chosen: Document, rejected: Document) -> int:
     return int(differ.argmax()) if differ.any() else size
 
 
+def answer_title(name: str, document: Document, shared: int) -> str:
+    """Write how long an answer is behind its prompt of `shared` tokens, and what of it is trained."""
+    return f"{name}: {counted(len(document.input_ids) - shared, 'token')}, {_num_trained(document):,} trained"
+
+
 def title(row: PreviewRow, preview: Preview) -> str:
+    """Write what a row is: where it is from, its tokens, and how many of them are trained."""
     sizes = [len(each.document.input_ids) for each in row.documents]
     trained = sum(_num_trained(each.document) for each in row.documents)
     first, name = row.documents[0], f"{row.name} " if row.name else ""
-    if preview.arrangement == "packed":
-        samples = f"{len(sizes)} sample{'s' * (len(sizes) > 1)}"
+    if preview.arrangement in ("packed", "packed_pairs"):
+        is_pairs = preview.arrangement == "packed_pairs"
+        samples = counted(len(sizes) // 2, "pair") if is_pairs else counted(len(sizes), "sample")
         return f"row {row.number}: {samples}, {counted(sum(sizes), 'token')}, {trained:,} trained"
     # Tokens before truncation, if anything was cut away; of a pair, those of the longer document.
     whole = max(each.length for each in row.documents)

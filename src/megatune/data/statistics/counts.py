@@ -82,6 +82,11 @@ class Statistics:
     directory: str
 
     @property
+    def is_packed(self) -> bool:
+        """Whether a row holds samples side by side."""
+        return self.report.train.capacity is not None
+
+    @property
     def padding_share(self) -> float:
         """Return the share of computed tokens that is padding, in epoch 0."""
         return 1 - self.report.train.tokens / self.steps.computed
@@ -95,7 +100,7 @@ class Statistics:
         """Return one JSON object, with the names of the attributes."""
         own: dict[str, Any] = TypeAdapter(Statistics).dump_python(self, mode="json")
         own |= {"padding_share": self.padding_share, "largest_id": self.largest_id}
-        if self.arrangement == "packed":
+        if self.is_packed:
             own["packing_efficiency"] = self.report.train.packing_efficiency
         return json.dumps(own, ensure_ascii=False, indent=2)
 
@@ -112,7 +117,8 @@ def describe(settings: Settings, tokenizer: PreTrainedTokenizerBase, prepared: P
     optimizer = settings.optimizer
     total = optimizer.max_steps if optimizer.max_steps > 0 else ceil(optimizer.num_train_epochs * per_epoch)
     real, computed = step_tokens(settings, rows, data_parallel_size)
-    fill = rows.row_lengths() / settings.data.cutoff_len if rows.is_packed else real / computed
+    capacity = prepared.report.train.capacity
+    fill = real / computed if capacity is None else rows.row_lengths() / capacity
     counts, _ = np.histogram(np.minimum(fill, 1.0), bins=FILL_BINS, range=(0, 1))
     return Statistics(
         stage=run.stage,
@@ -144,7 +150,8 @@ def describe(settings: Settings, tokenizer: PreTrainedTokenizerBase, prepared: P
 def step_tokens(settings: Settings, rows: TokenRows, data_parallel_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Count real tokens, and tokens with padding, of every step of epoch 0, over all ranks: int64 [steps] each.
 
-    They are those of `data.batches.Collator`: packed rows of a micro-batch are joined, others padded to the longest.
+    They are those of `data.batches.Collator`: packed rows of a micro-batch are joined, others padded to the longest
+    document.
     """
     parallel, size = settings.parallel, settings.batch.per_device_train_batch_size
     micro_batches = settings.batch.gradient_accumulation_steps * data_parallel_size
@@ -169,7 +176,7 @@ def _row_sizes(rows: TokenRows, multiple: int) -> tuple[np.ndarray, np.ndarray, 
     """Return each row's tokens, and what it needs of a micro-batch's length; and documents a row, 1 where packed."""
     real = rows.row_lengths()
     if rows.arrangement == "pairs":
-        return real, rows.document_lengths(range(len(rows))).reshape(-1, 2).max(axis=1), 2
+        return real, rows.batch_lengths(), 2
     if rows.is_packed and multiple > 1:
         padded = (int((-(-rows.document_lengths([row]) // multiple) * multiple).sum()) for row in range(len(rows)))
         return real, np.fromiter(padded, dtype=np.int64, count=len(rows)), 1

@@ -69,8 +69,9 @@ def _lengths(lengths: LengthReport, fate: str) -> Iterator[str]:
 def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
     train, steps = statistics.report.train, statistics.steps
     rows = f"{train.rows:,}" + (" pairs of a chosen and a rejected answer" if statistics.arrangement == "pairs" else "")
-    if statistics.arrangement == "packed":
-        packed = f"{counted(train.samples, 'sample')} packed into {counted(train.rows, 'row')}"
+    if statistics.is_packed:
+        sample = "pair" if statistics.arrangement == "packed_pairs" else "sample"
+        packed = f"{counted(train.samples, sample)} packed into {counted(train.rows, 'row')}"
         rows = f"{packed} of up to {train.capacity:,} tokens, {train.packing_efficiency:.1%} full"
     yield "rows", rows
     yield "tokens", _tokens(train.tokens, train.trained)
@@ -182,9 +183,9 @@ def _draw_fill(axes: Axes, statistics: Statistics) -> None:
     axes.bar(edges[:-1], statistics.fill, np.diff(edges), align="edge", color=_GREY, edgecolor="white", linewidth=0.6)
     axes.set_xlim(0, 100)
     axes.grid(axis="y", alpha=0.25)
-    if statistics.arrangement == "packed":
+    if statistics.is_packed:
         title = f"packed rows: {statistics.report.train.packing_efficiency:.1%} full"
-        x, y = f"tokens in the row (% of {statistics.cutoff_len:,})", "rows"
+        x, y = f"tokens in the row (% of {statistics.report.train.capacity:,})", "rows"
     else:
         title = f"batches: {statistics.padding_share:.1%} padding"
         x, y = "tokens that are no padding (% of a step's batches)", "steps of an epoch"
