@@ -17,13 +17,13 @@ from layouts import (
     SEQUENCE_LAYOUTS,
     Layout,
 )
-from megatune.generation.peft_model import apply_adapter
 from safetensors.torch import load_file
 from test_one_step import OPTIMIZERS, TOLERANCES, step_batches, step_samples, update_errors
 from test_vision import CONTENTS, NUM_LAYERS
 from torch import Tensor
 
 from megatune.bridge.assemble import assemble
+from megatune.bridge.peft_model import apply_adapter
 from megatune.bridge.save import save_adapters
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings

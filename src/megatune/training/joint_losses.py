@@ -25,7 +25,7 @@ def with_joint_losses(model: list[Chunk], batches: Sequence[Batch], objective: P
     Costs a forward pass. It is without dropout: the losses are exact where there is none.
 
     Args:
-        model: pipeline chunks; in training mode at the end.
+        model: pipeline chunks; computed in eval mode.
         batches: this data-parallel rank's micro-batches of one step, with log-probabilities of the reference.
     """
     found = _PairsOfStep(objective)
