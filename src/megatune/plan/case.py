@@ -31,9 +31,9 @@ class Case:
         settings: of the run; what is trained, layout, batch, precision, optimizer, recomputation and kernels are read
             from them.
         world_size: processes of the whole run; a multiple of settings.parallel.smallest_world.
-        document_length: tokens of the mean document of a packed row; None where a row is one document.
-        image_tokens: tokens of a row that stand for pictures; None for one image of image_max_pixels, where the model
-            reads any.
+        document_length: tokens of the mean document of a packed row; None where a row is one document, or a pair.
+        image_tokens: tokens of a row that stand for pictures, of a pair in both its documents; None for one image of
+            image_max_pixels in each, where the model reads any.
         largest_picture: tokens of one picture at most; None for those of an image of image_max_pixels.
     """
 
@@ -59,8 +59,9 @@ class Case:
         """Tokens of a row that stand for pictures."""
         if self.model.architecture.vision is None:
             return 0
-        asked = self.tokens_of_picture if self.image_tokens is None else self.image_tokens
-        return min(asked, self.settings.data.cutoff_len)
+        per_row = self.sequences_per_row
+        asked = per_row * self.tokens_of_picture if self.image_tokens is None else self.image_tokens
+        return min(asked, per_row * self.settings.data.cutoff_len)
 
     @property
     def dp_size(self) -> int:
@@ -104,6 +105,16 @@ class Case:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of the longest row, cutoff_len made up to what the layout cuts evenly."""
+        """Tokens of the longest sequence, cutoff_len made up to what the layout cuts evenly."""
         multiple = self.settings.parallel.sequence_multiple
         return -(-self.settings.data.cutoff_len // multiple) * multiple
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences of a row: of a preference pair one for each answer; a packed row of pairs is as long as two."""
+        return 2 if self.settings.run.stage == "dpo" else 1
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row, of a pair those of both its sequences."""
+        return self.sequences_per_row * self.sequence_length

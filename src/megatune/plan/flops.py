@@ -77,12 +77,12 @@ def train_flops(
 def model_flops(case: Case) -> float:
     """Return model floating-point operations of a step, in FLOP: `train_flops` of what is trained, and those of
     images."""
-    rows, length = case.global_batch_size, case.sequence_length
+    sequences, length = case.global_batch_size * case.sequences_per_row, case.sequence_length
     document = round(min(case.document_length or length, length))
     images = images_of(case)
     of_images = _vision_flops(images) * case.num_micro_batches * case.dp_size if images else 0.0
     of_document = train_flops(case.model.architecture, [document], case.settings.finetuning)
-    return rows * length / document * of_document + of_images
+    return sequences * length / document * of_document + of_images
 
 
 @lru_cache(maxsize=4096)

@@ -76,7 +76,7 @@ NOT_BUILT: dict[str, Refused] = {
     "kto_chosen_weight": Refused(_NO_KTO, off=(1.0, 1)),
     "kto_rejected_weight": Refused(_NO_KTO, off=(1.0, 1)),
     "ref_model_quantization_bit": Refused(
-        "a reference is loaded in the dtype of the run, before the model that is trained, and only until its "
+        "a reference has the form of the model that is trained, and is loaded before it and only until its "
         "log-probabilities are computed"
     ),
     **{name: Refused(_NO_PPO) for name in ("reward_model", "reward_model_adapters", "reward_model_quantization_bit")},

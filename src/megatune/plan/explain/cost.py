@@ -13,7 +13,7 @@ from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.plan.case import Case
 from megatune.plan.changes.variation import setting_of, with_settings
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.explain.ground import COMPANIONS, Ground, problems
+from megatune.plan.explain.ground import COMPANIONS, COMPANIONS_OF_PREFERENCE, Ground, problems
 from megatune.plan.memory.estimate import MEMORY_PARTS
 
 _ACCUMULATION = "batch.gradient_accumulation_steps"
@@ -59,12 +59,13 @@ class Effect:
         return self.before.stages == self.after.stages and self.before.time == self.after.time
 
 
-# What lists of a model's modules are compared with.
+# What lists of a model's modules, and of losses, are compared with.
 _NAMES: Mapping[str, list[list[str]]] = {
     "freeze_trainable_modules": [["mlp"], ["self_attn"]],
     "freeze_extra_modules": [["embed_tokens"], ["lm_head"]],
     "lora_target": [["q_proj", "v_proj"], ["linear_qkv", "linear_proj"]],
     "additional_target": [["embed_tokens"], ["lm_head"]],
+    "pref_loss": [["orpo"], ["kto_pair"]],
 }
 
 
@@ -91,7 +92,7 @@ def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
     for ground in grounds:
         if ground.case is None:
             continue
-        for companions in COMPANIONS:
+        for companions in COMPANIONS_OF_PREFERENCE if info.group == "preference" else COMPANIONS:
             same = all(value_of(ground.case, path) == value for path, value in companions.items())
             if companions and (same or info.path in companions):
                 continue

@@ -75,6 +75,13 @@ COMPANIONS: tuple[Mapping[str, Any], ...] = (
     {"finetuning.finetuning_type": "lora", "finetuning.quantization_bit": 4},
     {"finetuning.finetuning_type": "freeze"},
 )
+_DPO, _LOSS = {"run.stage": "dpo"}, "preference.pref_loss"
+COMPANIONS_OF_PREFERENCE: tuple[Mapping[str, Any], ...] = (
+    {},
+    _DPO,
+    {**_DPO, _LOSS: ["simpo"]},
+    {**_DPO, _LOSS: ["discopop"]},
+)
 Assumed: TypeAlias = Literal["", "case", "machines"]
 
 

@@ -19,7 +19,7 @@ from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.cost import Effect, Weighed
 from megatune.plan.explain.ground import Ground
-from megatune.plan.pages.words import MEMORY_WORDS, bytes_unit, layout_words, percent, seconds, size
+from megatune.plan.pages.words import MEMORY_WORDS, bytes_unit, layout_words, percent, row_length, seconds, size
 
 Language: TypeAlias = Literal["en", "zh"]
 _HARDLY_BYTES, _HARDLY_TIME = 2**20, 0.0005
@@ -186,7 +186,7 @@ def ground_line(ground: Ground, words: Words) -> str:
     text = words.ground.format(
         model=case.model.name, gpus=case.world_size, gpu=case.machine.device.name, layout=layout_words(case)
     )
-    text += words.comma + words.tokens.format(rows=f"{case.global_batch_size:,}", tokens=f"{case.sequence_length:,}")
+    text += words.comma + words.tokens.format(rows=f"{case.global_batch_size:,}", tokens=row_length(case))
     return text + (words.parentheses.format(words.assumed[ground.assumed]) if ground.assumed else "")
 
 

@@ -118,7 +118,7 @@ def _tensors(case: Case, stage: int) -> int:
     sent in both directions, too. Their number was seen on two and on four stages, not derived from the schedule."""
     parallel, row = case.settings.parallel, case.model.architecture.hidden_size * case.itemsize
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    whole = case.micro_batch_size * case.sequence_length // parallel.context_parallel_size * row
+    whole = case.micro_batch_size * case.row_tokens // parallel.context_parallel_size * row
     spread = parallel.sequence_parallel and tp > 1
     gathered = whole if spread else 0
     if pp == 1 or case.num_micro_batches == 1:

@@ -149,7 +149,7 @@ def shapes_of(case: Case) -> Shapes:
     settings, architecture = case.settings, case.model.architecture
     parallel, experts, trainable = settings.parallel, settings.experts, settings.finetuning
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
-    rows, length = case.micro_batch_size, case.sequence_length
+    rows, length = case.micro_batch_size * case.sequences_per_row, case.sequence_length
     trained_linears, beside = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
     tied = architecture.tie_word_embeddings
     embedding, output = (

@@ -19,6 +19,7 @@ from megatune.plan.pages.words import (
     layout_words,
     machine_words,
     recompute_words,
+    row_words,
     seconds_unit,
 )
 from megatune.plan.search import SearchResult
@@ -68,7 +69,7 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None) -> Figure
     case = everything[0].case
     figure.suptitle(
         f"{case.model.name} on {machine_words(case.machine, case.world_size)}, "
-        f"a global batch of {count(case.global_batch_size, 'row')} of {case.sequence_length:,} tokens",
+        f"a global batch of {count(case.global_batch_size, 'row')} of {row_words(case)}",
         fontsize=11,
     )
     scale = _Scale.of([*fitting, *([own] if own else [])] if fitting else everything, everything)

@@ -24,6 +24,7 @@ from megatune.plan.pages.words import (
     largest_part,
     layout_words,
     recompute_words,
+    reference_words,
     seconds_unit,
 )
 from megatune.plan.search import SearchResult, is_tight
@@ -81,6 +82,8 @@ def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_step
     yield from ("  " + line for line in columns([*rows, ["total", unit.of(time.total), "", likely]], left=(0, 3)))
     rate = f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device"
     yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
+    if reference := reference_words(estimate):
+        yield reference
     if dataset_tokens is not None:
         seconds, what = dataset_tokens / time.tokens_per_second, f"{amount(dataset_tokens)} tokens"
     elif max_steps is not None and max_steps > 0:

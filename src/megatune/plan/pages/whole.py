@@ -33,6 +33,7 @@ from megatune.plan.pages.words import (
     machine_words,
     plain,
     recompute_words,
+    row_words,
     size,
     slow_precision,
     trained_words,
@@ -116,7 +117,7 @@ def _head(found: Answer, width: int) -> Iterator[str]:
         yield from entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
-    tokens = f"{count(question.case.sequence_length, 'token')} a row"
+    tokens = f"{row_words(question.case)} a row"
     is_wide = len(rows) + len(tokens) > width - 11
     yield from (*entry("batch", f"{rows},"), *entry("", tokens)) if is_wide else entry("batch", f"{rows}, {tokens}")
 

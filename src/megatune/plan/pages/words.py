@@ -14,6 +14,7 @@ from megatune.plan.machine import Machine
 from megatune.plan.memory import StageMemory
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.memory.tensors import num_trained_parameters
+from megatune.plan.time.forward import computes_reference
 
 if TYPE_CHECKING:
     from megatune.plan.question import Question
@@ -217,6 +218,25 @@ def slow_precision(question: Question) -> str:
     ratio = device.flops[best] / device.flops[dtype]
     key = "bf16" if best == "bfloat16" else "fp16"
     return f"({key}: true computes {ratio:.3g} times as fast on this device)" if ratio >= 1.5 else ""
+
+
+def row_length(case: Case) -> str:
+    """Return the longest row's tokens: 2,048, and of a pair 2 × 2,048."""
+    per_row = case.sequences_per_row
+    return f"{case.sequence_length:,}" if per_row == 1 else f"{per_row} × {case.sequence_length:,}"
+
+
+def row_words(case: Case) -> str:
+    """Return `row_length` with its unit."""
+    return f"{row_length(case)} token{'s' * (case.row_tokens != 1)}"
+
+
+def reference_words(planned: Estimate) -> str:
+    """Say what comes before the first step of preference training; "" where nothing does."""
+    if not computes_reference(planned.case.settings):
+        return ""
+    rows = f"{seconds(planned.time.forward)} for the rows of a step"
+    return f"before the first step the reference computes all rows once, without gradients: about {rows}"
 
 
 def picture_words(case: Case) -> str:

@@ -28,6 +28,8 @@ from megatune.plan.pages.words import (
     parts,
     percent,
     picture_words,
+    reference_words,
+    row_words,
     seconds,
     size,
 )
@@ -146,12 +148,14 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
     rows = f"{case.micro_batch_size} × {case.num_micro_batches} × dp {case.dp_size} = {case.global_batch_size} rows"
     yield (
         f"plan       {layout_words(case)} on {case.world_size} × {case.machine.device.name}; {rows} a step, of up to"
-        f" {case.sequence_length:,} tokens"
+        f" {row_words(case)}"
     )
     yield (
         f"plan       {fullest(planned)} ({parts(planned.fullest)}); about {seconds(time.total)} a step"
         f" ±{percent(time.uncertainty)}{fitted}"
     )
+    if reference := reference_words(planned):
+        yield f"plan       {reference}"
     if pictures := picture_words(case):
         yield f"plan       {pictures}"
 
@@ -181,7 +185,7 @@ def _too_large(planned: Estimate) -> Finding:
     fixes = savings(planned)
     state = stage.weights + stage.gradients + stage.master_weights + stage.optimizer_state
     why = f"the largest part is {name}, {size(held)}; all: {parts(stage)}; for rows of"
-    why += f" {planned.case.sequence_length:,} tokens"
+    why += f" {row_words(planned.case)}"
     if state > device.memory:
         why += f"; weights, gradients and optimizer alone take {size(state)}, whatever the batch"
     head = "one of"

@@ -101,7 +101,8 @@ class RunRecord:
             return None
 
         def planned(tokens: int, of_pictures: int | None) -> Estimate:
-            settings = with_settings(self.case.settings, {"data.cutoff_len": tokens})
+            length = -(-tokens // self.case.sequences_per_row)
+            settings = with_settings(self.case.settings, {"data.cutoff_len": length})
             case = replace(self.case, settings=settings, document_length=measured.document_tokens)
             return estimate(replace(case, image_tokens=of_pictures))
 
@@ -213,9 +214,9 @@ def verdict(record: RunRecord) -> Iterator[str]:
         said.append(f"planned {seconds(trained[1].time.total)} a step, was {seconds(measured.step_seconds)}")
     if (memory := memory_of(record)) is not None:
         said.append("planned {}, was {}".format(*map(size, memory)))
-    if trained[0].case.sequence_length != record.case.sequence_length:
+    if trained[0].case.row_tokens != record.case.row_tokens:
         rows = f" (rows of {measured.row_tokens:,.0f} tokens, {measured.longest_row:,} the longest;"
-        rows += f" {record.case.sequence_length:,} were allowed)"
+        rows += f" {record.case.row_tokens:,} were allowed)"
     if said:
         yield f"plan       {'; '.join(said)}{rows}"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.fixes import Fix, savings, speedups
 from megatune.plan.memory import StageMemory
-from megatune.plan.pages.words import TIME_WORDS, parts, percent, seconds, size
+from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, seconds, size
 from megatune.plan.run.ended import Ended, how_it_ended, metrics, unplanned
 from megatune.plan.run.record import (
     PLAN_NAME,
@@ -121,7 +121,7 @@ def _out_of_memory(run: _Run) -> Iterator[str]:
     )
     stage = planned.stages[memory.stage] if memory is not None else planned.fullest
     held = f"{size(stage.total)} of {size(device.memory)} for stage {stage.stage} ({parts(stage)})"
-    yield f"planned    {held}, with rows of {planned.case.sequence_length:,} tokens"
+    yield f"planned    {held}, with rows of {row_words(planned.case)}"
     asked, doing = _failed_allocation(run.ended.what), _doing(run.ended.traceback)
     if asked or doing:
         amount = f" of {size(asked)}" if asked else ""

@@ -30,6 +30,7 @@ from megatune.plan.time.communication import (
     sum_of_shares,
 )
 from megatune.plan.time.efficiency import Rates, Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
+from megatune.plan.time.forward import forward_seconds, num_forward_passes
 from megatune.plan.uncertainty import time_uncertainty
 
 
@@ -38,7 +39,7 @@ class StepTime:
     """Seconds of one optimizer step, as the slowest pipeline stage spends them; exchanges as far as nothing hides them.
 
     Attributes:
-        compute: forward and backward passes.
+        compute: forward and backward passes; in preference training also passes without gradients, exchanges included.
         recompute: what the backward passes compute again.
         tensor_parallel, context_parallel, expert_parallel: what the ranks of a layer exchange.
         pipeline: waiting for the other stages, and exchanges with them.
@@ -49,6 +50,7 @@ class StepTime:
         model_flops: of a step, FLOP; see `megatune.plan.flops.train_flops`.
         num_gpus: devices of the run.
         peak_flops: of one device, FLOP/s, in the dtype of the model.
+        forward: a pass without gradients over the rows of a step.
         chunks: seconds of a micro-batch, by stage and virtual stage.
         uncertainty: relative: 0.25 is ± 25 %; see `plan.uncertainty`.
     """
@@ -66,6 +68,7 @@ class StepTime:
     model_flops: float
     num_gpus: int
     peak_flops: float
+    forward: float
     chunks: tuple[tuple[ChunkSeconds, ...], ...]
     uncertainty: float
 
@@ -95,7 +98,7 @@ class StepTime:
         return self.model_tflops * 1e12 / self.peak_flops
 
 
-_OTHERS = ("tokens", "model_flops", "num_gpus", "peak_flops", "chunks", "uncertainty")
+_OTHERS = ("tokens", "model_flops", "num_gpus", "peak_flops", "forward", "chunks", "uncertainty")
 TIME_PARTS = tuple(field.name for field in fields(StepTime) if field.name not in _OTHERS)
 
 # Between steps the host reads rows, asks for the loss and the norm (which waits for the device), and logs.
@@ -154,10 +157,11 @@ def step_time(case: Case) -> StepTime:
     pp, virtual, overlap = len(times), len(times[0]), settings.parallel.overlap_p2p_comm
     hop = calibration.communication * send(group_of(case, pp, case.world_size // pp), rank.shapes.hidden)
     hops = exchange_seconds(pp, virtual, count, overlap, hop, count * (forward + backward))
+    without_gradients = forward_seconds(times, count)
     # Of the stages that may hold most parameters.
     ends = [stage_parameters(case, stage) for stage in sorted({0, pp // 2, pp - 1})]
     return StepTime(
-        compute=count * (total.forward + total.backward),
+        compute=count * (total.forward + total.backward) + num_forward_passes(settings) * without_gradients,
         recompute=count * total.recompute,
         tensor_parallel=count * total.tensor
         + calibration.communication * sum_of_shares(case, rank.groups, rank.images),
@@ -168,10 +172,11 @@ def step_time(case: Case) -> StepTime:
         * max(exposed_seconds(case, reduction(case, elements), forward, backward) for elements in ends),
         optimizer=calibration.compute * max(optimizer_seconds(case, rank.rates, elements) for elements in ends),
         overhead=_OVERHEAD,
-        tokens=case.global_batch_size * case.sequence_length,
+        tokens=case.global_batch_size * case.row_tokens,
         model_flops=model_flops(case),
         num_gpus=case.world_size,
         peak_flops=case.machine.device.flops[settings.precision.params_dtype],
+        forward=without_gradients,
         chunks=times,
         uncertainty=time_uncertainty(case),
     )
