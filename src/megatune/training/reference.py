@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -214,7 +215,7 @@ def open_reference(
         is_loaded = resumed is None
         if has_adapters:
             is_loaded = not (finetuning.additional_target and (goes_on or resumed is not None))
-    changes = {"adapter_name_or_path": chain, "create_new_adapter": True, "additional_target": []}
+    changes: dict[str, Any] = {"adapter_name_or_path": chain, "create_new_adapter": True, "additional_target": []}
     if chain or has_adapters:
         changes["finetuning_type"] = "lora"
     own = settings.model_copy(update={"finetuning": finetuning.model_copy(update=changes)})
