@@ -203,6 +203,13 @@ WRONG = [
         "    fix: write report_to: [tensorboard], the default",
     ),
     (
+        "pref_loss: [sigmoid, SimP0]",
+        "run.yaml:1: pref_loss is [sigmoid, SimP0]\n"
+        "    why: expected a list of any of: sigmoid, hinge, ipo, robust, simpo, orpo, cpo, apo_zero, apo_down,"
+        " bco_pair, sppo_hard, nca_pair, exo_pair, discopop, aot, aot_unpaired, kto_pair; 'SimP0' does not fit\n"
+        "    fix: write pref_loss: [sigmoid, simpo]",
+    ),
+    (
         "output_dir: [a]",
         "run.yaml:1: output_dir is [a]\n    why: expected text, or null\n    fix: remove output_dir, or give it text",
     ),

@@ -270,6 +270,9 @@ class _Reading:
         info = meaning.described(path)
         value = coerce(entry.value, info)
         nearest = nearest_valid(value, info)
+        if items and info.choices:
+            near = [nearest_valid(item, info) if item in items else item for item in value]
+            nearest = None if None in near else near
         if nearest is not None:
             fix = f"write {self.dialect.written(entry.key, nearest)}" + (", or null" if info.optional else "")
         elif info.default is None or info.default == []:

@@ -32,7 +32,8 @@ class DataSettings(Group):
     When: Train with the template that the model will be asked with. `megatune data preview` shows what it makes of your
     rows."""
     cutoff_len: Annotated[int, Field(ge=2), "tokens"] = 2048
-    """The longest sample, and the length of packed rows; truncation_strategy says what becomes of longer samples.
+    """The longest sample, and the length of packed rows; truncation_strategy says what becomes of longer samples. With
+    stage dpo each answer with its prompt is a sample, and packed rows are twice as long.
     How: Without packing a micro-batch is as long as its longest row, so this is only its bound; with packing, and in
     stage pt, rows are filled to it. Memory of activations grows in proportion, time of attention with the square of a
     document's length.
