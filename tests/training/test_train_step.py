@@ -14,6 +14,7 @@ from runs import evaluations, metrics, settings_of, train
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatune.config.settings import Settings
+from megatune.data.loader import StepLoader
 from megatune.demo.checkpoint import make_checkpoint
 
 EVALUATED = {"val_size": 0.2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "save_strategy": "no"}
@@ -82,19 +83,17 @@ def test_an_evaluation_that_raises_leaves_the_model_in_training_mode(
 
 def train_on_slow_data(settings: Settings, run_dir: Path, seconds: float) -> int:
     """A run each of whose steps waits for its data."""
-    from megatune.training import loop
+    batches: Callable[..., Any] = StepLoader.__getitem__
 
-    batches: Callable[..., Any] = loop.StepLoader.__getitem__
-
-    def slow_batches(loader: loop.StepLoader, step: int) -> Any:
+    def slow_batches(loader: StepLoader, step: int) -> Any:
         time.sleep(seconds)
         return batches(loader, step)
 
-    loop.StepLoader.__getitem__ = slow_batches  # type: ignore[method-assign]
+    StepLoader.__getitem__ = slow_batches  # type: ignore[method-assign]
     try:
         return train(settings, run_dir)
     finally:
-        loop.StepLoader.__getitem__ = batches  # type: ignore[method-assign]
+        StepLoader.__getitem__ = batches  # type: ignore[method-assign]
 
 
 def test_steps_are_measured_with_the_time_that_they_wait_for_data(

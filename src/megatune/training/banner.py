@@ -25,9 +25,11 @@ from megatune.families.adapter_words import (
 from megatune.families.quantized import form_of
 from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
+from megatune.objectives.preference import Preference
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.loop import Trainer
+from megatune.training.objective import describe as describe_loss
 from megatune.training.profiling import profile_dir, profiled_ranks
 
 _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
@@ -61,6 +63,8 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     if kept := _recompute(settings.recompute):
         yield f"recompute  {kept}"
     yield from (f"data       {line}" for line in trainer.feed.lines)
+    if isinstance(trainer.objective, Preference):
+        yield f"loss       {describe_loss(trainer.objective)}"
     batch = settings.batch
     yield (
         f"batch      {batch.per_device_train_batch_size} rows × {batch.gradient_accumulation_steps} micro-batches × "

@@ -186,7 +186,7 @@ class Trainer:
 
     def _check_first(self, result: StepResult) -> None:
         """Hold the first step against a policy that is its reference, where training starts from it."""
-        if self.reference is None or not self.reference.is_start or not result.updated:
+        if self.reference is None or not self.reference.is_start or not result.updated or not result.totals.normalizer:
             return
         assert isinstance(self.objective, Preference)
         if self.settings.preference.ld_alpha is not None:

@@ -30,3 +30,13 @@ def has_reference(settings: Settings) -> bool:
     """Return whether the loss compares the model that is trained with a reference."""
     objective = objective_of(settings)
     return isinstance(objective, Preference) and objective.has_reference
+
+
+def describe(objective: Preference) -> str:
+    """Name the terms of the loss, with their weights, and what they have in common."""
+    terms = {
+        **objective.losses,
+        **({"the chosen answer's own loss": objective.likelihood} if objective.likelihood else {}),
+    }
+    names = [name if weight == 1 else f"{weight:.4g} × {name}" for name, weight in terms.items()]
+    return f"{' + '.join(names)} of pairs, beta {objective.shape.beta:g}"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +92,7 @@ class Reference:
             line = "log-probabilities of the reference: of the model without its adapters, before each step"
             return replace(feed, lines=[*feed.lines, line]), load()
         parts = [steps.rows, *([feed.evaluation] if feed.evaluation is not None else [])]
-        missing = [rows for rows in parts if groups.total(not self._is_kept(rows))]
+        missing = [rows for rows in parts if groups.total(int(not self._is_kept(rows)))]
         kept = {rows.directory: self._path(rows) for rows in parts}
         began = time.monotonic()
         if missing and not self.is_loaded:
@@ -205,9 +206,7 @@ def open_reference(
     goes_on = bool(finetuning.adapter_name_or_path) and not finetuning.create_new_adapter
     if preference.ref_model is not None:
         model_dir = fetched_on_node(context, "ref_model", preference.ref_model, MAIN, settings.model.cache_dir)
-        findings = check(settings, load_architecture(model_dir), context.world_size)
-        if findings:
-            raise MegatuneError([replace(each, where=f"ref_model: {model_dir}") for each in findings])
+        _check_fits(context, settings, load_architecture(source), model_dir)
         chain, is_loaded, is_start = list(preference.ref_model_adapters), False, False
         digest = ""
     else:
@@ -216,11 +215,24 @@ def open_reference(
         is_loaded = resumed is None
         if has_adapters:
             is_loaded = not (finetuning.additional_target and (goes_on or resumed is not None))
-    changes = {"adapter_name_or_path": chain, "create_new_adapter": True, "additional_target": []}
+    changes: dict[str, Any] = {"adapter_name_or_path": chain, "create_new_adapter": True, "additional_target": []}
     if chain or has_adapters:
         changes["finetuning_type"] = "lora"
     own = settings.model_copy(update={"finetuning": finetuning.model_copy(update=changes)})
     return Reference(context, model_dir, own, digest or digest_base(context, model_dir, own), is_loaded, is_start)
+
+
+def _check_fits(context: RankContext, settings: Settings, architecture: Architecture, model_dir: Path) -> None:
+    """Refuse a reference that the layout does not suit, or that reads pictures in another way than the model that is
+    trained."""
+    own = load_architecture(model_dir)
+    findings = [replace(each, where=f"ref_model: {model_dir}") for each in check(settings, own, context.world_size)]
+    if own.model_type != architecture.model_type and (own.vision is not None or architecture.vision is not None):
+        what = f"ref_model is a {own.model_type}, and the model that is trained a {architecture.model_type}"
+        why = "rows hold pictures as the model that is trained reads them"
+        findings.append(Finding(what, str(model_dir), why, f"name a {architecture.model_type}"))
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
 
 
 @contextmanager

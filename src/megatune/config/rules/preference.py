@@ -113,6 +113,11 @@ def streaming(context: Context) -> Iterator[Problem]:
         why = "the reference is computed before the first step, when the rows are not known, or with adapters off"
         fix = f"remove streaming, or write finetuning_type: lora, or {without}"
         yield Problem(("streaming", "finetuning_type", "stage"), what, why, fix)
+    elif modules := settings.finetuning.additional_target:
+        what = f"stage dpo with streaming: true and additional_target: {shown(modules)}"
+        why = "the reference is the model with adapters off, and these modules are trained whole, without adapters"
+        fix = f"remove streaming, or additional_target, or write {without}"
+        yield Problem(("streaming", "additional_target", "stage"), what, why, fix)
 
 
 def experts(context: Context) -> Iterator[Problem]:

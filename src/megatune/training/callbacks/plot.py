@@ -20,6 +20,9 @@ PLOT_NAME = "training_loss.png"
 _PAUSE_SECONDS = 30.0
 _FIELDS = {each.name for each in fields(LogReport)}  # what else a record has is a metric
 _LARGEST_SHARE = 0.01  # of a run's time that drawing may take
+_BESIDE = ("rewards/accuracies", "rewards/margins")  # of preference training, drawn beside the loss
+_COLORS = ("tab:blue", "tab:orange")
+_Series = tuple[list[int], list[float]]  # steps and values
 
 
 class LossPlot(Callback):
@@ -53,26 +56,49 @@ def draw(metrics: Path, image: Path) -> bool:
     if not loss[0] and not evaluation[0]:
         return False
 
-    small = {"learning rate": _series(records, "learning_rate"), "gradient norm": _series(records, "grad_norm")}
-    names = {key for record in records for key in record if not key.startswith("eval_")} - _FIELDS
-    small |= {name: series for name in sorted(names) if (series := _series(records, name))[0]}
+    beside = [name for name in _BESIDE if any(name in record for record in records)]
+    small = _small_panels(records, beside)
     rows = [list(small)[first : first + 2] for first in range(0, len(small), 2)]
-    figure = new_figure(9, 5 + 1.5 * len(rows))
+    figure = new_figure(9 + 2 * bool(beside), 5 + 1.5 * len(rows))
     from matplotlib.ticker import MaxNLocator
 
-    mosaic: list[Any] = [["loss", "loss"], *([*row, row[-1]][:2] for row in rows)]
-    axes = figure.subplot_mosaic(mosaic, height_ratios=[2.6, *[1] * len(rows)])
-    _draw_loss(axes["loss"], loss, evaluation)
-    for name, series in small.items():
-        axes[name].plot(*series, color="tab:gray", linewidth=1.2, marker="o" if len(series[0]) == 1 else "")
+    top: list[Any] = [["loss", name] for name in beside] or [["loss", "loss"]]
+    mosaic = [*top, *([*row, row[-1]][:2] for row in rows)]
+    heights = [*[2.6 / len(top)] * len(top), *[1] * len(rows)]
+    axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
+    _draw_curves(axes["loss"], loss, evaluation, "loss")
+    axes["loss"].set_title("training loss")
+    axes["loss"].set_ylabel(f"loss (mean over {'pairs' if beside else 'trained tokens'})")
+    for name in beside:
+        _draw_curves(axes[name], _series(records, name), _series(records, f"eval_{name}"))
         axes[name].set_ylabel(name)
-        axes[name].set_ylim(bottom=min(0.0, *series[1]) if series[1] else 0.0)
+    for name, lines in small.items():
+        for color, (label, series) in zip(_COLORS if len(lines) > 1 else ("tab:gray",), lines.items(), strict=False):
+            axes[name].plot(*series, color=color, linewidth=1.2, marker="o" if len(series[0]) == 1 else "", label=label)
+        values = [value for _, series in lines.values() for value in series]
+        axes[name].set_ylabel(name)
+        axes[name].set_ylim(bottom=min([0.0, *values]))
+        if len(lines) > 1:
+            axes[name].legend(frameon=False)
     for panel in axes.values():
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.25)
     write_atomically(image, as_png(figure))
     return True
+
+
+def _small_panels(records: list[dict[str, Any]], beside: list[str]) -> dict[str, dict[str, _Series]]:
+    """Return what each small panel shows: lines by their names. Both answers of a pair are in one panel."""
+    panels = {"learning rate": {"": _series(records, "learning_rate")}}
+    panels["gradient norm"] = {"": _series(records, "grad_norm")}
+    names = {key for record in records for key in record if not key.startswith("eval_")} - _FIELDS - {*beside}
+    for name in sorted(names):
+        if (series := _series(records, name))[0]:
+            panel, _, answer = name.rpartition("/")
+            panel, line = (panel, answer) if answer in ("chosen", "rejected") else (name, "")
+            panels.setdefault(panel, {})[line] = series
+    return panels
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -94,22 +120,21 @@ def _decaying_sums(values: list[float], decay: float) -> list[tuple[float, float
     return sums
 
 
-def _draw_loss(axes: Axes, loss: tuple[list[int], list[float]], evaluation: tuple[list[int], list[float]]) -> None:
-    steps, values = loss
+def _draw_curves(axes: Axes, training: _Series, evaluation: _Series, what: str = "") -> None:
+    steps, values = training
+    label, of_evaluation = (f"{kind} {what}".rstrip() for kind in ("training", "evaluation"))
     marker = "o" if len(steps) < 30 else ""
     if len(steps) > 40:
-        axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1, label="training loss")
-        axes.plot(steps, smooth(values), color="tab:blue", linewidth=1.8, label="training loss, smoothed")
+        axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1, label=label)
+        axes.plot(steps, smooth(values), color="tab:blue", linewidth=1.8, label=f"{label}, smoothed")
     elif steps:
-        axes.plot(steps, values, color="tab:blue", marker=marker, markersize=3, linewidth=1.5, label="training loss")
+        axes.plot(steps, values, color="tab:blue", marker=marker, markersize=3, linewidth=1.5, label=label)
     if evaluation[0]:
-        axes.plot(*evaluation, color="tab:orange", marker="o", markersize=4, linewidth=1.5, label="evaluation loss")
-    axes.set_title("training loss")
-    axes.set_ylabel("loss (mean over trained tokens)")
+        axes.plot(*evaluation, color="tab:orange", marker="o", markersize=4, linewidth=1.5, label=of_evaluation)
     axes.legend(frameon=False)
 
 
-def _series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def _series(records: list[dict[str, Any]], key: str) -> _Series:
     """Return steps and finite values of one key."""
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     points = [(step, value) for step, value in points if math.isfinite(value)]
