@@ -104,6 +104,14 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_same_runs(one: Path, other: Path, last_step: int) -> None:
+    """Both runs ended with the same weights and training state, and had the same norms of gradients on the way."""
+    for folder in (".", f"checkpoint-{last_step}", f"checkpoint-{last_step}/training"):
+        assert_same_tensors(one / folder, other / folder)
+    norms = [{step: record["grad_norm"] for step, record in metrics(each).items()} for each in (one, other)]
+    assert norms[0] == norms[1]
+
+
 def assert_same_tensors(one: Path, other: Path) -> None:
     """Both folders hold the same tensors, bit for bit."""
     first, second = tensors(one), tensors(other)

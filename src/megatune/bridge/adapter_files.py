@@ -11,7 +11,7 @@ from megatune.architecture import Architecture
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights, scaling
+from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights, alpha_of, scaling
 from megatune.families.forms import CheckpointForm
 from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.peft_tensors import PREFIX, Adapter, AdapterTensor, read_adapter
@@ -143,7 +143,7 @@ def _differences(found: AdapterFolder, architecture: Architecture, selection: Se
 def _scaled_otherwise(found: AdapterFolder, selection: Selection) -> Iterator[Finding]:
     """Say what makes the factor of an adapter's products another than this run's."""
     config, where = found.adapter.config, str(found.folder / ADAPTER_CONFIG)
-    alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
+    alpha = alpha_of(selection)
     why, changed = "it scales what adapters add to the base", False
     for name, was, now in (
         ("lora_alpha", config.alpha, alpha),

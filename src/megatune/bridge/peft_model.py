@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.peft_form import stacked_matrices
+from megatune.families.peft_tensors import PREFIX
 
-_PREFIX = "base_model.model."  # what peft puts before the names of the base's modules
 _NAME = "default"  # of the one adapter, in peft's layers
 # One expert's matrix in an adapter: the layer, the expert, the matrix, A or B.
 _OF_EXPERT = re.compile(r"(.*\.layers\.\d+\.).*\.experts\.(\d+)\.(\w+)\.(lora_[AB])\.weight")
-# Transformers' parameter of all experts of a layer, and the matrices that it stacks, by both names that they have.
-_STACKS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
+# Transformers' parameter of all experts of a layer, and the matrices that it stacks, by the names that they have.
+_STACKS = stacked_matrices()
 # Linear layers of these names: where a model has experts peft takes them for experts'.
 _LIKE_EXPERTS = tuple(f".{name}" for kinds in _STACKS.values() for names in kinds for name in names)
 
@@ -118,7 +119,7 @@ def _apply(model: PreTrainedModel, folder: Path, *, trained: bool) -> AppliedAda
         tensors = load_peft_weights(str(folder), device="cpu")
     except Exception as error:  # whatever a damaged file makes JSON, safetensors, torch and peft raise
         raise _unfit(folder, Finding(f"cannot be read: {error}")) from error
-    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
     absent: list[str] = []
     config.inference_mode = not trained
@@ -198,11 +199,11 @@ def _places(peft: Any, tensors: Iterable[str]) -> Iterator[tuple[str, Place]]:
         if isinstance(module, ParamWrapper) and module.parameter_name in _STACKS:
             a, b = module.lora_A[_NAME].weight, module.lora_B[_NAME].weight
             of_experts += [a, b]
-            yield from _places_of_experts(path.removeprefix(_PREFIX), module, a, b, names)
+            yield from _places_of_experts(path.removeprefix(PREFIX), module, a, b, names)
     stacked = set(map(id, of_experts))
     for path, parameter in peft.named_parameters():
         if f".{_NAME}" in path and id(parameter) not in stacked:
-            name = path.removeprefix(_PREFIX).replace(f".modules_to_save.{_NAME}", "").replace(f".{_NAME}", "")
+            name = path.removeprefix(PREFIX).replace(f".modules_to_save.{_NAME}", "").replace(f".{_NAME}", "")
             yield name.removesuffix(".weight") if "lora_magnitude" in name else name, (parameter, _whole)
 
 

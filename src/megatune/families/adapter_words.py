@@ -7,7 +7,7 @@ from math import prod
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
-from megatune.families.adapters import LORA_A, adapter_weights, adapters
+from megatune.families.adapters import LORA_A, adapter_weights, adapters, alpha_of
 from megatune.families.selection import Selection
 from megatune.families.trained import is_trained, module_of
 from megatune.families.weights import Role, Stack, hf_shapes, layers_of
@@ -17,7 +17,7 @@ _WHOSE = {Stack.VISION: "vision tower's ", Stack.PROJECTOR: "projector's ", Stac
 
 def kind_of_adapters(selection: Selection) -> str:
     """Name the kind, with rank and alpha: "LoRA of rank 8, alpha 16"."""
-    alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
+    alpha = alpha_of(selection)
     kind = "DoRA" if selection.use_dora else "LoRA"
     scaled = "rank-stabilized " if selection.use_rslora else ""
     return f"{scaled}{kind} of rank {selection.lora_rank}, alpha {alpha}"

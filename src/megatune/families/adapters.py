@@ -57,10 +57,14 @@ def adapter_weights(architecture: Architecture, selection: Selection) -> tuple[W
     return tuple(entry for each in adapters(architecture, selection).values() for entry in each.entries)
 
 
+def alpha_of(selection: Selection) -> int:
+    """Return alpha: twice the rank where nobody said another."""
+    return 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
+
+
 def scaling(selection: Selection) -> float:
     """Return the factor s of adapters' products: alpha / r, rank-stabilized (arXiv:2312.03732) alpha / √r."""
-    alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
-    return alpha / (math.sqrt(selection.lora_rank) if selection.use_rslora else selection.lora_rank)
+    return alpha_of(selection) / (math.sqrt(selection.lora_rank) if selection.use_rslora else selection.lora_rank)
 
 
 def takes_adapter(weight: Weight) -> bool:

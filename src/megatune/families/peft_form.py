@@ -9,7 +9,7 @@ from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
-from megatune.families.adapters import LORA_A, adapters, module_path
+from megatune.families.adapters import LORA_A, adapters, alpha_of, module_path
 from megatune.families.selection import Selection
 from megatune.families.trained import trained_weights
 from megatune.families.weights import Role, Weight, layers_of
@@ -18,6 +18,19 @@ from megatune.families.weights import Role, Weight, layers_of
 EXPERT_PARAMETERS = {2: "gate_up_proj", 1: "down_proj"}  # by how many matrices of an expert are in one
 _EXPERTS = "mlp.experts"
 _GATE_UP = r"(mlp\.experts\.gate_up_proj)"
+
+
+def stacked_matrices() -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return the matrices of an expert that are one parameter in Transformers, by its name: of each every name that
+    families have for it."""
+    found: dict[str, tuple[dict[str, None], ...]] = {}
+    for family in FAMILIES.values():
+        for weight in family.weights:
+            if weight.per_expert:
+                names = found.setdefault(EXPERT_PARAMETERS[len(weight.hf)], tuple({} for _ in weight.hf))
+                for kind, tensor in zip(names, weight.hf, strict=True):
+                    kind[_leaf(module_path(tensor))] = None
+    return {parameter: tuple(map(tuple, names)) for parameter, names in found.items()}
 
 
 def adapter_config(
@@ -30,7 +43,7 @@ def adapter_config(
         dropout: of training; peft takes none of experts, and then has none.
     """
     modules, parameters = _targets(architecture, selection)
-    alpha = 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
+    alpha = alpha_of(selection)
     ranks, alphas = {}, {}
     if f"{_EXPERTS}.{EXPERT_PARAMETERS[2]}" in parameters:
         # Gate and up together have twice the rank, and the factor that each of them has. peft adds a pattern of its own

@@ -17,7 +17,6 @@ from megatune.architecture import Architecture
 from megatune.bridge.adapter_writer import write_adapter, write_adapter_config
 from megatune.bridge.adapters import InitialAdapters
 from megatune.bridge.assemble import open_checkpoint
-from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.families.adapters import LORA_B, MAGNITUDE, adapter_weights
 from megatune.families.peft_config import WEIGHTS_FILE
@@ -53,20 +52,17 @@ def write_random_adapter(
     """Write an adapter as peft has it: A and B random, lengths of rows near the base's, modules trained whole as the
     base has them; all fp32."""
     base, _ = open_checkpoint(model_dir, architecture)
-    write_adapter(folder / WEIGHTS_FILE, _RandomAdapter(architecture, selection, base, seed), architecture, selection)
+    source = _RandomAdapter(adapter_weights(architecture, selection), architecture, base, seed)
+    write_adapter(folder / WEIGHTS_FILE, source, architecture, selection)
     write_adapter_config(folder, architecture, selection, str(model_dir))
 
 
 class _RandomAdapter(InitialAdapters):
     """New adapters, none of which is zero."""
 
-    def __init__(self, architecture: Architecture, selection: Selection, base: SafetensorsFolder, seed: int) -> None:
-        super().__init__(adapter_weights(architecture, selection), architecture, base, seed)
-        self._whole = base
-
     def read(self, segment: Segment, prefix: str = "") -> Tensor:
         if not self.has(segment.name):
-            return self._whole.read(segment).float()
+            return self._base.read(segment).float()
         if segment.name.endswith(LORA_B):
             return self.drawn(segment, _LARGEST_B)
         begun = super().read(segment)

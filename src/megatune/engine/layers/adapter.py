@@ -169,7 +169,7 @@ class Adapter(torch.nn.Module):
         """
         a, b = self.a(torch.float32), self.b(torch.float32)
         if self._squared_rows is None:
-            self._squared_rows = torch.stack([row.float().square().sum() for row in weight.unbind()])
+            self._squared_rows = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
         products = F.linear(weight, a.to(weight.dtype)).float()
         squared = self._squared_rows + self.scale * (b * (2 * products + self.scale * (b @ (a @ a.t())))).sum(-1)
         if self.cut is Cut.INPUTS and self.group.size() > 1:
