@@ -53,8 +53,8 @@ def run_joined(
     if context.rank == 0:
         context.stop_file.unlink(missing_ok=True)
     error_path(run_dir, context.rank).unlink(missing_ok=True)
-    context.beat("start", 0)
     with rank_log(context):
+        context.beat("start", 0)
         code = run_target(target, payload, context, log=sys.stderr)
         if code == ExitCode.OUT_OF_MEMORY and out_of_memory_advice:
             print(out_of_memory_advice, file=sys.stderr)
