@@ -1,8 +1,8 @@
 """Steps on preference pairs by TRL's own trainers, in fp32 on this process.
 
 What TRL means in another way than this project is set so that both are the same. Its likelihood of chosen answers is a
-mean over the tokens of a micro-batch: losses that have one take a pair at a time, and accumulate gradients. ORPO's is of
-the prompt, too: prompts are of one token, which no token predicts.
+mean over the tokens of a micro-batch: losses that have one take a pair at a time, and accumulate gradients. ORPO's is
+of the prompt, too: prompts are of one token, which no token predicts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from trl import DPOConfig, DPOTrainer
 from megatune.data.rows import IGNORE_INDEX
 from megatune.objectives.preference import LOG_PROBS, REWARDS, Preference
 from megatune.verify.reference import checkpoint_tensors, load_reference_model
+from megatune.verify.samples import Sample
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -78,7 +79,6 @@ def trl_steps(
     folder: Path,
     *,
     adapter: Path | None = None,
-    ld_alpha: float | None = None,
 ) -> Steps:
     """Train on all pairs at each step; the reference is the model at the start, or the model without its adapter.
 
@@ -100,8 +100,10 @@ def trl_steps(
         names = ("adam_beta1", "adam_beta2", "adam_epsilon")
         common |= {"optim": "adamw_torch", **{name: optimizer[name] for name in names}}
     model = load_reference_model(model_dir, torch.float32)
-    make = _of_dpo if objective.has_reference else _of_orpo if "orpo" in objective.losses else _of_cpo
-    trainer = make(model_dir, model, pairs, objective, common, adapter, ld_alpha)
+    if objective.has_reference:
+        trainer = _dpo(model, pairs, objective, common, model_dir, adapter)
+    else:
+        trainer = (_orpo if "orpo" in objective.losses else _cpo)(model, pairs, objective, common)
     if adapter is not None:
         _fill(trainer.model, adapter)
     if optimizer["optimizer"] == "sgd":
@@ -120,48 +122,42 @@ def trl_steps(
     return Steps(before, _tensors(trainer.model), [{name: each[name] for name in names} for each in log])
 
 
-def _of_dpo(
-    model_dir: Path, model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any],
-    adapter: Path | None, ld_alpha: float | None,
+def _dpo(
+    model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any], model_dir: Path,
+    adapter: Path | None,
 ) -> Trainer:  # fmt: skip
     from peft import LoraConfig
 
-    types, weights = zip(*objective.losses.items(), strict=True)
-    if objective.likelihood:
-        types, weights = (*types, "sft"), (*weights, objective.likelihood)
+    losses = dict(objective.losses) | ({"sft": objective.likelihood} if objective.likelihood else {})
     arguments = DPOConfig(
-        **common, loss_type=list(types), loss_weights=list(weights), max_length=None, router_aux_loss_coef=0.0,
-        label_smoothing=objective.shape.smoothing, ld_alpha=ld_alpha,
+        **common, loss_type=list(losses), loss_weights=list(losses.values()), max_length=None,
+        label_smoothing=objective.shape.smoothing, router_aux_loss_coef=0.0,
     )  # fmt: skip
-    config = LoraConfig.from_pretrained(str(adapter)) if adapter is not None else None
-    if config is not None:
+    reference = load_reference_model(model_dir, torch.float32) if adapter is None else None
+    config = None
+    if adapter is not None:
+        config = LoraConfig.from_pretrained(str(adapter))
         config.inference_mode = False
-    reference = load_reference_model(model_dir, torch.float32) if config is None else None
     rows = []
     for pair in pairs:
-        (prompt, chosen), (_, rejected) = (_split(each.input_ids, each.labels) for each in (pair.chosen, pair.rejected))
+        (prompt, chosen), (_, rejected) = map(_split, (pair.chosen, pair.rejected))
         rows.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
     return _DPO(model, reference, arguments, **_data(rows), peft_config=config)
 
 
-def _of_cpo(
-    model_dir: Path, model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any], *_: None
-) -> Trainer:
-    (loss,) = objective.losses
-    shape = objective.shape
+def _cpo(model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any]) -> Trainer:
+    (loss,), shape = objective.losses, objective.shape
     arguments = CPOConfig(
-        **common, loss_type={"cpo": "sigmoid"}.get(loss, loss), cpo_alpha=objective.likelihood, max_length=128,
+        **common, loss_type="sigmoid" if loss == "cpo" else loss, cpo_alpha=objective.likelihood, max_length=128,
         simpo_gamma=shape.gamma, label_smoothing=shape.smoothing, remove_unused_columns=False,
     )  # fmt: skip
-    return _CPO(model, arguments, **_data([_whole(pair) for pair in pairs]))
+    return _CPO(model, arguments, **_data(list(map(_whole, pairs))))
 
 
-def _of_orpo(
-    model_dir: Path, model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any], *_: None
-) -> Trainer:
+def _orpo(model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any]) -> Trainer:
+    assert all(len(_split(pair.chosen)[0]) == 1 for pair in pairs)
     arguments = ORPOConfig(**common, max_length=128, remove_unused_columns=False)
-    assert {_split(each.input_ids, each.labels)[0].__len__() for pair in pairs for each in (pair.chosen,)} == {1}
-    return _ORPO(model, arguments, **_data([_whole(pair) for pair in pairs]))
+    return _ORPO(model, arguments, **_data(list(map(_whole, pairs))))
 
 
 def _data(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,14 +166,14 @@ def _data(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
 
 
-def _split(input_ids: Sequence[int], labels: Sequence[int]) -> tuple[list[int], list[int]]:
+def _split(sample: Sample) -> tuple[list[int], list[int]]:
     """A prompt and its answer."""
-    length = sum(label == IGNORE_INDEX for label in labels)
-    return list(input_ids[:length]), list(input_ids[length:])
+    length = sum(label == IGNORE_INDEX for label in sample.labels)
+    return list(sample.input_ids[:length]), list(sample.input_ids[length:])
 
 
 def _whole(pair: SamplePair) -> dict[str, Any]:
-    prompt, _ = _split(pair.chosen.input_ids, pair.chosen.labels)
+    prompt, _ = _split(pair.chosen)
     row: dict[str, Any] = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
     for side, sample in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         row[f"{side}_input_ids"], row[f"{side}_labels"] = list(sample.input_ids), list(sample.labels)
