@@ -2,7 +2,8 @@
 
 TRL's trainers take bare instances here: with what their loss functions read, and nothing else. What TRL defines in
 another way is set so that both are the same: `sigmoid` without label smoothing, BCO before its first step (TRL keeps no
-mean of rewards), ORPO's two terms one by one (its first one is of prompts, too). TRL has no `kto_pair` any more.
+mean of rewards), ORPO's two terms one by one (its first one is of prompts, too), LD-DPO with the reference's values
+given. TRL has no `kto_pair` any more.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_pair_losses import NUM_PAIRS, SHAPE, random_pairs
 from torch import Tensor
 from trl import DPOTrainer
 
+from megatune.data.answer_weights import answer_token_weights
+from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.objectives.joint_losses import JOINT
 from megatune.objectives.pair_losses import SEPARABLE, Pairs, Shape, negative_log_likelihood, odds_ratio
 
@@ -51,8 +55,8 @@ def bare(kind: type, **attributes: Any) -> Any:
     return trainer
 
 
-def by_dpo_trainer(loss: str, pairs: Pairs, shape: Shape) -> tuple[Tensor, Tensor]:
-    """The mean loss, and its derivatives by the answers' log-probabilities, [2, P]."""
+def by_dpo_trainer(loss: str, pairs: Pairs, shape: Shape, ld_alpha: float | None = None) -> tuple[Tensor, Tensor]:
+    """The mean loss, and its derivatives by the answers' log-probabilities, [2, P]. Tokens of an answer share it evenly."""
     counts = torch.cat((pairs.chosen_tokens, pairs.rejected_tokens)).long()
     # A prompt of one token, the answer, padding; the model's log-probabilities are of what comes next.
     places = torch.arange(-1, int(counts.max()) + 1)
@@ -63,7 +67,7 @@ def by_dpo_trainer(loss: str, pairs: Pairs, shape: Shape) -> tuple[Tensor, Tenso
     nothing = torch.zeros_like(log_probs)
     given = SimpleNamespace(log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
     trainer = bare(
-        DPOTrainer, model=torch.nn.Module(), loss_types=[loss], loss_weights=[1.0], beta=shape.beta, ld_alpha=None,
+        DPOTrainer, model=torch.nn.Module(), loss_types=[loss], loss_weights=[1.0], beta=shape.beta, ld_alpha=ld_alpha,
         label_smoothing=shape.smoothing, f_divergence_type="reverse_kl", precompute_ref_logps=True, _tp_size=1,
         use_weighting=False, aux_loss_enabled=False, args=SimpleNamespace(discopop_tau=shape.tau),
         _metrics={"train": defaultdict(list)}, _total_train_tokens=0,
@@ -129,3 +133,17 @@ def test_likelihood_is_trls_sft_of_one_pair() -> None:
         one = Pairs(*(getattr(pairs, name)[index : index + 1] for name in Pairs.__slots__))
         theirs, _ = by_dpo_trainer("sft", one, SHAPE)
         torch.testing.assert_close(ours[index], theirs, rtol=BOUND, atol=0)
+
+
+def test_tokens_beyond_the_shorter_answer_weigh_as_in_trl() -> None:
+    """Of the policy: in TRL those of the reference weigh the same, and here they are given."""
+    pairs, shape, alpha = random_pairs(), replace(SHAPE, smoothing=0.0), 0.5
+    counts = torch.stack((pairs.chosen_tokens, pairs.rejected_tokens), 1).long()
+    rows = [np.array([IGNORE_INDEX, *range(count)], np.int32) for count in counts.flatten().tolist()]
+    weights = torch.from_numpy(answer_token_weights([Document(row, row) for row in rows], alpha).values).double()
+    means = [part[:-1].mean() for part in weights.split([len(row) for row in rows])]
+    chosen, rejected = torch.stack(means).view(-1, 2).unbind(1)
+    weighted = replace(pairs, chosen=pairs.chosen * chosen, rejected=pairs.rejected * rejected)
+    assert not torch.equal(weighted.chosen, pairs.chosen)
+    theirs, _ = by_dpo_trainer("sigmoid", pairs, shape, alpha)
+    torch.testing.assert_close(by_us("sigmoid", weighted, shape)[0], theirs, rtol=BOUND, atol=0)
