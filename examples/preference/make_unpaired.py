@@ -64,4 +64,5 @@ if __name__ == "__main__":
     try:
         main()
     except MegatuneError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -56,7 +56,7 @@ def bare(kind: type, **attributes: Any) -> Any:
 
 
 def by_dpo_trainer(loss: str, pairs: Pairs, shape: Shape, ld_alpha: float | None = None) -> tuple[Tensor, Tensor]:
-    """The mean loss, and its derivatives by the answers' log-probabilities, [2, P]. Tokens of an answer share it evenly."""
+    """The mean loss, and its derivatives by answers' log-probabilities, [2, P]; tokens share those evenly."""
     counts = torch.cat((pairs.chosen_tokens, pairs.rejected_tokens)).long()
     # A prompt of one token, the answer, padding; the model's log-probabilities are of what comes next.
     places = torch.arange(-1, int(counts.max()) + 1)
