@@ -1,13 +1,11 @@
-"""A step on preference pairs: random rows, and both sides of it, this project's engine and TRL's DPOTrainer.
+"""A step on preference pairs: random rows, and this project's side of it; TRL's is in `their_pairs`.
 
-Each side is a process that answers the words "build", "step" and "memory". TRL's trainer runs its own loop, and waits
-for a word before each of its steps.
+Each side is a process that answers the words "build", "step" and "memory".
 """
 
 from __future__ import annotations
 
 import gc
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +16,10 @@ import numpy as np
 
 from megatune.data.batches import Batch, Collator, DocumentValues
 from megatune.data.rows import IGNORE_INDEX, Document
-from training.case import LEARNING_RATE, Case, Engine, Failure, Measured, Ready
+from training.case import Case, Engine, Failure, Measured, Ready
 from training.worker import WARMUP
 
 BETA = 0.1
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_PADDING = "<pad>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +27,9 @@ class PairCase(Case):
     """The work of a step on pairs.
 
     Attributes:
-        tokens: of the longest prompt and answer together; they begin at a little less than half of it.
+        tokens: that a prompt and its answer have at most; the fewest are three eighths of it.
         pairs: of a micro-batch.
-        steps: that are measured; rows are drawn for a further one.
+        steps: that are measured.
     """
 
     pairs: int
@@ -73,14 +69,12 @@ def serve_pairs(pipe: Connection, case: PairCase, engine: Engine) -> None:
         if engine.side == "megatune":
             _Ours(case, engine.options).serve(pipe)
         else:
-            _train_with_trl(pipe, case, **engine.options)
+            from training.their_pairs import train_with_trl
+
+            train_with_trl(pipe, case, **engine.options)
     except Exception as error:
         pipe.send(Failure(f"{type(error).__name__}: {error}"[:300]))
         raise
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# This project's engine
 
 
 class _Ours:
@@ -96,6 +90,8 @@ class _Ours:
         self._engine = Megatune(case, options, Timeline(), objective=Preference({"sigmoid": 1.0}, Shape(beta=BETA)))
 
     def serve(self, pipe: Connection) -> None:
+        from training.live import kept_bytes
+
         steps: list[list[Batch]] = []
         while True:
             try:
@@ -108,7 +104,7 @@ class _Ours:
             elif word == "step":
                 pipe.send(self._step(details[0], steps[details[0]]))
             else:
-                pipe.send(_kept_bytes())
+                pipe.send(kept_bytes())
 
     def _build(self) -> tuple[PairsReady, list[list[Batch]]]:
         began = time.perf_counter()
@@ -151,135 +147,3 @@ class _Ours:
         began = time.perf_counter()
         loss = self._engine.step(batches)
         return Measured(index, time.perf_counter() - began, {}, loss)
-
-
-def _kept_bytes() -> int:
-    from training.live import kept_bytes
-
-    return kept_bytes()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# TRL
-
-
-def _train_with_trl(pipe: Connection, case: PairCase, precompute: bool, lora_rank: int | None = None) -> None:
-    """Let TRL's trainer take its steps, each when it is told to."""
-    word, *_ = pipe.recv()
-    assert word == "build"
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        turns = _turns(pipe, began)
-        trainer = _trainer(case, precompute, lora_rank, folder, turns)
-        turns.ready(time.perf_counter(), trainer)
-        try:
-            trainer.train()
-        except EOFError:  # whoever asked has gone
-            return
-
-
-def _turns(pipe: Connection, began: float) -> Any:
-    from transformers import TrainerCallback
-
-    class Turns(TrainerCallback):
-        """Takes the time of each step of the trainer's loop: forward, backward, clipping and the optimizer."""
-
-        def ready(self, now: float, trainer: Any) -> None:
-            self._built, self._trainer, self._warm, self._step = now, trainer, [], 0
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if self._step >= WARMUP:
-                while pipe.recv()[0] == "memory":
-                    pipe.send(_kept_bytes())
-            self._began = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self._seconds = time.perf_counter() - self._began
-
-        def on_log(self, arguments: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" not in logs:
-                return
-            measured = Measured(self._step, self._seconds, {}, logs["loss"])
-            self._step += 1
-            if measured.index >= WARMUP:
-                pipe.send(measured)
-                return
-            self._warm.append(self._seconds)
-            if self._step == WARMUP:
-                reference = self._trainer.reference_seconds
-                seconds, description = self._built - began - reference, f"TRL {_version()}"
-                pipe.send(PairsReady(description, seconds, tuple(self._warm), reference))
-
-    return Turns()
-
-
-def _version() -> str:
-    import trl
-
-    return trl.__version__
-
-
-def _trainer(case: PairCase, precompute: bool, lora_rank: int | None, folder: str, callback: Any) -> Any:
-    from datasets import Dataset
-    from peft import LoraConfig
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, PrinterCallback
-    from trl import DPOConfig, DPOTrainer
-
-    from training.weights import fill_adapters
-
-    class Trainer(DPOTrainer):
-        """Takes rows of tokens as they are, and the time of the reference's pass."""
-
-        reference_seconds = 0.0
-
-        def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-            return dataset
-
-        def _precompute_ref_logps(self, *arguments: Any) -> Dataset:
-            began = time.perf_counter()
-            found = super()._precompute_ref_logps(*arguments)
-            self.reference_seconds = time.perf_counter() - began
-            return found
-
-    arguments = DPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None, report_to=[],
-        save_strategy="no", logging_steps=1, disable_tqdm=True, max_steps=case.all_steps + 1,
-        train_sampling_strategy="sequential", lr_scheduler_type="constant", learning_rate=LEARNING_RATE,
-        per_device_train_batch_size=case.pairs, gradient_accumulation_steps=case.micro_batches, max_grad_norm=1.0,
-        beta=BETA, precompute_ref_log_probs=precompute,
-    )  # fmt: skip
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({_PADDING: 0}, _PADDING)))
-    tokenizer.pad_token = tokenizer.eos_token = _PADDING
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    rows = [dict(zip(names, row, strict=True)) for i in range(case.all_steps) for row in step_pairs(case, i)]
-    config = None
-    if lora_rank is not None:
-        config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=list(LINEAR))
-    trainer = Trainer(
-        _model(case),
-        None if precompute or config is not None else _model(case),
-        arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=config,
-        callbacks=[callback],
-    )
-    trainer.remove_callback(PrinterCallback)
-    if config is not None:
-        fill_adapters(trainer.model.get_base_model())
-    return trainer
-
-
-def _model(case: PairCase) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    from training.weights import fill_transformers
-
-    logging.set_verbosity_error()
-    config = AutoConfig.for_model(**case.shape.config)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    fill_transformers(model)
-    return model
