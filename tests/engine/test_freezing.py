@@ -227,8 +227,7 @@ CASES = [
     *(("qwen3", True, "last layer", layout) for layout in DENSE if "pp" in layout or "recompute" in layout),
     *(("qwen3", True, "first layer", layout) for layout in ("pp2 vpp2", "tp2 pp2 vpp2 dp2 sp, overlaps, fusions")),
     *(("qwen2", False, "feed-forward of the last three", layout) for layout in DENSE if "recompute" in layout),
-    *(("qwen2", False, "all layers", layout) for layout in DENSE if "recompute" in layout),
-    *(("qwen2", False, selection, layout) for selection in OF_LAYERS for layout in ("1", "pp2 vpp2")),
+    *(("qwen2", False, selection, "pp2 vpp2") for selection in OF_LAYERS),
 ]
 
 
@@ -358,19 +357,19 @@ def test_routers_of_frozen_layers_keep_their_bias(pool, model_dir):
 
 
 PICTURES = {
-    **{name: LAYOUTS[name] for name in ("1", "tp2 sp", "pp2")},
+    **{name: LAYOUTS[name] for name in ("1", "tp2 sp")},
     "tp2 pp2 dp2 sp, overlaps, fusions": MORE_LAYOUTS["tp2 pp2 dp2 sp, overlaps, fusions"],
     "cp2 p2p": SEQUENCE_LAYOUTS["cp2 p2p"],
     "recompute full": Layout(1, recompute=FULL),
 }
 PICTURE_CASES = [
-    *(("qwen3_vl", selection, layout) for selection in OF_PICTURES
-      for layout in ("pp2", "tp2 pp2 dp2 sp, overlaps, fusions")),
+    *(("qwen3_vl", selection, "tp2 pp2 dp2 sp, overlaps, fusions") for selection in OF_PICTURES),
     *(("qwen3_vl", selection, layout) for selection in (OF_PICTURES[0], OF_PICTURES[-1])
       for layout in ("1", "cp2 p2p", "recompute full")),
-    *((family, selection, "tp2 sp") for family in ("qwen2_vl", "qwen2_5_vl") for selection in OF_PICTURES),
+    *(("qwen2_vl", selection, "tp2 sp") for selection in OF_PICTURES[::2]),
+    *(("qwen2_5_vl", selection, "tp2 sp") for selection in OF_PICTURES[1::2]),
     *(("qwen3_vl", selection, layout) for selection in list(SELECTIONS)[-3:]
-      for layout in ("pp2", "tp2 pp2 dp2 sp, overlaps, fusions", "recompute full")),
+      for layout in ("tp2 pp2 dp2 sp, overlaps, fusions", "recompute full")),
 ]  # fmt: skip
 
 
@@ -381,7 +380,7 @@ def test_parts_of_vision_language_models(pool, model_dir, plain_steps, tmp_path,
     assert_frozen_and_trained(saved(tmp_path), *plain_steps(family, False, selection))
 
 
-@pytest.mark.parametrize("selection", OF_PICTURES)
+@pytest.mark.parametrize("selection", OF_PICTURES[::3])
 def test_parts_of_a_vision_language_model_with_experts(pool, model_dir, plain_steps, tmp_path, selection):
     settings = settings_of(EXPERT_LAYOUTS["ep2"], selection)
     pool.run(2, engine_steps, model_dir("qwen3_vl_moe"), settings, tmp_path)
