@@ -15,6 +15,7 @@ from megatune.data.packing import concatenate, pack
 from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
 from megatune.data.rows import (
+    DESIRABLE,
     IGNORE_INDEX,
     TOKENS_FILE,
     TRAINED_FILE,
@@ -33,7 +34,7 @@ _FLUSH_TOKENS = 2**20
 class RowShape:
     """How samples become rows."""
 
-    stage: str  # "sft": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents
+    stage: str  # "sft": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents. "kto": one document
     cutoff_len: int  # tokens of the longest document
     packing: bool  # rows hold several samples
     seed: int  # of the packing
@@ -72,6 +73,7 @@ class RowsBuilder:
         self._samples = array("q", [0])  # where each sample's documents begin
         self._trained = array("i")  # tokens of each document that a causal model can learn
         self._largest = array("i")  # token id of each document
+        self._desirable = array("b")  # of each document of stage kto
         self._unwritten: list[Document] = []
         self._num_unwritten = 0  # tokens
 
@@ -89,8 +91,11 @@ class RowsBuilder:
         """Samples added."""
         return len(self._samples) - 1
 
-    def add(self, documents: Sequence[Document]) -> int:
+    def add(self, documents: Sequence[Document], desirable: bool | None = None) -> int:
         """Write one sample's tokens: one document, or a pair's chosen and rejected ones; returns its number.
+
+        Args:
+            desirable: of stage kto, whether the answer is one that is wanted.
 
         Raises:
             ValueError: a document is empty, or has more or fewer labels than tokens.
@@ -104,6 +109,8 @@ class RowsBuilder:
             self._ends.append(self._ends[-1] + size)
             self._num_unwritten += size
         self._samples.append(len(self._ends) - 1)
+        if desirable is not None:
+            self._desirable.append(desirable)
         if self._num_unwritten >= _FLUSH_TOKENS:
             self._flush()
         return len(self) - 1
@@ -140,6 +147,11 @@ class RowsBuilder:
         spans, rows, arrangement = self._arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
         part = self._folder / name
         write_rows(part, spans, rows, arrangement)
+        desirable: int | None = None
+        if self._shape.stage == "kto":
+            tags = np.asarray(self._desirable, dtype=bool)[documents]
+            desirable = int(tags.sum())
+            write_extra(part, DESIRABLE, ExtraColumn("document", tags))
         for extra, source in self._extras.items():
             write_extra(part, extra, source.compute(TokenRows(part)))
         written = TokenRows(part)
@@ -158,6 +170,7 @@ class RowsBuilder:
             longest=int(lengths.max(initial=0)),
             largest_id=int(np.asarray(self._largest)[documents].max(initial=0)),
             pictures=written.count_pictures(),
+            desirable=desirable,
         )
 
     def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:

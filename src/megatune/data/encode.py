@@ -243,7 +243,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
         check_pretraining_tokenizer(tokenizer)
     else:
         template = load_template(data.template, tokenizer, data.default_system)
-    options = (data.truncation_strategy, data.train_on_prompt, data.mask_history)
+    options = (data.truncation_strategy, data.train_on_prompt, data.mask_history or settings.run.stage == "kto")
     thinking = (data.enable_thinking, data.preserve_thinking)
     whole_text = template is not None and needs_whole_text(template, tokenizer)
     return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text, vision)

@@ -25,6 +25,7 @@ from megatune.families.adapter_words import (
 from megatune.families.quantized import form_of
 from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
+from megatune.objectives.kto import KTO
 from megatune.objectives.preference import Preference
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
@@ -63,7 +64,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     if kept := _recompute(settings.recompute):
         yield f"recompute  {kept}"
     yield from (f"data       {line}" for line in trainer.feed.lines)
-    if isinstance(trainer.objective, Preference):
+    if isinstance(trainer.objective, Preference | KTO):
         yield f"loss       {describe_loss(trainer.objective)}"
     batch = settings.batch
     yield (

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from megatune.config.settings import Settings
+from megatune.objectives.kto import KTO
 from megatune.objectives.language_model import CrossEntropy
 from megatune.objectives.pair_losses import Shape
 from megatune.objectives.preference import Preference
 
 
-def objective_of(settings: Settings) -> CrossEntropy | Preference:
-    """Return cross-entropy of tokens or, of stage dpo, the losses of pairs with their weights and numbers."""
+def objective_of(settings: Settings) -> CrossEntropy | Preference | KTO:
+    """Return cross-entropy of tokens or, of stages dpo and kto, the losses of answers with their weights and numbers."""
+    preference = settings.preference
+    if settings.run.stage == "kto":
+        weights = preference.kto_chosen_weight, preference.kto_rejected_weight
+        return KTO(preference.kto_loss, preference.pref_beta, *weights, preference.pref_ftx)
     if settings.run.stage != "dpo":
         return CrossEntropy()
-    preference = settings.preference
     losses, bco = dict(preference.losses), preference.pref_bco_weight
     if bco:
         losses = {name: weight / (1 + bco) for name, weight in losses.items()}
@@ -29,11 +33,21 @@ def objective_of(settings: Settings) -> CrossEntropy | Preference:
 def has_reference(settings: Settings) -> bool:
     """Return whether the loss compares the model that is trained with a reference."""
     objective = objective_of(settings)
-    return isinstance(objective, Preference) and objective.has_reference
+    return isinstance(objective, KTO) or (isinstance(objective, Preference) and objective.has_reference)
 
 
-def describe(objective: Preference) -> str:
+def has_kl(settings: Settings) -> bool:
+    """Return whether the loss measures answers from the divergence of the model from its reference, KTO's z."""
+    objective = objective_of(settings)
+    return isinstance(objective, KTO) and objective.has_kl
+
+
+def describe(objective: Preference | KTO) -> str:
     """Name the terms of the loss, with their weights, and what they have in common."""
+    if isinstance(objective, KTO):
+        weights = f"{objective.chosen_weight:g} × desirable and {objective.rejected_weight:g} × undesirable answers"
+        own = f" + {objective.likelihood:.4g} × desirable answers' own loss" if objective.likelihood else ""
+        return f"{objective.name} of {weights}{own}, beta {objective.beta:g}"
     terms = {
         **objective.losses,
         **({"the chosen answer's own loss": objective.likelihood} if objective.likelihood else {}),

@@ -10,16 +10,18 @@ from megatune.config.setting import Count, Group
 
 
 class RunSettings(Group):
-    stage: Literal["pt", "sft", "dpo"] = "sft"
+    stage: Literal["pt", "sft", "dpo", "kto"] = "sft"
     """What kind of training this is, and so which form of data it takes and which tokens are trained.
     How: The stage decides how a row becomes tokens and labels; model, optimizer and layout are the same in all stages.
     The loss is the sum over trained tokens divided by their global number; of dpo the sum over pairs, divided by
-    theirs.
+    theirs, of kto the sum over answers.
     When: pt teaches a language or a domain from plain text; sft teaches behaviour from conversations; dpo comes after
-    it, and teaches which of two answers is better. Rows of pt are packed unless packing says otherwise.
+    it, and teaches which of two answers is better; kto does so with answers that people liked or did not, one by one,
+    where there are no pairs. Rows of pt are packed unless packing says otherwise.
     - pt: trains on every token of plain text
     - sft: trains on the assistant's turns of conversations
-    - dpo: trains on pairs of answers, of which one is preferred, by the loss that pref_loss names"""
+    - dpo: trains on pairs of answers, of which one is preferred, by the loss that pref_loss names
+    - kto: trains on answers that are wanted or not, by the loss that kto_loss names"""
     do_train: bool = True
     """Always true: training is what this command does.
     How: It is accepted so that files written for LLaMA-Factory run unchanged; false is refused.

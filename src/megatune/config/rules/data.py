@@ -106,14 +106,12 @@ def streaming(context: Context) -> Iterator[Problem]:
 
 
 def pairs(context: Context) -> Iterator[Problem]:
-    """A preference pair is two documents of one row."""
-    settings, data = context.settings, context.settings.data
-    if settings.run.stage != "dpo":
-        return
-    for key in ("train_on_prompt", "mask_history"):
+    """Of rows that preference training has, answers alone are trained."""
+    stage, data = context.settings.run.stage, context.settings.data
+    why = {"dpo": "only the two answers of a pair are trained", "kto": "only a row's last answer is trained"}.get(stage)
+    for key in ("train_on_prompt", "mask_history") if why else ():
         if getattr(data, key):
-            why = "only the two answers of a pair are trained"
-            yield Problem((key, "stage"), f"{key} with stage dpo", why, f"remove {key}")
+            yield Problem((key, "stage"), f"{key} with stage {stage}", why or "", f"remove {key}")
 
 
 def without_effect(context: Context) -> Iterator[Problem]:
@@ -123,7 +121,7 @@ def without_effect(context: Context) -> Iterator[Problem]:
         what = f"buffer_size {data.buffer_size} without streaming"
         why = "prepared rows are shuffled all together"
         yield Problem(("buffer_size", "streaming"), what, why, "remove buffer_size, or write streaming: true")
-    if data.preserve_thinking and not data.mask_history and settings.run.stage != "dpo":
+    if data.preserve_thinking and not data.mask_history and settings.run.stage not in ("dpo", "kto"):
         what = "preserve_thinking: true without mask_history"
         why = "the reasoning of answers that are trained is always kept"
         names = ("preserve_thinking", "mask_history")

@@ -11,13 +11,13 @@ import numpy as np
 
 from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
-from megatune.data.conversation import PLACEHOLDERS, texts
+from megatune.data.conversation import PLACEHOLDERS, Conversation, texts
 from megatune.data.encode import Encoder, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
 from megatune.data.report import counted
-from megatune.data.rows import Arrangement, Document
+from megatune.data.rows import DESIRABLE, Arrangement, Document
 from megatune.data.samples import read_samples
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates import stop_note
@@ -43,12 +43,14 @@ class RowDocument:
         where: file and line of its sample; "" where only prepared rows are left of it.
         start: tokens of its text before it, where a long text is cut into several documents.
         length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
+        desirable: whether the answer is one that is wanted; None but in stage kto.
     """
 
     where: str
     document: Document
     start: int = 0
     length: int = 0
+    desirable: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,9 @@ def _usable(
         if isinstance(encoded, RowError):
             preview.bad.append((sample.where, encoded))
         else:
-            yield tuple(RowDocument(sample.where, document, length=encoded.length) for document in encoded.documents)
+            desirable = sample.example.desirable if isinstance(sample.example, Conversation) else None
+            own = {"length": encoded.length, "desirable": desirable}
+            yield tuple(RowDocument(sample.where, document, **own) for document in encoded.documents)
 
 
 def _held_out(
@@ -228,7 +232,10 @@ def _held_out(
     preview = Preview(rows.arrangement, total=len(rows))
     preview.notes.append(f"held out: {len(rows):,} of the rows; prepared rows do not know their lines")
     for number in range(wanted.start, min(wanted.stop, len(rows) + 1)):
-        preview.rows.append(PreviewRow("", number, tuple(RowDocument("", each) for each in rows[number - 1])))
+        tags = rows.extras([number - 1]).get(DESIRABLE)
+        desirable = None if tags is None else bool(tags.values[0])
+        documents = tuple(RowDocument("", each, desirable=desirable) for each in rows[number - 1])
+        preview.rows.append(PreviewRow("", number, documents))
     return preview
 
 

@@ -68,7 +68,8 @@ def draw(metrics: Path, image: Path) -> bool:
     axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
     _draw_curves(axes["loss"], loss, evaluation, "loss")
     axes["loss"].set_title("training loss")
-    axes["loss"].set_ylabel(f"loss (mean over {'pairs' if beside else 'trained tokens'})")
+    per = "trained tokens" if not beside else "pairs" if len(beside) > 1 else "answers"
+    axes["loss"].set_ylabel(f"loss (mean over {per})")
     for name in beside:
         _draw_curves(axes[name], _series(records, name), _series(records, f"eval_{name}"))
         axes[name].set_ylabel(name)
