@@ -1,0 +1,240 @@
+"""Three optimizer steps of KTO against TRL's trainer: losses, gradient norms, metrics and weights, in layouts.
+
+One batch is the whole set, so that TRL exchanges answers within it as this project does within all rows. Updates are
+measured as in test_one_step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from layouts import LAYOUTS, SEQUENCE_LAYOUTS, Layout
+from safetensors.torch import load_file
+from test_lora import finetuning
+from test_one_step import OPTIMIZERS, saved, update_errors
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from trl import KTOConfig, KTOTrainer
+
+from megatune.bridge.assemble import assemble
+from megatune.bridge.save import save_weights
+from megatune.config.settings import Settings
+from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.mismatched import MismatchedRows
+from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
+from megatune.data.steps import PreparedSteps
+from megatune.engine.model import gather_parameters
+from megatune.families import load_architecture
+from megatune.objectives.kto import KTO, with_margins
+from megatune.objectives.preference import REFERENCE
+from megatune.training.loaders import Loaders
+from megatune.training.mismatched import with_kl
+from megatune.training.train_step import train_step
+from megatune.verify.adapters import write_random_adapter
+from megatune.verify.reference import checkpoint_tensors, load_reference_model
+
+PROMPTS, ANSWERS = (7, 3, 12, 5, 9, 4, 6, 8), (9, 14, 3, 8, 5, 17, 2, 11)
+TAGS = (True, False, True, True, False, True, False, True)
+CUTOFF, NUM_STEPS = 64, 3
+LOSSES = {"kto": KTO("kto", 0.03, 1.3, 0.8), "apo_zero_unpaired": KTO("apo_zero_unpaired", 0.03)}
+ALL = {**LAYOUTS, **SEQUENCE_LAYOUTS, "dp2": Layout(2, {"overlap_grad_reduce": True, "overlap_param_gather": True})}
+OPTIMIZER = {
+    "adam": (OPTIMIZERS["adam, larger epsilon"], 1e-3),  # settings, and how far an update may be off
+    "sgd": (OPTIMIZERS["sgd"] | {"learning_rate": 2.0}, 1e-5),
+}
+NAMES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all ranks compute; `rows` has reference-own.npy and reference-other.npy."""
+
+    model: Path
+    rows: Path
+    settings: Settings
+    objective: KTO
+
+
+@dataclass(frozen=True)
+class Steps:
+    """TRL's: tensors before and after, and loss, gradient norm and metrics of each step."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    log: list[dict[str, float]]
+
+
+def write(folder: Path) -> Path:
+    """Rows of random tokens."""
+    generator = np.random.default_rng(0)
+    with RowsBuilder(folder, RowShape("kto", CUTOFF, False, 0)) as builder:
+        for prompt, answer, tag in zip(PROMPTS, ANSWERS, TAGS, strict=True):
+            ids = generator.integers(0, 301, prompt + answer).astype(np.int32)
+            builder.add([Document(ids, np.where(np.arange(len(ids)) < prompt, IGNORE_INDEX, ids).astype(np.int32))], tag)
+        builder.write_part("train", np.arange(len(PROMPTS)))
+    return folder / "train"
+
+
+def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
+    """On every rank: losses, norms and metrics; weights are written."""
+    assembly = assemble(case.model, case.settings)
+    own = TokenRows(case.rows).with_column(REFERENCE, case.rows / "reference-own.npy")
+    other = MismatchedRows(case.rows, CUTOFF).with_column(REFERENCE, case.rows / "reference-other.npy")
+    loaders = Loaders(case.settings, assembly.place, 0)
+    batches, others = (
+        loaders.training(PreparedSteps(rows, len(TAGS), shuffle=False), range(NUM_STEPS)) for rows in (own, other)
+    )
+    log = []
+    for (_, mine), mismatched in zip(batches, others, strict=True):
+        objective = case.objective
+        if objective.has_kl:
+            objective = with_kl(assembly.model, [mismatched[1]], objective)
+        result = train_step(assembly, mine, objective, learning_rate=case.settings.optimizer.learning_rate)
+        assert result.updated
+        found = with_margins(result.totals.metrics)
+        log.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **found})
+    gather_parameters(assembly.model)
+    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
+    return log
+
+
+class _KTO(KTOTrainer):
+    """Takes rows of tokens, and of the reference's log-probabilities, as they are."""
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset
+
+    def _precompute_ref_logps(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset
+
+
+def trl_rows(rows: Path, model: Any) -> list[dict[str, Any]]:
+    """Rows as TRL has them, and a reference that is apart from the model: so z is above 0."""
+    own, other = TokenRows(rows), MismatchedRows(rows, CUTOFF)
+    generator, found = np.random.default_rng(1), []
+    for number, ((mine,), (mismatched,)) in enumerate(zip(own, other, strict=True)):
+        size = PROMPTS[number]
+        row = {"prompt_ids": mine.input_ids[:size].tolist(), "completion_ids": mine.input_ids[size:].tolist()}
+        row |= {"KL_completion_ids": mismatched.input_ids[size:].tolist(), "label": TAGS[number]}
+        for key, document in (("ref_logps", mine), ("ref_KL_logps", mismatched)):
+            ids, labels = (torch.from_numpy(np.array(each)).long() for each in document[:2])
+            with torch.no_grad():
+                log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            trained = labels[1:] >= 0
+            value = log_probs[trained].gather(1, labels[1:][trained, None]).sum()
+            row[key] = float(np.float32(value - generator.normal(0.5 if "KL" in key else 0, 1)))
+        found.append(row)
+    np.save(rows / "reference-own.npy", np.array([row["ref_logps"] for row in found], np.float32))
+    np.save(rows / "reference-other.npy", np.array([row["ref_KL_logps"] for row in found], np.float32))
+    return found
+
+
+def trl_steps(case: Case, optimizer: dict[str, Any], folder: Path, adapter: Path | None) -> Steps:
+    from peft import LoraConfig, set_peft_model_state_dict
+
+    model, config, objective = load_reference_model(case.model, torch.float32), None, case.objective
+    rows = trl_rows(case.rows, model)
+    if adapter is not None:
+        config = LoraConfig.from_pretrained(str(adapter))
+        config.inference_mode = False
+    is_adam = optimizer["optimizer"] == "adam"
+    adam = {name: optimizer[name] for name in ("adam_beta1", "adam_beta2", "adam_epsilon") if is_adam}
+    arguments = KTOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
+        save_strategy="no", logging_steps=1, disable_tqdm=True, max_steps=NUM_STEPS, lr_scheduler_type="constant",
+        train_sampling_strategy="sequential", per_device_train_batch_size=len(rows), max_length=None,
+        precompute_ref_log_probs=True, loss_type=objective.name, beta=objective.beta,
+        desirable_weight=objective.chosen_weight, undesirable_weight=objective.rejected_weight,
+        max_grad_norm=optimizer["max_grad_norm"], learning_rate=optimizer["learning_rate"],
+        weight_decay=optimizer["weight_decay"], optim="adamw_torch", **adam,
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, "<pad>")))
+    tokenizer.pad_token = tokenizer.eos_token = "<pad>"
+    data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    trainer = _KTO(model, None, arguments, **data, peft_config=config)
+    if adapter is not None:
+        set_peft_model_state_dict(trainer.model, load_file(adapter / "adapter_model.safetensors"))
+    if not is_adam:
+        decayed = set(trainer.get_decay_parameter_names(trainer.model))
+        named = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
+        groups = [
+            {"params": [each for name, each in named if name in decayed], "weight_decay": optimizer["weight_decay"]},
+            {"params": [each for name, each in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        trainer.optimizer = torch.optim.SGD(groups, optimizer["learning_rate"], optimizer["sgd_momentum"])
+    before = tensors(trainer.model)
+    trainer.train()
+    log = [each for each in trainer.state.log_history if "grad_norm" in each]
+    names = ("loss", "grad_norm", *(name for name in NAMES if name != "kl" or objective.has_kl))
+    return Steps(before, tensors(trainer.model), [{name: each[name] for name in names} for each in log])
+
+
+def tensors(model: Any) -> dict[str, Tensor]:
+    """Copies of what is trained, named and cut as in files."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    if isinstance(model, PeftModel):
+        return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: tensor.clone() for name, tensor in checkpoint_tensors(model, parameters).items()}
+
+
+Truth = Callable[..., tuple[Case, Steps]]
+
+
+@pytest.fixture(scope="module")
+def truth(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    """What the engine is to compute, but for its layout, and TRL's steps, which are made once."""
+    made: dict[Any, tuple[Case, Steps]] = {}
+
+    def make(loss: str, optimizer: str, *, lora: bool = False) -> tuple[Case, Steps]:
+        if (key := (loss, optimizer, lora)) not in made:
+            model, folder, (options, _) = model_dir("qwen3"), tmp_path_factory.mktemp("trl"), OPTIMIZER[optimizer]
+            settings, adapter = ALL["1"].settings(options), None
+            if lora:
+                adapter = tmp_path_factory.mktemp("adapter")
+                settings = settings.model_copy(update={"finetuning": finetuning("LoRA", adapter)})
+                write_random_adapter(adapter, model, load_architecture(model), settings.finetuning, seed=7)
+            case = Case(model, write(tmp_path_factory.mktemp("rows")), settings, LOSSES[loss])
+            made[key] = case, trl_steps(case, options, folder, adapter)
+        return made[key]
+
+    return make
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
+@pytest.mark.parametrize(
+    ("loss", "layout", "size", "lora"),
+    [
+        *(("kto", layout, 1, False) for layout in ("1", "tp2 sp", "pp2 vpp2", "cp2 p2p", "dp2")),
+        # Answers of a micro-batch do not matter.
+        *(("kto", layout, 4, False) for layout in ("1", "dp2")),
+        ("kto", "tp2 sp", 2, True),
+        ("apo_zero_unpaired", "1", 2, False),
+    ],
+)
+def test_three_steps_equal_those_of_trl(
+    pool: Any, truth: Truth, tmp_path: Path, loss: str, layout: str, size: int, lora: bool, optimizer: str
+) -> None:
+    case, expected = truth(loss, optimizer, lora=lora)
+    chosen, bound = ALL[layout], OPTIMIZER[optimizer][1]
+    settings = case.settings.model_copy(update={"parallel": chosen.settings().parallel})
+    accumulation = len(TAGS) // (size * (chosen.world_size // settings.parallel.model_parallel_size))
+    batch = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+    settings = settings.model_copy(update={"batch": settings.batch.model_copy(update=batch)})
+    for log in pool.run(chosen.world_size, engine_steps, Case(case.model, case.rows, settings, case.objective), tmp_path):
+        for found, step in zip(log, expected.log, strict=True):
+            assert {name: found[name] for name in step} == pytest.approx(step, rel=1e-5, abs=2e-5)
+    if loss == "kto":
+        assert expected.log[0]["kl"] > 0.1
+    errors = update_errors(expected.before, expected.after, saved(tmp_path))
+    assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= bound}
