@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import KTOConfig, KTOTrainer
 
 from megatune.bridge.assemble import assemble
-from megatune.bridge.save import save_weights
+from megatune.bridge.save import save_adapters, save_weights
 from megatune.config.settings import Settings
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.mismatched import MismatchedRows
@@ -49,7 +49,7 @@ LOSSES = {"kto": KTO("kto", 0.03, 1.3, 0.8), "apo_zero_unpaired": KTO("apo_zero_
 ALL = {**LAYOUTS, **SEQUENCE_LAYOUTS, "dp2": Layout(2, {"overlap_grad_reduce": True, "overlap_param_gather": True})}
 OPTIMIZER = {
     "adam": (OPTIMIZERS["adam, larger epsilon"], 1e-3),  # settings, and how far an update may be off
-    "sgd": (OPTIMIZERS["sgd"] | {"learning_rate": 2.0}, 1e-5),
+    "sgd": (OPTIMIZERS["sgd"] | {"learning_rate": 8.0}, 1e-5),
 }
 NAMES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
 
@@ -103,7 +103,10 @@ def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
         found = with_margins(result.totals.metrics)
         log.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **found})
     gather_parameters(assembly.model)
-    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
+    if (adapters := case.settings.finetuning).finetuning_type == "lora":
+        save_adapters(folder, assembly.parameters, assembly.architecture, assembly.place, adapters)
+    else:
+        save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
     return log
 
 
