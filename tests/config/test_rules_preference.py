@@ -12,7 +12,7 @@ from megatune.config.rules.preference import warnings
 from megatune.config.settings import all_settings
 
 MOE = replace(QWEN, moe=MixtureOfExperts(num_experts=8, layers=(True,) * 12, router_topk=2, moe_ffn_hidden_size=64))
-DPO, LORA, STREAMED = "stage=dpo", "finetuning_type=lora", ["streaming=true", "max_steps=5"]
+DPO, KTO, LORA, STREAMED = "stage=dpo", "stage=kto", "finetuning_type=lora", ["streaming=true", "max_steps=5"]
 
 
 def messages(*overrides: str) -> list[str]:
@@ -36,6 +36,9 @@ def messages(*overrides: str) -> list[str]:
         [DPO, "moe_aux_loss_coeff=0", "moe_router_load_balancing_type=aux_loss"],
         [DPO, LORA, *STREAMED],
         [DPO, "pref_loss=orpo", *STREAMED],
+        [KTO],
+        [KTO, "pref_beta=0.2", "pref_ftx=0.1", "kto_chosen_weight=1.5", "kto_rejected_weight=0.5", "ref_model=r"],
+        [KTO, LORA, "kto_loss=apo_zero_unpaired", "preserve_thinking=true"],
         # A file may say what is so anyway.
         ["pref_loss=sigmoid", "pref_beta=0.1", "pref_ftx=0", "simpo_gamma=0.5", "ref_model=null"],
         *([DPO, f"pref_loss={name}"] for name in all_settings()["preference.pref_loss"].choices if name != "exo_pair"),
@@ -142,6 +145,52 @@ WRONG = [
         )
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
     ),
+    *(
+        (
+            [f"stage={stage}", *needed, f"{setting}"],
+            f"{setting.partition('=')[0]} with stage {stage}\n"
+            "    why: it says how answers are weighed that are wanted or not, one by one\n"
+            f"    fix: write stage: kto, or remove {setting.partition('=')[0]}",
+        )
+        for stage, needed, setting in (
+            ("dpo", [], "kto_loss=apo_zero_unpaired"),
+            ("sft", [], "kto_chosen_weight=2"),
+            ("pt", ["packing=false"], "kto_rejected_weight=2"),
+        )
+    ),
+    *(
+        (
+            [KTO, f"{name}={value}"],
+            f"{name} with stage kto\n"
+            "    why: it says how the two answers of a pair are compared\n"
+            f"    fix: write stage: dpo, or remove {name}",
+        )
+        for name, value in (("pref_loss", "kto_pair"), ("dpo_label_smoothing", "0.1"), ("ld_alpha", "0.5"))
+    ),
+    (
+        [KTO, "ref_model_adapters=a"],
+        "ref_model_adapters without ref_model\n"
+        "    why: adapters are merged into the model that ref_model names\n"
+        "    fix: write ref_model: FOLDER, which may be that of model_name_or_path, or remove ref_model_adapters",
+    ),
+    (
+        [KTO, "packing=true"],
+        "packing: true with stage kto\n"
+        "    why: each row is also computed with its prompt and the answer of another row, which is of another length\n"
+        "    fix: remove packing",
+    ),
+    (
+        [KTO, *STREAMED],
+        "streaming: true with stage kto\n"
+        "    why: the reference, and the other row whose answer a prompt gets, are known where all rows are prepared\n"
+        "    fix: remove streaming",
+    ),
+    (
+        [KTO, "moe_z_loss_coeff=0.001"],
+        "moe_z_loss_coeff 0.001 with stage kto\n"
+        "    why: the loss is divided by the number of answers, and this one is a mean over tokens\n"
+        "    fix: write moe_z_loss_coeff: 0, or remove it",
+    ),
 ]
 
 
@@ -156,6 +205,7 @@ def test_what_is_wrong_is_told_with_its_fix(overrides, message):
         ([DPO], "5e-7 to 5e-6"),
         ([DPO, "finetuning_type=freeze", "learning_rate=2e-5"], "5e-7 to 5e-6"),
         ([DPO, LORA, "learning_rate=2e-4"], "1e-6 to 5e-5 with adapters"),
+        ([KTO], "5e-7 to 5e-6"),
         ([DPO, "learning_rate=1e-5"], None),
         ([DPO, LORA], None),
         ([], None),

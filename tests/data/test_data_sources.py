@@ -296,7 +296,8 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
     assert message.splitlines() == [
         "dataset: 'identiti' is neither in dataset_info.json nor a path",
         "    fix: nearest: identity",
-        "dataset_info.json: kto: columns.kto_tag: KTO is not built",
+        "dataset_info.json: kto: its rows are answers that are wanted or not, and stage sft would train them all",
+        "    fix: write stage: kto, or remove kto_tag",
         "dataset_info.json: sounds: columns.audios: training on audio is not built",
         "dataset_info.json: typo: formating: unknown key",
         "    fix: nearest: formatting",
