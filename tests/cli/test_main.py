@@ -35,7 +35,8 @@ def test_help_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for name in ("train", "sft", "pt", "dpo", "kto", "plan", "explain", "data", "verify", "infer", "export", "demo-model"):
+    stages, others = ("sft", "pt", "dpo", "kto"), ("plan", "explain", "data", "verify", "infer", "export", "demo-model")
+    for name in ("train", *stages, *others):
         assert f"\n    {name}" in done.stdout
     for name in main_module._NOT_BUILT:
         assert f"\n    {name} " not in done.stdout

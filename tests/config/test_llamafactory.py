@@ -103,7 +103,8 @@ REFUSED = [
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
     "oft_rank=8", "adapter_folder=out", "export_dir=out", "export_size=5", "export_quantization_bit=4",
-    "use_galore=true", "use_badam=true", "use_unsloth=true", "stage=rm", "stage=ppo", "reward_model=r", "reward_model_type=api", "ppo_epochs=1",
+    "use_galore=true", "use_badam=true", "use_unsloth=true", "stage=rm", "stage=ppo",
+    "reward_model=r", "reward_model_type=api", "ppo_epochs=1",
     "ref_model_quantization_bit=4",
 ]  # fmt: skip
 

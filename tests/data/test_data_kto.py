@@ -286,4 +286,7 @@ def test_steps_have_the_same_rows(tmp_path: Path, by_length: bool) -> None:
         mine, other = (step_batches(each, step, collator, **layout)[0] for each in (steps, others))
         prompts = [[row[0] for row in batch.input_ids.tolist()] for batch in (mine, other)]
         assert prompts[0] == prompts[1]
-        assert mine.extras[DESIRABLE].on_rank(None, "cpu").tolist() == other.extras[DESIRABLE].on_rank(None, "cpu").tolist()
+        assert (
+            mine.extras[DESIRABLE].on_rank(None, "cpu").tolist()
+            == other.extras[DESIRABLE].on_rank(None, "cpu").tolist()
+        )

@@ -100,8 +100,8 @@ def test_a_run_is_told_of_both_passes_of_the_reference(tmp_path: Path) -> None:
     found = checked(tmp_path, **{**GOOD, "cutoff_len": 2048, "stage": "kto", "learning_rate": 1e-6})
     assert found.planned is not None
     assert found.lines[-1] == (
-        "plan       before the first step the reference computes all rows twice, with their own answers and with others,"
-        f" without gradients: about {2 * found.planned.time.forward:.2g} s for the rows of a step"
+        "plan       before the first step the reference computes all rows twice, with their own answers and with"
+        f" others, without gradients: about {2 * found.planned.time.forward:.2g} s for the rows of a step"
     )
 
 

@@ -34,7 +34,8 @@ _FLUSH_TOKENS = 2**20
 class RowShape:
     """How samples become rows."""
 
-    stage: str  # "sft": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents. "kto": one document
+    # "sft" and "kto": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents
+    stage: str
     cutoff_len: int  # tokens of the longest document
     packing: bool  # rows hold several samples
     seed: int  # of the packing

@@ -32,8 +32,8 @@ class MismatchedRows(TokenRows):
         (own,), (other,) = super().__getitem__(row), super().__getitem__(int(self._partners[row]))
         prompt, room = self._prompts[row], self._lengths[row] - self._prompts[row]
         answer = slice(self._prompts[self._partners[row]], self._prompts[self._partners[row]] + room)
-        parts = ((own[part][:prompt], other[part][answer]) for part in (0, 1))
-        input_ids, labels = (np.concatenate(part) for part in parts)
+        input_ids = np.concatenate((own.input_ids[:prompt], other.input_ids[answer]))
+        labels = np.concatenate((own.labels[:prompt], other.labels[answer]))
         return (Document(input_ids, labels, tuple(each for each in own.pictures if each.start < prompt)),)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:

@@ -17,8 +17,8 @@ from megatune.objectives.preference import Preference
 _BOUNDS = {"float32": 2**-16, "bfloat16": 2**-7, "float16": 2**-9}
 
 
-# By how many times what log-probabilities of answers may, those of answers to other prompts may differ, whose mean is not
-# among the metrics: they are less likely.
+# Answers to other prompts are less likely, and how likely is not among the metrics: their log-probabilities may differ
+# by so many times what those of answers may.
 _UNLIKELIER = 4
 
 

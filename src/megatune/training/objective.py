@@ -10,7 +10,7 @@ from megatune.objectives.preference import Preference
 
 
 def objective_of(settings: Settings) -> CrossEntropy | Preference | KTO:
-    """Return cross-entropy of tokens or, of stages dpo and kto, the losses of answers with their weights and numbers."""
+    """Return cross-entropy of tokens or, of stages dpo and kto, losses of answers with their weights and numbers."""
     preference = settings.preference
     if settings.run.stage == "kto":
         weights = preference.kto_chosen_weight, preference.kto_rejected_weight

@@ -91,7 +91,8 @@ class Reference:
         if not isinstance(steps, PreparedSteps):
             line = "log-probabilities of the reference: of the model without its adapters, before each step"
             return replace(feed, lines=[*feed.lines, line]), load()
-        optional = (feed.evaluation, feed.mismatched and feed.mismatched.rows, feed.mismatched_evaluation)
+        mismatched = None if feed.mismatched is None else feed.mismatched.rows
+        optional = (feed.evaluation, mismatched, feed.mismatched_evaluation)
         parts = [steps.rows, *(rows for rows in optional if rows is not None)]
         missing = [rows for rows in parts if groups.total(int(not self._is_kept(rows)))]
         kept = {rows.digest: self._path(rows) for rows in parts}

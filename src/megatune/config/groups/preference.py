@@ -118,8 +118,8 @@ class PreferenceSettings(Group):
     How: It multiplies their loss; the sum is divided by the number of answers, whatever the weights.
     When: Where there are fewer of them than of desirable ones, as with kto_chosen_weight. Change one of the two."""
     ref_model: str | None = None
-    """With stages dpo and kto: the reference, a folder with a Hugging Face checkpoint or the id of a model on a hub. null is the
-    model that training starts from; with lora, that model without the adapter that is trained.
+    """With stages dpo and kto: the reference, a folder with a Hugging Face checkpoint or the id of a model on a hub.
+    null is the model that training starts from; with lora, that model without the adapter that is trained.
     How: It is loaded before the model that is trained, in the same layout, and only until its log-probabilities are
     computed, so at no time are there two models in memory. It must have the same vocabulary.
     When: Set it to start from another model than the one that pairs are compared with."""

@@ -38,9 +38,7 @@ class Messages(NamedTuple):
     inline: Inline
 
 
-def conversation(
-    row: Mapping[str, Any], form: Form, answer: Message | None = None, *, pictures: bool
-) -> Conversation:
+def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = None, *, pictures: bool) -> Conversation:
     """Read the messages of a row, in turns that end with the assistant's.
 
     Args:

@@ -219,8 +219,7 @@ def _usable(
             preview.bad.append((sample.where, encoded))
         else:
             desirable = sample.example.desirable if isinstance(sample.example, Conversation) else None
-            own = {"length": encoded.length, "desirable": desirable}
-            yield tuple(RowDocument(sample.where, document, **own) for document in encoded.documents)
+            yield tuple(RowDocument(sample.where, each, 0, encoded.length, desirable) for each in encoded.documents)
 
 
 def _held_out(
