@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from layouts import LAYOUTS, SEQUENCE_LAYOUTS, Layout
+from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
 from safetensors.torch import load_file
 from test_lora import finetuning
 from test_one_step import OPTIMIZERS, saved, update_errors
@@ -45,7 +45,12 @@ PROMPTS, ANSWERS = (7, 3, 12, 5, 9, 4, 6, 8), (9, 14, 3, 8, 5, 17, 2, 11)
 TAGS = (True, False, True, True, False, True, False, True)
 CUTOFF, NUM_STEPS = 64, 3
 LOSSES = {"kto": KTO("kto", 0.03, 1.3, 0.8), "apo_zero_unpaired": KTO("apo_zero_unpaired", 0.03)}
-ALL = {**LAYOUTS, **SEQUENCE_LAYOUTS, "dp2": Layout(2, {"overlap_grad_reduce": True, "overlap_param_gather": True})}
+ALL = {
+    **EXPERT_LAYOUTS,
+    **LAYOUTS,
+    **SEQUENCE_LAYOUTS,
+    "dp2": Layout(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+}
 OPTIMIZER = {
     "adam": (OPTIMIZERS["adam, larger epsilon"], 1e-3),  # settings, and how far an update may be off
     "sgd": (OPTIMIZERS["sgd"] | {"learning_rate": 8.0}, 1e-5),
@@ -155,7 +160,7 @@ def trl_steps(case: Case, optimizer: dict[str, Any], folder: Path, adapter: Path
         output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
         save_strategy="no", logging_steps=1, disable_tqdm=True, max_steps=NUM_STEPS, lr_scheduler_type="constant",
         train_sampling_strategy="sequential", per_device_train_batch_size=len(rows), max_length=None,
-        precompute_ref_log_probs=True, loss_type=objective.name, beta=objective.beta,
+        precompute_ref_log_probs=True, router_aux_loss_coef=0.0, loss_type=objective.name, beta=objective.beta,
         desirable_weight=objective.chosen_weight, undesirable_weight=objective.rejected_weight,
         max_grad_norm=optimizer["max_grad_norm"], learning_rate=optimizer["learning_rate"],
         weight_decay=optimizer["weight_decay"], optim="adamw_torch", **adam,
@@ -199,9 +204,9 @@ def truth(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     """What the engine is to compute, but for its layout, and TRL's steps, which are made once."""
     made: dict[Any, tuple[Case, Steps]] = {}
 
-    def make(loss: str, optimizer: str, *, lora: bool = False) -> tuple[Case, Steps]:
-        if (key := (loss, optimizer, lora)) not in made:
-            model, folder, (options, _) = model_dir("qwen3"), tmp_path_factory.mktemp("trl"), OPTIMIZER[optimizer]
+    def make(loss: str, optimizer: str, family: str, *, lora: bool) -> tuple[Case, Steps]:
+        if (key := (loss, optimizer, family, lora)) not in made:
+            model, folder, (options, _) = model_dir(family), tmp_path_factory.mktemp("trl"), OPTIMIZER[optimizer]
             settings, adapter = ALL["1"].settings(options), None
             if lora:
                 adapter = tmp_path_factory.mktemp("adapter")
@@ -222,13 +227,14 @@ def truth(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Truth:
         # Answers of a micro-batch do not matter.
         *(("kto", layout, 4, False) for layout in ("1", "dp2")),
         ("kto", "tp2 sp", 2, True),
+        ("kto", "ep2", 1, False),
         ("apo_zero_unpaired", "1", 2, False),
     ],
 )
 def test_three_steps_equal_those_of_trl(
     pool: Any, truth: Truth, tmp_path: Path, loss: str, layout: str, size: int, lora: bool, optimizer: str
 ) -> None:
-    case, expected = truth(loss, optimizer, lora=lora)
+    case, expected = truth(loss, optimizer, "qwen3_moe" if "ep" in layout else "qwen3", lora=lora)
     chosen, bound = ALL[layout], OPTIMIZER[optimizer][1]
     settings = case.settings.model_copy(update={"parallel": chosen.settings().parallel})
     accumulation = len(TAGS) // (size * (chosen.world_size // settings.parallel.model_parallel_size))

@@ -45,9 +45,10 @@ def has_kl(settings: Settings) -> bool:
 def describe(objective: Preference | KTO) -> str:
     """Name the terms of the loss, with their weights, and what they have in common."""
     if isinstance(objective, KTO):
-        weights = f"{objective.chosen_weight:g} × desirable and {objective.rejected_weight:g} × undesirable answers"
+        weights = {"desirable": objective.chosen_weight, "undesirable": objective.rejected_weight}
+        kinds = " and ".join(kind if weight == 1 else f"{weight:.4g} × {kind}" for kind, weight in weights.items())
         own = f" + {objective.likelihood:.4g} × desirable answers' own loss" if objective.likelihood else ""
-        return f"{objective.name} of {weights}{own}, beta {objective.beta:g}"
+        return f"{objective.name} of {kinds} answers{own}, beta {objective.beta:g}"
     terms = {
         **objective.losses,
         **({"the chosen answer's own loss": objective.likelihood} if objective.likelihood else {}),
