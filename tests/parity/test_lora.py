@@ -37,7 +37,7 @@ from megatune.verify.numbers import Numbers
 from megatune.verify.reference import compute_reference, load_reference_model, write_reference
 from megatune.verify.samples import Sample, random_samples
 
-LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
+LENGTHS = (17, 5, 30, 12)
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_alpha": 6}
 KINDS: dict[str, dict[str, Any]] = {
     "LoRA": {},
