@@ -16,13 +16,10 @@ import pytest
 import torch
 from datasets import Dataset
 from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
-from safetensors.torch import load_file
 from test_lora import finetuning
 from test_one_step import OPTIMIZERS, saved, update_errors
-from tokenizers import Tokenizer, models
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 from trl import KTOConfig, KTOTrainer
+from trl_kit import Steps, common_arguments, config_of, data_of, steps_of
 
 from megatune.bridge.assemble import assemble
 from megatune.bridge.save import save_adapters, save_weights
@@ -39,7 +36,7 @@ from megatune.training.loaders import Loaders
 from megatune.training.mismatched import with_kl
 from megatune.training.train_step import train_step
 from megatune.verify.adapters import write_random_adapter
-from megatune.verify.reference import checkpoint_tensors, load_reference_model
+from megatune.verify.reference import load_reference_model
 
 PROMPTS, ANSWERS = (7, 3, 12, 5, 9, 4, 6, 8), (9, 14, 3, 8, 5, 17, 2, 11)
 TAGS = (True, False, True, True, False, True, False, True)
@@ -66,15 +63,6 @@ class Case:
     rows: Path
     settings: Settings
     objective: KTO
-
-
-@dataclass(frozen=True)
-class Steps:
-    """TRL's: tensors before and after, and loss, gradient norm and metrics of each step."""
-
-    before: dict[str, Tensor]
-    after: dict[str, Tensor]
-    log: list[dict[str, float]]
 
 
 def write(folder: Path) -> Path:
@@ -147,53 +135,16 @@ def trl_rows(rows: Path, model: Any) -> list[dict[str, Any]]:
 
 
 def trl_steps(case: Case, optimizer: dict[str, Any], folder: Path, adapter: Path | None) -> Steps:
-    from peft import LoraConfig, set_peft_model_state_dict
-
-    model, config, objective = load_reference_model(case.model, torch.float32), None, case.objective
+    model, objective = load_reference_model(case.model, torch.float32), case.objective
     rows = trl_rows(case.rows, model)
-    if adapter is not None:
-        config = LoraConfig.from_pretrained(str(adapter))
-        config.inference_mode = False
-    is_adam = optimizer["optimizer"] == "adam"
-    adam = {name: optimizer[name] for name in ("adam_beta1", "adam_beta2", "adam_epsilon") if is_adam}
     arguments = KTOConfig(
-        output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
-        save_strategy="no", logging_steps=1, disable_tqdm=True, max_steps=NUM_STEPS, lr_scheduler_type="constant",
-        train_sampling_strategy="sequential", per_device_train_batch_size=len(rows), max_length=None,
+        **common_arguments(optimizer, NUM_STEPS, folder), per_device_train_batch_size=len(rows), max_length=None,
         precompute_ref_log_probs=True, router_aux_loss_coef=0.0, loss_type=objective.name, beta=objective.beta,
         desirable_weight=objective.chosen_weight, undesirable_weight=objective.rejected_weight,
-        max_grad_norm=optimizer["max_grad_norm"], learning_rate=optimizer["learning_rate"],
-        weight_decay=optimizer["weight_decay"], optim="adamw_torch", **adam,
     )  # fmt: skip
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, "<pad>")))
-    tokenizer.pad_token = tokenizer.eos_token = "<pad>"
-    data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
-    trainer = _KTO(model, None, arguments, **data, peft_config=config)
-    if adapter is not None:
-        set_peft_model_state_dict(trainer.model, load_file(adapter / "adapter_model.safetensors"))
-    if not is_adam:
-        decayed = set(trainer.get_decay_parameter_names(trainer.model))
-        named = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
-        groups = [
-            {"params": [each for name, each in named if name in decayed], "weight_decay": optimizer["weight_decay"]},
-            {"params": [each for name, each in named if name not in decayed], "weight_decay": 0.0},
-        ]
-        trainer.optimizer = torch.optim.SGD(groups, optimizer["learning_rate"], optimizer["sgd_momentum"])
-    before = tensors(trainer.model)
-    trainer.train()
-    log = [each for each in trainer.state.log_history if "grad_norm" in each]
+    trainer = _KTO(model, None, arguments, **data_of(rows), peft_config=config_of(adapter))
     names = ("loss", "grad_norm", *(name for name in NAMES if name != "kl" or objective.has_kl))
-    return Steps(before, tensors(trainer.model), [{name: each[name] for name in names} for each in log])
-
-
-def tensors(model: Any) -> dict[str, Tensor]:
-    """Copies of what is trained, named and cut as in files."""
-    from peft import PeftModel, get_peft_model_state_dict
-
-    if isinstance(model, PeftModel):
-        return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: tensor.clone() for name, tensor in checkpoint_tensors(model, parameters).items()}
+    return steps_of(trainer, optimizer, names, adapter)
 
 
 Truth = Callable[..., tuple[Case, Steps]]
