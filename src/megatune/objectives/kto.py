@@ -44,6 +44,7 @@ class KTO:
         chosen_weight, rejected_weight: of desirable and of undesirable answers.
         likelihood: weight of a desirable answer's negative log-likelihood, a mean over its tokens.
         kl: z of the step, without gradient.
+        kl_log_prob: mean log-probability of the answers that z is of: rounding is a share of it.
     """
 
     name: str = "kto"
@@ -52,6 +53,7 @@ class KTO:
     rejected_weight: float = 1.0
     likelihood: float = 0.0
     kl: float = 0.0
+    kl_log_prob: float = 0.0
 
     @property
     def has_kl(self) -> bool:
@@ -112,15 +114,16 @@ def ratios_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Tensor, Tensor, 
 class MeanRatio:
     """Takes the place of an objective, and finds z before it is cut off at 0."""
 
-    metric_names = ("ratio",)
+    metric_names = ("ratio", "log_prob")
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
 
     def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        _, ratios, tokens = ratios_of(token_losses, batch)
+        log_probs, ratios, tokens = ratios_of(token_losses, batch)
         valid = tokens > 0
-        metrics = {"ratio": (torch.where(valid, ratios, 0.0).sum(), valid.sum())}
+        found = {"ratio": ratios, "log_prob": log_probs}
+        metrics = {name: (torch.where(valid, values, 0.0).sum(), valid.sum()) for name, values in found.items()}
         return ObjectiveOutput(token_losses.new_zeros(()), metrics, replicated=True)
 
 

@@ -17,11 +17,6 @@ from megatune.objectives.preference import Preference
 _BOUNDS = {"float32": 2**-16, "bfloat16": 2**-7, "float16": 2**-9}
 
 
-# Answers to other prompts are less likely, and how likely is not among the metrics: their log-probabilities may differ
-# by so many times what those of answers may.
-_UNLIKELIER = 4
-
-
 def check_first_step(objective: Preference | KTO, totals: StepTotals, precision: PrecisionSettings) -> str:
     """Hold the first step's log-probabilities and losses against those of a policy that is its reference.
 
@@ -43,7 +38,7 @@ def check_first_step(objective: Preference | KTO, totals: StepTotals, precision:
         if abs(difference) > apart[-1]:
             off.append(f"log-probabilities of {answer} answers differ by {difference:.6g} of {log_prob:.6g}")
     if isinstance(objective, KTO):
-        found, wrong = _check_answers(objective, totals, apart)
+        found, wrong = _check_answers(objective, totals, max(apart), bound * (1 + abs(objective.kl_log_prob)))
     else:
         found, wrong = _check_pairs(objective, totals, apart)
     off += wrong
@@ -55,12 +50,18 @@ def check_first_step(objective: Preference | KTO, totals: StepTotals, precision:
     return f"reference agrees: {', '.join(found)}"
 
 
-def _check_answers(objective: KTO, totals: StepTotals, apart: list[float]) -> tuple[list[str], list[str]]:
-    """Return KTO's loss before weights, and what is wrong with it: at ratios of 0, and z of 0, it is a half."""
-    metrics, room = totals.metrics, max(apart)
-    value, kl = metrics.get(f"loss/{objective.name}", totals.loss), metrics.get("kl", 0.0)
-    off = [f"the KL divergence is {kl:.6g}"] if kl > _UNLIKELIER * room else []
-    if abs(value - 0.5) > objective.beta * (1 + _UNLIKELIER) * room / 4:  # σ is nowhere steeper
+def _check_answers(objective: KTO, totals: StepTotals, apart: float, kl_apart: float) -> tuple[list[str], list[str]]:
+    """Return KTO's loss before weights, and what is wrong with it: at ratios of 0, and z of 0, it is a half.
+
+    Args:
+        objective: with the step's z.
+        apart, kl_apart: by how much log-probabilities may differ, and those of answers to other prompts.
+    """
+    value = totals.metrics.get(f"loss/{objective.name}", totals.loss)
+    off = []
+    if objective.kl > kl_apart:
+        off.append(f"log-probabilities of answers to other prompts differ by {objective.kl:.6g}")
+    if abs(value - 0.5) > objective.beta * (apart + kl_apart) / 4:  # σ is nowhere steeper
         off.append(f"{objective.name} is {value:.6f}, and 0.500000 where policy and reference are the same")
     return [f"{value:.6f}"], off
 

@@ -145,7 +145,7 @@ class Trainer:
                 )
                 ended = time.monotonic()
                 if step == 0:
-                    self._check_first(result)
+                    self._check_first(result, objective)
                 if isinstance(objective, Preference) and result.updated:
                     self.running_reward.add(result.totals)
                 self._report(step, micro_batches, result, ended - began, waited, unreadable)
@@ -197,14 +197,14 @@ class Trainer:
             batches = with_joint_losses(self.assembly.model, batches, objective)
         return batches, len(unreadable)
 
-    def _check_first(self, result: StepResult) -> None:
+    def _check_first(self, result: StepResult, objective: CrossEntropy | Preference | KTO) -> None:
         """Hold the first step against a policy that is its reference, where training starts from it."""
         if self.reference is None or not self.reference.is_start or not result.updated or not result.totals.normalizer:
             return
-        assert isinstance(self.objective, Preference | KTO)
+        assert isinstance(objective, Preference | KTO)
         if self.settings.preference.ld_alpha is not None:
             return  # weighs the tokens of the policy alone
-        line = check_first_step(self.objective, result.totals, self.settings.precision)
+        line = check_first_step(objective, result.totals, self.settings.precision)
         if self.context.rank == 0:
             print(line, flush=True)
 

@@ -28,4 +28,4 @@ def with_kl(
         on_step: as of `evaluate`.
     """
     metrics = evaluate(model, steps, MeanRatio(), on_step=on_step).metrics
-    return replace(objective, kl=max(0.0, metrics.get("ratio", 0.0)))
+    return replace(objective, kl=max(0.0, metrics.get("ratio", 0.0)), kl_log_prob=metrics.get("log_prob", 0.0))
