@@ -33,7 +33,7 @@ WIDE, SQUARE, TALL = (
 )
 # Frames that are no whole number of positions apart.
 CLIP, LONG = (SamplePicture("video", grid, 9, 0.97) for grid in ((3, 4, 6), (5, 2, 4)))
-LENGTHS = (17, 5, 30, 12)
+LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
 CONTENTS: dict[str, Sequence[Sequence[SamplePicture]]] = {
     "an image": [[WIDE], [SQUARE], [TALL], [WIDE], [SQUARE], [TALL], [WIDE], [SQUARE]],
     "two images": [[WIDE, SQUARE], [SQUARE, TALL], [TALL, WIDE], [WIDE, TALL]] * 2,
