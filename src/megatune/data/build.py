@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.packing import concatenate, pack
 from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
@@ -33,7 +34,7 @@ _FLUSH_TOKENS = 2**20
 class RowShape:
     """How samples become rows."""
 
-    stage: str  # "sft": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents
+    stage: str  # "sft": a sample is a document. "pt": a text, cut into pieces. "dpo", "rm": a pair of documents
     cutoff_len: int  # tokens of the longest document
     packing: bool  # rows hold several samples
     seed: int  # of the packing
@@ -41,7 +42,7 @@ class RowShape:
     @property
     def capacity(self) -> int:
         """Tokens of a packed row: of pairs twice cutoff_len, so that packing cuts no answer that is whole without."""
-        return 2 * self.cutoff_len if self.stage == "dpo" else self.cutoff_len
+        return 2 * self.cutoff_len if self.stage in PAIR_STAGES else self.cutoff_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class RowsBuilder:
     def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
         """Return documents row by row, where rows begin among them, and what a row is."""
         shape = self._shape
-        if shape.stage == "dpo":
+        if shape.stage in PAIR_STAGES:
             if not shape.packing:
                 return spans, np.arange(0, len(spans) + 1, 2), "pairs"
             pairs, rows = pack((spans[:, 1] - spans[:, 0]).reshape(-1, 2).sum(axis=1), shape.capacity, shape.seed)

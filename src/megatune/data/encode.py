@@ -273,6 +273,12 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
         raise MegatuneError(finding, ExitCode.INPUT) from error
 
 
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that fills up rows, which is never trained: the tokenizer's own, or its eos token, or 0."""
+    tokens = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    return next(int(token) for token in tokens if token is not None)
+
+
 def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
     if len(pieces) == 1:
         return ids[pieces[0]]

@@ -35,7 +35,15 @@ OUTPUT_LAYER = Weight(
     "output_layer.weight",
     TensorLayout.VOCABULARY,
     (HFTensor("lm_head.weight", ("vocab_size", "hidden_size")),),
-    exists=lambda architecture: not architecture.tie_word_embeddings,
+    exists=lambda architecture: not architecture.tie_word_embeddings and not architecture.num_labels,
+)
+# A reward model's, in place of the output layer.
+SCORE = Weight(
+    "score.weight",
+    TensorLayout.REPLICATED,
+    (HFTensor("score.weight", ("num_labels", "hidden_size")),),
+    exists=lambda architecture: architecture.num_labels > 0,
+    linear=False,
 )
 NORMS = tuple(
     layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"))
@@ -114,5 +122,5 @@ LATENT_ATTENTION = (
 )
 
 # What every decoder has, whatever its attention; and with grouped-query attention.
-FRAME = (EMBEDDING, *NORMS, *MLP, FINAL_NORM, OUTPUT_LAYER)
+FRAME = (EMBEDDING, *NORMS, *MLP, FINAL_NORM, OUTPUT_LAYER, SCORE)
 DECODER = (*FRAME, *ATTENTION)

@@ -25,7 +25,7 @@ from megatune.families.adapter_words import (
 from megatune.families.quantized import form_of
 from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
-from megatune.objectives.preference import Preference
+from megatune.objectives.language_model import CrossEntropy
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.loop import Trainer
@@ -63,7 +63,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     if kept := _recompute(settings.recompute):
         yield f"recompute  {kept}"
     yield from (f"data       {line}" for line in trainer.feed.lines)
-    if isinstance(trainer.objective, Preference):
+    if not isinstance(trainer.objective, CrossEntropy):
         yield f"loss       {describe_loss(trainer.objective)}"
     batch = settings.batch
     yield (

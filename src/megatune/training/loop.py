@@ -30,6 +30,7 @@ from megatune.training.first_step import check_first_step
 from megatune.training.joint_losses import with_joint_losses
 from megatune.training.learning_rate import LearningRateSchedule
 from megatune.training.loaders import Loaders
+from megatune.training.objective import Loss
 from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule
@@ -57,7 +58,7 @@ class Trainer:
 
     settings: Settings
     assembly: Assembly
-    objective: CrossEntropy | Preference
+    objective: Loss
     reference: Reference | None
     feed: Feed
     loaders: Loaders
@@ -163,13 +164,13 @@ class Trainer:
         return "finished"
 
     @property
-    def _objective(self) -> CrossEntropy | Preference:
+    def _objective(self) -> Loss:
         """The loss of the next step."""
         if isinstance(self.objective, Preference) and "bco_pair" in self.objective.losses:
             return self.running_reward.of_next_step(self.objective)
         return self.objective
 
-    def _prepared(self, batches: list[Batch], objective: CrossEntropy | Preference) -> tuple[list[Batch], int]:
+    def _prepared(self, batches: list[Batch], objective: Loss) -> tuple[list[Batch], int]:
         """Return micro-batches with what the objective needs beside rows, and without labels of documents that have
         unreadable pictures; and how many pictures these are."""
         unreadable: list[Unreadable] = []

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from megatune.config.settings import Settings
 from megatune.objectives.language_model import CrossEntropy
 from megatune.objectives.pair_losses import Shape
 from megatune.objectives.preference import Preference
+from megatune.objectives.reward import Reward
+
+Loss: TypeAlias = CrossEntropy | Preference | Reward
 
 
-def objective_of(settings: Settings) -> CrossEntropy | Preference:
-    """Return cross-entropy of tokens or, of stage dpo, the losses of pairs with their weights and numbers."""
+def objective_of(settings: Settings) -> Loss:
+    """Return cross-entropy of tokens or, of stage dpo, the losses of pairs with their weights and numbers; of stage rm
+    that of a reward model."""
+    if settings.run.stage == "rm":
+        return Reward(settings.preference.center_rewards_coefficient)
     if settings.run.stage != "dpo":
         return CrossEntropy()
     preference = settings.preference
@@ -32,8 +40,11 @@ def has_reference(settings: Settings) -> bool:
     return isinstance(objective, Preference) and objective.has_reference
 
 
-def describe(objective: Preference) -> str:
+def describe(objective: Preference | Reward) -> str:
     """Name the terms of the loss, with their weights, and what they have in common."""
+    if isinstance(objective, Reward):
+        centered = f" + {objective.centering:g} × their squared sum" if objective.centering else ""
+        return f"Bradley-Terry of the scores of pairs{centered}"
     terms = {
         **objective.losses,
         **({"the chosen answer's own loss": objective.likelihood} if objective.likelihood else {}),

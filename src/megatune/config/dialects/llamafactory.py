@@ -22,7 +22,7 @@ _PISSA = "adapters start at zero beside the model as it is, and PiSSA changes th
 _OFT = "of adapters LoRA is built, with its variants rsLoRA, LoRA+ and DoRA"
 _OPTIMIZERS = "the key `optimizer` chooses the optimizer, of which there are adam (AdamW) and sgd"
 _NO_KTO = "KTO of single answers is not built; pref_loss: kto_pair is its loss of pairs"
-_NO_PPO = "PPO and reward models are not built; stage dpo trains on the pairs that a reward model would be trained on"
+_NO_PPO = "PPO is not built; stage dpo trains on pairs of answers, stage rm a reward model on them"
 _KERNELS = "the engine's own layers are used, whose kernels the keys of Megatron-Core choose"
 
 NOT_BUILT: dict[str, Refused] = {
@@ -39,8 +39,8 @@ NOT_BUILT: dict[str, Refused] = {
         off=(True,),
     ),
     "stage": Refused(
-        "preference training on pairs of answers is built; KTO of single answers, reward models and PPO are not",
-        values=("kto", "rm", "ppo"),
+        "preference training on pairs of answers is built, and reward models; KTO of single answers and PPO are not",
+        values=("kto", "ppo"),
         fix="write stage: dpo, with pref_loss: kto_pair for KTO's loss of pairs; PPO's place is `megatune rl`",
     ),
     # Data.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.groups.preference import SMOOTHED, WITHOUT_REFERENCE, PreferenceSettings
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.rules.problem import Context, Problem
 from megatune.config.settings import Settings
 from megatune.config.values import shown
@@ -15,6 +16,7 @@ from megatune.config.values import shown
 _DEFAULTS = PreferenceSettings()
 _LOSS, _WEIGHTS, _SMOOTHING = "pref_loss", "pref_loss_weights", "dpo_label_smoothing"
 _OTHER_LOSS = "name another pref_loss"
+_CENTERING = "center_rewards_coefficient"
 # The highest learning rates that preference training is known to bear: of all parameters, and of adapters.
 _HIGHEST, _HIGHEST_OF_ADAPTERS = 1e-5, 1e-4
 
@@ -22,11 +24,13 @@ _HIGHEST, _HIGHEST_OF_ADAPTERS = 1e-5, 1e-4
 def of_pairs(context: Context) -> Iterator[Problem]:
     """Another stage has no pairs to compare."""
     settings = context.settings
-    for name in PreferenceSettings.model_fields if settings.run.stage != "dpo" else ():
-        if getattr(settings.preference, name) != getattr(_DEFAULTS, name):
+    for name in PreferenceSettings.model_fields:
+        stage = "rm" if name == _CENTERING else "dpo"
+        if settings.run.stage != stage and getattr(settings.preference, name) != getattr(_DEFAULTS, name):
             what = f"{name} with stage {settings.run.stage}"
-            fix = f"write stage: dpo, or remove {name}"
-            yield Problem((name, "stage"), what, "it says how the two answers of a pair are compared", fix)
+            scores = "it holds the scores of a reward model around 0"
+            why = scores if stage == "rm" else "it says how the two answers of a pair are compared"
+            yield Problem((name, "stage"), what, why, f"write stage: {stage}, or remove {name}")
 
 
 def losses(context: Context) -> Iterator[Problem]:
@@ -123,9 +127,9 @@ def streaming(context: Context) -> Iterator[Problem]:
 def experts(context: Context) -> Iterator[Problem]:
     """Losses of routers are means over tokens, and the step divides by pairs."""
     settings = context.settings
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if settings.run.stage == "dpo" else ():
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if settings.run.stage in PAIR_STAGES else ():
         if coefficient := getattr(settings.experts, name):
-            what = f"{name} {coefficient:g} with stage dpo"
+            what = f"{name} {coefficient:g} with stage {settings.run.stage}"
             why = "the loss is divided by the number of pairs, and this one is a mean over tokens"
             yield Problem((name, "stage"), what, why, f"write {name}: 0, or remove it")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair
 from megatune.data.formats import messages
@@ -41,7 +42,7 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
     """Read one row as the stage trains it.
 
     Args:
-        stage: "pt" makes a text, "sft" a conversation, "dpo" a preference pair.
+        stage: "pt" makes a text, "sft" a conversation, "dpo" and "rm" a preference pair.
         pictures: whether the model takes some.
 
     Raises:
@@ -59,7 +60,7 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
         raise UnsupportedRow(what, "write stage: pt")
-    if stage == "dpo":
+    if stage in PAIR_STAGES:
         return _preference_pair(row, form, pictures)
     if form.formatting in ("sharegpt", "openai"):
         return messages.conversation(row, form, pictures=pictures)
