@@ -26,6 +26,7 @@ from megatune.data.rows import (
     write_extra,
     write_rows,
 )
+from megatune.data.scored_tokens import MARGIN
 
 _FLUSH_TOKENS = 2**20
 
@@ -73,6 +74,7 @@ class RowsBuilder:
         self._samples = array("q", [0])  # where each sample's documents begin
         self._trained = array("i")  # tokens of each document that a causal model can learn
         self._largest = array("i")  # token id of each document
+        self._margins = array("f")  # of each document, that of its pair
         self._unwritten: list[Document] = []
         self._num_unwritten = 0  # tokens
 
@@ -90,7 +92,7 @@ class RowsBuilder:
         """Samples added."""
         return len(self._samples) - 1
 
-    def add(self, documents: Sequence[Document]) -> int:
+    def add(self, documents: Sequence[Document], margin: float = 0.0) -> int:
         """Write one sample's tokens: one document, or a pair's chosen and rejected ones; returns its number.
 
         Raises:
@@ -103,6 +105,7 @@ class RowsBuilder:
             self._pictures.add(self._ends[-1], document.pictures)
             self._unwritten.append(document)
             self._ends.append(self._ends[-1] + size)
+            self._margins.append(margin)
             self._num_unwritten += size
         self._samples.append(len(self._ends) - 1)
         if self._num_unwritten >= _FLUSH_TOKENS:
@@ -141,6 +144,9 @@ class RowsBuilder:
         spans, rows, arrangement = self._arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
         part = self._folder / name
         write_rows(part, spans, rows, arrangement)
+        if self._shape.stage == "rm":
+            of_spans = np.searchsorted(ends, spans[:, 0], side="right") - 1
+            write_extra(part, MARGIN, ExtraColumn("document", np.asarray(self._margins)[of_spans]))
         for extra, source in self._extras.items():
             write_extra(part, extra, source.compute(TokenRows(part)))
         written = TokenRows(part)

@@ -34,11 +34,13 @@ class Encoded:
         documents: one; of a pair two, the chosen and the rejected one. A text is one document, however long.
         truncated: whether anything was cut off.
         length: tokens before truncation, of the longer document of a pair.
+        margin: of a pair.
     """
 
     documents: tuple[Document, ...]
     truncated: bool = False
     length: int = 0
+    margin: float = 0.0
 
 
 class _Rendered(NamedTuple):
@@ -56,6 +58,7 @@ class _Plan(NamedTuple):
     truncated: bool
     length: int
     pictures: tuple[Placed, ...] = ()
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Encoder:
         ]
         documents = self._documents(planned)
         return [
-            Encoded(tuple(next(documents) for _ in plan.documents), plan.truncated, plan.length)
+            Encoded(tuple(next(documents) for _ in plan.documents), plan.truncated, plan.length, plan.margin)
             if isinstance(plan, _Plan)
             else plan
             for plan in plans
@@ -172,8 +175,10 @@ class Encoder:
                 text = [*before, *tokens[0][0][1], *after]
                 _check_trained([(text, True)], len(text), truncated=False)
                 return _Plan([[(text, True)]], False, len(text))
-            is_pair = isinstance(example, PreferencePair)
-            plan = self._pair(tokens) if is_pair else self._conversation(rendered.turns[0], tokens[0])
+            if isinstance(example, PreferencePair):
+                plan = self._pair(tokens)._replace(margin=example.margin)
+            else:
+                plan = self._conversation(rendered.turns[0], tokens[0])
             return plan._replace(pictures=rendered.pictures)
         except RowError as error:
             return error

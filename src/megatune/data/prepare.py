@@ -157,7 +157,7 @@ def _collect(
     reader.on_bad_row = on_bad_row
     while (taken := reader.take()) is not None:
         sample, encoded = taken
-        builder.add(encoded.documents)
+        builder.add(encoded.documents, encoded.margin)
         lengths.append(encoded.length)
         collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)
         collected.copies.append(sample.copies)

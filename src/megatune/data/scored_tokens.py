@@ -11,8 +11,8 @@ import numpy as np
 
 from megatune.data.rows import Document, ExtraColumn
 
-# Names of extras: whether a document's score is that of a token, bool [b, s]; by how much a chosen answer is to be ahead,
-# fp32 [documents], in both documents of a pair.
+# Names of extras: whether a document's score is that of a token, bool [b, s]; by how much a chosen answer is to be
+# ahead, fp32 [documents], in both documents of a pair.
 SCORED, MARGIN = "scored_tokens", "margin"
 
 

@@ -164,7 +164,7 @@ class DecoderModel(GPTModel):
         return hidden_states.requires_grad_() if self.asks_for_gradient else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
-        """Compute what `forward` returns from the last layer's [s (/ tp), b, h]: scores, logits or, given labels, losses.
+        """Compute from the last layer's [s (/ tp), b, h] what `forward` returns: scores, logits, or losses of labels.
 
         Args:
             trained: int64 [n], places of the trained tokens in the flattened labels.

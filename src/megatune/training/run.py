@@ -130,7 +130,7 @@ def _build_trainer(
     schedule = RunSchedule.plan(settings, data.num_rows, place.dp_size)
     check_profiled_steps(settings, schedule.total_steps)
     models = [
-        load_architecture(source, settings.run.stage),
+        load_architecture(source),
         *([reference.architecture] if reference is not None else []),
     ]
     feed = data.feed(schedule, min(model.vocab_size for model in models))

@@ -12,7 +12,9 @@ last message if it is the assistant's (ms-swift's form).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatune.config.groups.run import PAIR_STAGES
@@ -61,7 +63,8 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
         raise UnsupportedRow(what, "write stage: pt")
     if stage in PAIR_STAGES:
-        return _preference_pair(row, form, pictures)
+        pair = _preference_pair(row, form, pictures)
+        return replace(pair, margin=_margin(row, columns.margin)) if stage == "rm" else pair
     if form.formatting in ("sharegpt", "openai"):
         return messages.conversation(row, form, pictures=pictures)
     # The history's answers are trained, too.
@@ -211,6 +214,16 @@ def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> Pref
     if found:
         check_without(answers)
     return PreferencePair(prompt.messages, *answers, system, tools(row, columns.tools), found)
+
+
+def _margin(row: Mapping[str, Any], column: str | None) -> float:
+    """Read by how much the chosen answer is better, 0 where the row does not say it."""
+    value = row.get(column) if column is not None else None
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RowError("bad-margin", f"field {column!r}: expected a number", f"got {short(value)}")
+    return float(value)
 
 
 def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer:

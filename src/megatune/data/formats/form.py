@@ -35,6 +35,7 @@ class Columns:
     audios: str | None = "audios"
     chosen: str | None = "chosen"
     rejected: str | None = "rejected"
+    margin: str | None = "margin"
 
 
 @dataclass(frozen=True, slots=True)
