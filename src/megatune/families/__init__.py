@@ -90,4 +90,4 @@ def read_architecture(config: Config, where: str) -> Architecture:
     return family.architecture(config)
 
 
-__all__ = ["FAMILIES", "Family", "load_architecture", "read_architecture", "read_config"]
+__all__ = ["FAMILIES", "Family", "as_trained", "load_architecture", "read_architecture", "read_config"]

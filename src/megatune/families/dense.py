@@ -45,6 +45,15 @@ SCORE = Weight(
     exists=lambda architecture: architecture.num_labels > 0,
     linear=False,
 )
+
+
+def output_weight(architecture: Architecture) -> Weight:
+    """Return the weight of the last layer: a score, an output layer, or the word embedding that is one, too."""
+    if architecture.num_labels:
+        return SCORE
+    return EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
+
+
 NORMS = tuple(
     layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"))
     for engine, name in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm"))
