@@ -81,6 +81,7 @@ COMPANIONS_OF_PREFERENCE: tuple[Mapping[str, Any], ...] = (
     _DPO,
     {**_DPO, _LOSS: ["simpo"]},
     {**_DPO, _LOSS: ["discopop"]},
+    {"run.stage": "rm"},
 )
 Assumed: TypeAlias = Literal["", "case", "machines"]
 
