@@ -144,8 +144,8 @@ def test_stages_that_are_not_built_point_to_what_is():
     (message,) = (str(finding) for finding in load(overrides=["stage=kto"]).findings)
     assert message == (
         "stage=kto: stage: kto is not supported\n"
-        "    why: preference training on pairs of answers is built, and reward models; KTO of single answers and PPO are"
-        " not\n"
+        "    why: preference training on pairs of answers is built, and reward models; KTO of single answers and PPO"
+        " are not\n"
         "    fix: write stage: dpo, with pref_loss: kto_pair for KTO's loss of pairs; PPO's place is `megatune rl`"
     )
 

@@ -9,6 +9,8 @@ from test_rules import BASE, QWEN
 from test_rules import WRONG as WRONG_IN_RUNS
 from test_rules_data import WRONG as WRONG_IN_DATA
 from test_rules_finetuning import WRONG as WRONG_IN_FINETUNING
+from test_rules_preference import MOE
+from test_rules_preference import WRONG as WRONG_IN_PREFERENCE
 from test_rules_quantization import WRONG as WRONG_IN_QUANTIZATION
 
 from megatune.architecture import Architecture, MixtureOfExperts, Vision
@@ -442,6 +444,7 @@ def test_layouts_that_deepstack_is_told_are_valid(num_layers):
 def test_every_rule_is_tested():
     elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA, *WRONG_IN_QUANTIZATION)]
     wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in (*WRONG, *WRONG_IN_FINETUNING))]
+    wrong += [(MOE, overrides) for overrides, _ in WRONG_IN_PREFERENCE]
     wrong.append((QWEN, ["loraplus_lr_embedding=1e-5"]))  # what is not built: test_llamafactory.py
     loaded = [(model, load(overrides=[*BASE, *overrides])) for model, overrides in wrong]
     contexts = [Context(each.settings, model, None, each.written) for model, each in loaded]

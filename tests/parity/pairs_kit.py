@@ -222,7 +222,7 @@ def expect(
     """Differentiate the loss of all pairs at once."""
     model.zero_grad()
     tokens = [answer_log_probs(model, each) for each in documents_of(pairs)]
-    whole = torch.stack([each.sum() for each in tokens]).view(-1, 2)
+    whole = torch.stack([each.double().sum().float() for each in tokens]).view(-1, 2)  # as the engine does
     lengths = torch.tensor([len(each) for each in tokens], dtype=whole.dtype).view(-1, 2)
     sums = whole
     if ld_alpha is not None:

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "preference"
 RUNS = {
     "qwen3_lora_dpo": (2, 0.693147, "adapter_model.safetensors"),
     "qwen3_full_dpo": (4, 0.693147, "model.safetensors"),
-    "qwen3_full_simpo": (2, None, "model.safetensors"),
+    "qwen3_full_simpo": (2, None, "model.safetensors.index.json"),
 }
 
 

@@ -71,6 +71,7 @@ def test_packed_pairs_train_as_others(
 ) -> None:
     """All pairs in every step: fewer rows when packed, the same loss, gradients and rewards."""
     world_size = layout.get("context_parallel_size", 1)
+    layout = {**layout, "cutoff_len": 80}
     settings = preference(model, data, tmp_path / "alone", **loss, **layout)
     alone = logged(pool, world_size, settings, tmp_path / "a")
     batch = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 20}
