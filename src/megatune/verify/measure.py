@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +17,16 @@ from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.save import save_gradients
 from megatune.config.settings import ParallelSettings
 from megatune.data.batch_pictures import Share
-from megatune.data.batches import Batch, Collator, TokenValues
+from megatune.data.batches import Batch, Collator
 from megatune.data.media.processor import Measured
 from megatune.data.media.sources import PictureSource
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pictures import packed as packed_picture
 from megatune.data.rows import Document
-from megatune.data.scored_tokens import SCORED
 from megatune.engine import groups, step
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
-from megatune.engine.sequences import LocalBatch, MicroBatch
+from megatune.engine.sequences import LocalBatch
 from megatune.engine.step import ObjectiveOutput
 from megatune.engine.traces import tracing
 from megatune.families.weights import Role
@@ -36,7 +34,7 @@ from megatune.launch.context import RankContext
 from megatune.objectives.language_model import CrossEntropy
 from megatune.verify.localize import engine_places
 from megatune.verify.numbers import write_logits, write_loss, write_trace
-from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, sample_rows, score_loss
+from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, sample_rows
 
 
 def shard_samples(
@@ -158,31 +156,17 @@ def measure(
 
 
 def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
-    """Mean loss over all trained tokens of all ranks, of a reward model that of `score_loss`; its gradient is left in
-    the parameters."""
-    if not assembly.architecture.num_labels:
-        return step.forward_backward(assembly.model, batches, CrossEntropy()).loss
-    return step.forward_backward(assembly.model, [_scored(batch) for batch in batches], _ScoreLoss()).loss
+    """Mean loss over all trained tokens of all ranks; its gradient is left in the parameters."""
+    objective = _SquaredScores() if assembly.architecture.num_labels else CrossEntropy()
+    return step.forward_backward(assembly.model, batches, objective).loss
 
 
-def _scored(batch: Batch) -> Batch:
-    """Mark the last token of each document."""
-    lengths = torch.tensor(batch.lengths)
-    spans = None if batch.cu_seqlens is None else batch.cu_seqlens.long().diff()
-    lengths = lengths[:, None] if spans is None else lengths.repeat_interleave(spans)
-    return replace(batch, extras={**batch.extras, SCORED: TokenValues(batch.position_ids == lengths - 1)})
-
-
-class _ScoreLoss:
-    """The mean of `score_loss` of documents."""
-
-    metric_names = ()
-
-    def normalizer(self, batch: MicroBatch) -> Tensor:
-        return (torch.tensor(batch.lengths) > 0).sum()
+class _SquaredScores(CrossEntropy):
+    """The mean squared score of trained tokens, of a reward model: rewards are trained in pairs, which samples are
+    not."""
 
     def __call__(self, scores: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        return ObjectiveOutput(torch.where(batch.extras[SCORED], score_loss(scores), 0.0).sum())
+        return super().__call__(scores.square(), batch)
 
 
 def measure_logits(

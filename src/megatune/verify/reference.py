@@ -22,7 +22,7 @@ from megatune.families.weights import experts_of, layers_of
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
-from megatune.verify.samples import FP16_LOSS_SCALE, Sample, score_loss, score_place
+from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 
 if TYPE_CHECKING:
     from megatune.bridge.peft_model import AppliedAdapter
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Reference(NamedTuple):
     """Transformers' logits [s, vocabulary] of each sample, on the CPU, mean loss over all trained tokens of all
     samples, and gradients by Hugging Face name, if any were asked for. Of a reward model the logits are scores of
-    tokens [s, 1], and the loss is the mean of `score_loss`."""
+    tokens [s, 1], and the loss is the mean of their squares: rewards are trained in pairs, which these are not."""
 
     logits: list[Tensor]
     loss: float
@@ -166,7 +166,6 @@ def compute_reference(
     device = next(model.parameters()).device
     architecture = _architecture(model)
     total = sum(label != IGNORE_INDEX for sample in samples for label in sample.labels[1:])
-    total = len(samples) if architecture.num_labels else total
     logits, loss_sum = [], 0.0
     for sample in samples:
         with torch.set_grad_enabled(gradients):
@@ -184,13 +183,13 @@ def compute_reference(
 def _output_and_loss(
     model: Any, sample: Sample, architecture: Architecture, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return logits [s, vocabulary] and the sum of the loss over trained tokens; of a reward model scores of all tokens
-    [s, 1], and the loss of the sample's."""
-    arguments = _arguments(sample, architecture, device)
+    """Return logits [s, vocabulary] and the sum of the loss over trained tokens; of a reward model scores of tokens
+    [s, 1], and the sum of their squares."""
+    arguments, labels = _arguments(sample, architecture, device), torch.tensor(sample.labels[1:], device=device)
     if architecture.num_labels:
         scores = model.score(model.model(**arguments).last_hidden_state)[0]
-        return scores, score_loss(scores[score_place(sample), 0].float())
-    output, labels = model(**arguments).logits[0], torch.tensor(sample.labels[1:], device=device)
+        return scores, scores[:-1, 0][labels != IGNORE_INDEX].float().square().sum()
+    output = model(**arguments).logits[0]
     losses = torch.nn.functional.cross_entropy(output[:-1].float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
     return output, losses
 

@@ -7,16 +7,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from megatune.architecture import Vision
 from megatune.data.packing import pack
 from megatune.data.rows import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above. All sides multiply
 # their loss by this where they compute in fp16; relative errors are the same.
@@ -132,19 +129,6 @@ def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePictur
 def uneven_lengths(num_samples: int, longest: int) -> list[int]:
     """Lengths from `longest` down to half of it, so that micro-batches hold different numbers of trained tokens."""
     return [longest - index * (longest // 2) // num_samples for index in range(num_samples)]
-
-
-def score_loss(scores: Tensor) -> Tensor:
-    """Return a loss of single scores, while rewards are trained in pairs: log(e + r²).
-
-    It grows slowly: rounding of a few large scores shows in it no more than in a mean over many tokens.
-    """
-    return (math.e + scores.square()).log()
-
-
-def score_place(sample: Sample) -> int:
-    """Return the token whose score is that of the sample, of a reward model: the last, as nothing pads it."""
-    return len(sample.input_ids) - 1
 
 
 def sample_rows(samples: Sequence[Sample], *, packed: bool) -> list[list[int]]:
