@@ -37,7 +37,7 @@ def refusal(path: Path, options: GenerationOptions | None = None) -> str:
 
 def test_a_reward_model_writes_nothing(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(as_saved(config, 0)))
+    (model / "config.json").write_text(json.dumps(as_saved(config, "Qwen3ForSequenceClassification", 0)))
     assert refusal(model) == (
         f"{model}: it is a reward model\n"
         "    why: it has a score in place of the output layer, and writes no text\n"

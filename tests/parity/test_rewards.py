@@ -14,12 +14,14 @@ from test_lora import finetuning
 from test_preference import EVERY, check
 from transformers import AutoModelForSequenceClassification
 
+from megatune.bridge.assemble import assemble
 from megatune.bridge.peft_model import AppliedAdapter, apply_adapter
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.engine.layers import score
 from megatune.engine.sequences import Sequences
 from megatune.families import load_architecture
+from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.objectives import reward
 from megatune.objectives.reward import Reward
 from megatune.verify.adapters import write_random_adapter
@@ -114,6 +116,23 @@ def test_the_score_is_trained_beside_adapters(pool: Any, truth: Truth, tmp_path:
     settings = settings_of(layout, finetuning=selection)
     case = Case(model, settings, pairs, None, OBJECTIVE, 2, pad_token_id=pad, margins=MARGINS)
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
+
+
+def first_score(model: Path, settings: Settings) -> list[float]:
+    """On every rank: the score that training begins with, where it has one; nothing has an output layer."""
+    parameters = assemble(model, settings).parameters
+    assert not any(local.weight.engine == OUTPUT_LAYER.engine or local.is_copy for local in parameters)
+    found = [local.parameter.flatten().tolist() for local in parameters if local.weight.engine == SCORE.engine]
+    return found[0] if found else []
+
+
+def test_a_new_score_is_the_same_in_every_layout(pool: Any, model_dir: Any) -> None:
+    """Of a model with tied embeddings: nothing is shared."""
+    model = model_dir("qwen3", tied=True)
+    (alone,) = pool.run(1, first_score, model, settings_of("1"))
+    assert torch.tensor(alone).std().item() == pytest.approx(load_architecture(model).initializer_range, rel=0.3)
+    assert pool.run(2, first_score, model, settings_of("tp2 sp")) == [alone, alone]
+    assert pool.run(2, first_score, model, settings_of("pp2 vpp2")) == [[], alone]
 
 
 def without_mark(case: Case, folder: Path) -> Any:

@@ -67,7 +67,9 @@ def test_a_reward_model_is_verified(model, tmp_path):
     """And a language model with an adapter that has a score."""
     folder = shutil.copytree(model, tmp_path / "reward")
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(as_saved(config, config["pad_token_id"])))
+    (folder / "config.json").write_text(
+        json.dumps(as_saved(config, "Qwen3ForSequenceClassification", config["pad_token_id"]))
+    )
     tensors["score.weight"] = torch.randn(1, 32)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     ended = verify(folder, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--length", "8")

@@ -10,7 +10,7 @@ from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 STAGE = "rm"
-_CLASSIFIER, _LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
+_CLASSIFIER = "ForSequenceClassification"
 
 
 def num_labels(config: Mapping[str, Any]) -> int:
@@ -49,19 +49,17 @@ def as_trained(architecture: Architecture, stage: str, where: str) -> Architectu
     return architecture
 
 
-def as_saved(config: Mapping[str, Any], pad_token_id: int) -> dict[str, Any]:
+def as_saved(config: Mapping[str, Any], class_name: str, pad_token_id: int) -> dict[str, Any]:
     """Return the config.json of a reward model, made of that of the model it was trained from.
 
     Args:
+        class_name: of Transformers' classifiers of this family.
         pad_token_id: Transformers reads the score at the last token that is another one.
     """
-    names = [str(name) for name in config.get("architectures") or ()]
     kept = {key: value for key, value in config.items() if key != "num_labels"}
     return {
         **kept,
-        "architectures": [name.removesuffix(_LANGUAGE_MODEL) + _CLASSIFIER for name in names[:1]]
-        if names and names[0].endswith(_LANGUAGE_MODEL)
-        else names,
+        "architectures": [class_name],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "pad_token_id": pad_token_id,

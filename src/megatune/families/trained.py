@@ -102,6 +102,7 @@ def frozen_parts(architecture: Architecture, selection: Selection) -> list[str]:
         kept = [
             *([f"layer{'s' * (len(layers) > 1)} {numbers}{inside}"] if layers and asked else []),
             *selection.freeze_extra_modules,
+            *([module_of(SCORE)] if architecture.num_labels else []),
         ]
         found.append(f"{_NAMES[Stack.DECODER]} but for {', '.join(kept)}")
     return found

@@ -22,20 +22,18 @@ from megatune.bridge.assemble import Assembly, load_optimizer
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.save import save_adapters, save_optimizer, save_weights
 from megatune.config.settings import Settings
-from megatune.data.encode import load_tokenizer, padding_token
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
-from megatune.families.scores import as_saved
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.agreement import on_rank_0
 from megatune.training.storage.files import ensure_room, write_atomically, writing
-from megatune.training.storage.model_files import small_files
+from megatune.training.storage.model_files import reward_config, small_files
 from megatune.training.storage.store import CheckpointStore, rotate
 
 _TRAINING = "training"
@@ -144,7 +142,7 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings, architectu
     for part in (config, config.get("text_config") or {}, config.get("vision_config") or {}):
         part |= {key: settings.precision.params_dtype for key in ("dtype", "torch_dtype") if key in part}
     if architecture.num_labels:
-        config = as_saved(config, padding_token(load_tokenizer(source)))
+        config = reward_config(config, source)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return [folder / name for name in names]
 

@@ -11,13 +11,11 @@ from pathlib import Path
 
 from megatune.bridge.merged_model import MergedModel
 from megatune.config.settings import Settings
-from megatune.data.encode import load_tokenizer, padding_token
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_config
-from megatune.families.scores import as_saved
 from megatune.hub.models import CONFIG
 from megatune.training.storage.files import amount, ensure_room, sync, writing
-from megatune.training.storage.model_files import small_files
+from megatune.training.storage.model_files import reward_config, small_files
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -74,7 +72,7 @@ def merge_adapters(
 
 def _write_reward_config(folder: Path) -> None:
     """Make a language model's config.json that of a reward model."""
-    config = as_saved(read_config(folder), padding_token(load_tokenizer(folder)))
+    config = reward_config(read_config(folder), folder)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     sync(folder / CONFIG)
 
