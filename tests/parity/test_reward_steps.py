@@ -12,21 +12,22 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from pairs_kit import Case, random_pairs, shard_pairs
+from pairs_kit import Case, random_pairs
+from test_lora import finetuning
 from test_one_step import OPTIMIZERS, TOLERANCES, _checkpoint_copy, saved, update_errors
 from test_preference import EVERY
-from test_rewards import MARGINS, OBJECTIVE, settings_of
+from test_rewards import MARGINS, OBJECTIVE, settings_of, train_rewards
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from trl import RewardConfig, RewardTrainer
 
-from megatune.bridge.assemble import assemble
-from megatune.bridge.save import save_weights
+from megatune.bridge.peft_model import apply_adapter
 from megatune.config.groups.optimizer import OptimizerSettings
-from megatune.engine.model import gather_parameters
-from megatune.training.train_step import train_step
+from megatune.families import load_architecture
+from megatune.families.peft_tensors import PREFIX
+from megatune.verify.adapters import write_random_adapter
 
 VOCABULARY = 300  # and a token that pads
 # With SGD weights are rounded by as much as is tolerated in several steps.
@@ -46,20 +47,8 @@ class Steps:
     logged: list[dict[str, float]]
 
 
-def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
-    """On every rank: what was logged; weights are written."""
-    assembly, logged = assemble(case.model, case.settings), []
-    for _ in range(NUM_STEPS[case.settings.optimizer.optimizer]):
-        batches = shard_pairs(case, assembly)
-        result = train_step(assembly, batches, case.objective, learning_rate=case.settings.optimizer.learning_rate)
-        logged.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **result.totals.metrics})
-    gather_parameters(assembly.model)
-    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
-    return logged
-
-
-def trl_steps(model_dir: Path, optimizer: dict[str, Any], folder: Path) -> Steps:
-    """All pairs in one batch of each step."""
+def trl_steps(model_dir: Path, optimizer: dict[str, Any], folder: Path, adapter: Path | None = None) -> Steps:
+    """All pairs in one batch of each step; with an adapter its tensors, and the score's."""
     pairs = random_pairs(VOCABULARY)
     rows = [
         {"chosen_ids": list(pair.chosen.input_ids), "rejected_ids": list(pair.rejected.input_ids), "margin": margin}
@@ -69,9 +58,16 @@ def trl_steps(model_dir: Path, optimizer: dict[str, Any], folder: Path) -> Steps
     model = AutoModelForSequenceClassification.from_pretrained(
         model_dir, dtype=torch.float32, experts_implementation="eager"
     )
-    before, is_adam = _checkpoint_copy(model), optimizer["optimizer"] == "adam"
+    applied = None if adapter is None else apply_adapter(model, adapter, trained=True)
+
+    def copied() -> dict[str, Tensor]:
+        if applied is None:
+            return _checkpoint_copy(model)
+        return {PREFIX + name: part(each).detach().clone() for name, (each, part) in applied.places.items()}
+
+    before, is_adam = copied(), optimizer["optimizer"] == "adam"
     trainer = RewardTrainer(
-        model,
+        model if applied is None else applied.peft,
         args=RewardConfig(
             output_dir=str(folder), per_device_train_batch_size=len(pairs), num_train_epochs=1, logging_steps=1,
             bf16=False, gradient_checkpointing=False, max_length=None, use_cpu=True, report_to=[], save_strategy="no",
@@ -86,7 +82,7 @@ def trl_steps(model_dir: Path, optimizer: dict[str, Any], folder: Path) -> Steps
     )  # fmt: skip
     trainer.train()
     logged = [record for record in trainer.state.log_history if "grad_norm" in record]
-    return Steps(before, _checkpoint_copy(model), logged)
+    return Steps(before, copied(), logged)
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +119,38 @@ def test_steps_equal_trl(
     settings = settings_of(layout, optimizer=OptimizerSettings(**OPTIMIZERS[optimizer]))
     pairs = random_pairs(VOCABULARY)
     case = Case(model, settings, pairs, None, OBJECTIVE, size, pad_token_id=VOCABULARY, margins=MARGINS)
-    for logged in pool.run(EVERY[layout].world_size, engine_steps, case, tmp_path):
-        for found, wanted in zip(logged, expected.logged, strict=True):
+    check(
+        pool.run(EVERY[layout].world_size, train_rewards, case, NUM_STEPS[optimizer], tmp_path),
+        expected,
+        saved(tmp_path),
+        optimizer,
+    )
+
+
+def test_steps_of_an_adapter_equal_trl(pool: Any, steps: Any, tmp_path: Path) -> None:
+    """The score is trained whole beside it."""
+    model, _ = steps("qwen3", "adam")
+    folder, found = tmp_path / "adapter", tmp_path / "found"
+    folder.mkdir()
+    found.mkdir()
+    selection = finetuning("LoRA", folder)
+    write_random_adapter(folder, model, load_architecture(model), selection, seed=7)
+    expected = trl_steps(model, OPTIMIZERS["adam"], tmp_path / "trl", folder)
+    settings = settings_of("tp2 sp", optimizer=OptimizerSettings(**OPTIMIZERS["adam"]), finetuning=selection)
+    pairs = random_pairs(VOCABULARY)
+    case = Case(model, settings, pairs, None, OBJECTIVE, pad_token_id=VOCABULARY, margins=MARGINS)
+    answers = pool.run(2, train_rewards, case, NUM_STEPS["adam"], found)
+    assert "base_model.model.score.weight" in expected.after
+    check(answers, expected, saved(found), "adam")
+
+
+def check(answers: list[list[dict[str, float]]], expected: Steps, found: dict[str, Tensor], optimizer: str) -> None:
+    for logged in answers:
+        for mine, wanted in zip(logged, expected.logged, strict=True):
             names = ("loss", "grad_norm", "accuracy", "margin", "mean_reward")
-            assert [found[name] for name in names] == pytest.approx(
+            assert [mine[name] for name in names] == pytest.approx(
                 [float(wanted[name]) for name in names], rel=1e-4, abs=1e-4
             )
-    errors = update_errors(expected.before, expected.after, saved(tmp_path))
+    errors = update_errors(expected.before, expected.after, found)
     tolerance = TOLERANCES[optimizer]
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= tolerance}

@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from pairs_kit import Case, Expected, compute, documents_of, gradient_errors, gradients_of, random_pairs
+from pairs_kit import Case, Expected, compute, documents_of, gradient_errors, gradients_of, random_pairs, shard_pairs
 from test_lora import finetuning
 from test_preference import EVERY, check
 from transformers import AutoModelForSequenceClassification
 
 from megatune.bridge.assemble import assemble
 from megatune.bridge.peft_model import AppliedAdapter, apply_adapter
+from megatune.bridge.save import save_adapters, save_weights
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.engine.layers import score
+from megatune.engine.model import gather_parameters
 from megatune.engine.sequences import Sequences
 from megatune.families import load_architecture
 from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.objectives import reward
 from megatune.objectives.reward import Reward
+from megatune.training.train_step import train_step
 from megatune.verify.adapters import write_random_adapter
 
 OBJECTIVE, MARGINS = Reward(centering=0.02), (0.5, 0.0, -0.25, 1.0, 0.0, 2.0, 0.125)
@@ -116,6 +119,22 @@ def test_the_score_is_trained_beside_adapters(pool: Any, truth: Truth, tmp_path:
     settings = settings_of(layout, finetuning=selection)
     case = Case(model, settings, pairs, None, OBJECTIVE, 2, pad_token_id=pad, margins=MARGINS)
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
+
+
+def train_rewards(case: Case, num_steps: int, folder: Path) -> list[dict[str, float]]:
+    """On every rank of test_reward_steps, which imports TRL: what was logged; weights are written."""
+    assembly, logged = assemble(case.model, case.settings), []
+    for _ in range(num_steps):
+        batches = shard_pairs(case, assembly)
+        result = train_step(assembly, batches, case.objective, learning_rate=case.settings.optimizer.learning_rate)
+        logged.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **result.totals.metrics})
+    gather_parameters(assembly.model)
+    trained = assembly.parameters, assembly.architecture, assembly.place
+    if case.settings.finetuning.finetuning_type == "lora":
+        save_adapters(folder, *trained, case.settings.finetuning)
+    else:
+        save_weights(folder, *trained, form=assembly.form)
+    return logged
 
 
 def first_score(model: Path, settings: Settings) -> list[float]:
