@@ -138,6 +138,8 @@ def _serve(pipe: Connection, stack: str) -> None:
 
     torch.set_num_threads(1)
     gc.freeze()
+    # A run of the training loop freezes its model, which is to go here once it has ended.
+    gc.freeze = lambda: None
     with contextlib.suppress(EOFError, KeyboardInterrupt), open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)
         while True:
@@ -151,7 +153,6 @@ def _answer(rank: int, world_size: int, store_path: str, path: list[str], call: 
     from megatune.engine import groups
 
     sys.path[:] = path
-    num_frozen = gc.get_freeze_count()
     try:
         store = torch.distributed.FileStore(store_path, world_size)
         groups.meet(store, rank, world_size, timeout=COLLECTIVE_SECONDS)
@@ -163,10 +164,5 @@ def _answer(rank: int, world_size: int, store_path: str, path: list[str], call: 
         with contextlib.suppress(Exception):
             groups.leave()
         # Process groups have threads, which wake up a hundred times a second, and go only with the last model that
-        # refers to them. A run of the training loop freezes its model.
-        ran = gc.get_freeze_count() > num_frozen
-        if ran:
-            gc.unfreeze()
+        # refers to them.
         gc.collect()
-        if ran:
-            gc.freeze()

@@ -12,8 +12,8 @@ from megatune.config.load import load
 from megatune.data.batches import Batch
 from megatune.engine import device, groups, optimizer
 from megatune.engine.layers.attention.choice import describe
-from megatune.engine.model import build_model
-from megatune.engine.step import forward_backward
+from megatune.engine.model import Chunk, build_model
+from megatune.engine.step import Objective, forward_backward
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.world import LOOPBACK, find_free_port
 from megatune.objectives.language_model import CrossEntropy
@@ -28,12 +28,15 @@ class Megatune:
     """One rank.
 
     Args:
-        options: settings, by the keys of a YAML file.
+        options: settings, by the keys of a YAML file; rows are packed unless they say otherwise.
+        objective: cross-entropy unless another one is named.
     """
 
-    def __init__(self, case: Case, options: Mapping[str, Any], timeline: Timeline) -> None:
-        self._case, self._timeline = case, timeline
-        keys = {**options, "bf16": case.bf16, "packing": True, "learning_rate": LEARNING_RATE, "max_grad_norm": 1.0}
+    def __init__(
+        self, case: Case, options: Mapping[str, Any], timeline: Timeline, objective: Objective | None = None
+    ) -> None:
+        self._case, self._timeline, self._objective = case, timeline, objective or CrossEntropy()
+        keys = {"packing": True, **options, "bf16": case.bf16, "learning_rate": LEARNING_RATE, "max_grad_norm": 1.0}
         keys |= {"recompute_granularity": "full"} if case.recompute else {}
         keys |= {"freeze_vision_tower": False, "freeze_multi_modal_projector": False} if case.images else {}
         loaded = load(overrides=[f"{key}={str(value).lower()}" for key, value in keys.items()])
@@ -76,15 +79,20 @@ class Megatune:
         """The model, for timing its parts."""
         return self._model[0]
 
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The model as the engine takes it."""
+        return self._model
+
     def describe(self) -> str:
         """What computes it."""
         return f"attention: {describe(self._settings, self._case.shape.architecture())}"
 
     def step(self, batches: list[Batch]) -> float:
-        """A training step; the loss is its mean over the trained tokens."""
+        """A training step; the loss is its mean over the trained tokens, or what else the objective counts."""
         # Megatron-Core first clears the gradients of the step before.
         self._timeline.mark("optimizer")
-        totals = forward_backward(self._model, batches, CrossEntropy())
+        totals = forward_backward(self._model, batches, self._objective)
         self._timeline.mark("optimizer")
         updated, _ = optimizer.step(self._optimizer, LEARNING_RATE)
         if not updated:

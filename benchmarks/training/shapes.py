@@ -80,6 +80,14 @@ TINY_DENSE = Shape(
         "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
     },
 )  # fmt: skip
+SMALL_DENSE = Shape(
+    "small qwen3",
+    {
+        "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    },
+)  # fmt: skip
 TINY_MOE = Shape(
     "tiny qwen3_moe",
     {

@@ -8,6 +8,7 @@ import multiprocessing
 import resource
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,12 +26,15 @@ class Worker:
     """The other end of an engine's process.
 
     It starts importing at once, on the CPU; it takes the device when it is asked to build.
+
+    Args:
+        target: what the process does, given its end of the pipe; `serve` unless said.
     """
 
-    def __init__(self, case: Case, engine: Engine) -> None:
+    def __init__(self, case: Case, engine: Engine, target: Callable[..., None] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, case, engine), daemon=True)
+        self._process = context.Process(target=target or serve, args=(theirs, case, engine), daemon=True)
         self._process.start()
         theirs.close()
 

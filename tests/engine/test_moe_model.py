@@ -27,7 +27,7 @@ LAYOUTS = {
     ),
 }
 # Rows differ in length, and micro-batches in trained tokens.
-LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
+LENGTHS = (17, 5, 30, 12)
 
 
 def norm_and_losses(

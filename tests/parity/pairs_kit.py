@@ -36,6 +36,7 @@ from megatune.objectives.pair_losses import SEPARABLE, Pairs
 from megatune.objectives.preference import REFERENCE, Preference
 from megatune.objectives.reward import Reward
 from megatune.training.joint_losses import with_joint_losses
+from megatune.training.log_probs import step_log_probs
 from megatune.verify.measure import _document, _RandomPixels
 from megatune.verify.reference import (
     _architecture,
@@ -60,11 +61,15 @@ class SamplePair:
 
 
 def random_pairs(
-    vocab_size: int, *, pictures: Sequence[Sequence[SamplePicture]] = (), vision: Vision | None = None
+    vocab_size: int,
+    *,
+    prompts: Sequence[int] = PROMPTS,
+    pictures: Sequence[Sequence[SamplePicture]] = (),
+    vision: Vision | None = None,
 ) -> list[SamplePair]:
     """Pictures are those of the first prompts."""
     options: dict[str, Any] = {"vision": vision}
-    prompts = random_samples(vocab_size, PROMPTS, 1, pictures=pictures, **options)
+    questions = random_samples(vocab_size, prompts, 1, pictures=pictures, **options)
     answers = [
         random_samples(vocab_size, lengths, seed, **options) for seed, lengths in enumerate((CHOSEN, REJECTED), 2)
     ]
@@ -75,7 +80,7 @@ def random_pairs(
 
     return [
         SamplePair(document(prompt, chosen), document(prompt, rejected))
-        for prompt, chosen, rejected in zip(prompts, *answers, strict=True)
+        for prompt, chosen, rejected in zip(questions, *answers, strict=True)
     ]
 
 
@@ -152,10 +157,10 @@ def with_reference(batch: Batch, values: Tensor) -> Batch:
 
 
 def with_base(assembly: Assembly, batches: list[Batch]) -> list[Batch]:
-    """The reference is the model without its adapters; rows are not packed."""
+    """The reference is the model without its adapters, as it is now."""
     with without_adapters(assembly.model):
-        rows = step.token_log_probs(assembly.model, batches)
-    return [with_reference(batch, each.sum(1)) for batch, each in zip(batches, rows, strict=True)] if rows else batches
+        found = step_log_probs(assembly.model, batches)
+    return [with_reference(*each) for each in zip(batches, found, strict=True)] if found else batches
 
 
 def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from computing import failures, measure_in_layout
+from computing import LENGTHS, MORE_LENGTHS, failures, measure_in_layout
 from layouts import (
     EXPERT_LAYOUTS,
     LAYOUTS,
@@ -37,7 +37,6 @@ from megatune.verify.numbers import Numbers
 from megatune.verify.reference import compute_reference, load_reference_model, write_reference
 from megatune.verify.samples import Sample, random_samples
 
-LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_alpha": 6}
 KINDS: dict[str, dict[str, Any]] = {
     "LoRA": {},
@@ -101,10 +100,10 @@ def finetuning(kind: str, adapter: Path) -> FinetuningSettings:
     return FinetuningSettings(**LORA, **KINDS[kind], adapter_name_or_path=[str(adapter)])
 
 
-def samples_of(model: Path) -> list[Sample]:
+def samples_of(model: Path, lengths: Sequence[int] = LENGTHS) -> list[Sample]:
     vision = load_architecture(model).vision
     pictures = CONTENTS["mixed"] if vision is not None else ()
-    return random_samples(301, LENGTHS, pictures=pictures, vision=vision)
+    return random_samples(301, lengths, pictures=pictures, vision=vision)
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +278,7 @@ def test_bf16_beside_pefts(pool: Any, adapted: Any, table: Any, tmp_path: Path, 
     """As the proof of text models, tests/parity/test_parity.py. Adapters are fp32 on both sides; peft computes with
     them in fp32, too, this engine in bf16, as peft does where torch's autocast is on."""
     model, folder, _ = adapted(family, False, "LoRA")
-    samples, layout = samples_of(model), LAYOUTS["tp2 sp"]
+    samples, layout = samples_of(model, MORE_LENGTHS), LAYOUTS["tp2 sp"]
     settings = layout.settings(precision={"bf16": True}).model_copy(update={"finetuning": finetuning("LoRA", folder)})
     pool.run(2, measure_in_layout, model, settings, samples, tmp_path)
     numbers = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from computing import LENGTHS, differences, failures, measure_in_layout, parameter_names
+from computing import LENGTHS, MORE_LENGTHS, differences, failures, measure_in_layout, parameter_names
 from layouts import FAMILY_LAYOUTS, LAYOUTS, MORE_LAYOUTS
 
 from megatune.bridge.assemble import assemble
@@ -102,7 +102,7 @@ def test_data_parallel_rank_without_trained_tokens_agrees(pool, model_dir, refer
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, table, tmp_path, family, layout):
     model = model_dir(family)
-    samples = random_samples(301, LENGTHS)
+    samples = random_samples(301, MORE_LENGTHS)
     settings = LAYOUTS[layout].settings(precision={"bf16": True})
     pool.run(LAYOUTS[layout].world_size, measure_in_layout, model, settings, samples, tmp_path)
     truth = reference(model, samples, "bfloat16")
