@@ -54,7 +54,7 @@ def test_console_script_and_module() -> None:
     [
         ([], "usage: megatune"),
         (["trian"], "did you mean `megatune train`?"),
-        (["qqq"], "one of: train, sft, pt, dpo, kto, plan, explain, data, verify, infer, export, demo-model"),
+        (["qqq"], "one of: train, sft, pt, dpo, kto, rm, plan, explain, data, verify, infer, export, demo-model"),
         (["run.yaml"], "megatune train run.yaml"),
         (["infer"], "megatune infer: the following arguments are required: MODEL"),
         (["infer", "x", "--promt", "y"], "did you mean --prompt?"),
@@ -64,7 +64,6 @@ def test_console_script_and_module() -> None:
         (["sft", "--learning_rte", "1e-5"], "did you mean learning_rate?"),
         (["dpo", "--pref_los", "ipo"], "did you mean pref_loss?"),
         (["kto", "--kto_los", "kto"], "did you mean kto_loss?"),
-        (["rm"], "megatune rm: not built yet\n    why: reward models"),
         (
             ["ppo"],
             "megatune ppo: not built yet\n    why: PPO is not built; `megatune dpo` trains on pairs of answers, and"

@@ -103,7 +103,7 @@ REFUSED = [
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
     "oft_rank=8", "adapter_folder=out", "export_dir=out", "export_size=5", "export_quantization_bit=4",
-    "use_galore=true", "use_badam=true", "use_unsloth=true", "stage=rm", "stage=ppo",
+    "use_galore=true", "use_badam=true", "use_unsloth=true", "stage=ppo",
     "reward_model=r", "reward_model_type=api", "ppo_epochs=1",
     "ref_model_quantization_bit=4",
 ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_stages_that_are_not_built_point_to_what_is():
     (message,) = (str(finding) for finding in load(overrides=["stage=ppo"]).findings)
     assert message == (
         "stage=ppo: stage: ppo is not supported\n"
-        "    why: preference training on answers, in pairs or single ones, is built; reward models and PPO are not\n"
+        "    why: preference training and reward models are built; PPO is not\n"
         "    fix: write stage: dpo; PPO's place is `megatune rl`"
     )
 

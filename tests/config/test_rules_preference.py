@@ -12,7 +12,8 @@ from megatune.config.rules.preference import warnings
 from megatune.config.settings import all_settings
 
 MOE = replace(QWEN, moe=MixtureOfExperts(num_experts=8, layers=(True,) * 12, router_topk=2, moe_ffn_hidden_size=64))
-DPO, KTO, LORA, STREAMED = "stage=dpo", "stage=kto", "finetuning_type=lora", ["streaming=true", "max_steps=5"]
+DPO, KTO, RM, LORA = "stage=dpo", "stage=kto", "stage=rm", "finetuning_type=lora"
+STREAMED = ["streaming=true", "max_steps=5"]
 
 
 def messages(*overrides: str) -> list[str]:
@@ -34,6 +35,9 @@ def messages(*overrides: str) -> list[str]:
         [DPO, "pref_loss=exo_pair", "dpo_label_smoothing=0.001"],
         [DPO, "pref_loss=discopop", "discopop_tau=0.1"],
         [DPO, "moe_aux_loss_coeff=0", "moe_router_load_balancing_type=aux_loss"],
+        [RM, "center_rewards_coefficient=0.01", "packing=true"],
+        [RM, LORA, *STREAMED],
+        [RM, *STREAMED],
         [DPO, LORA, *STREAMED],
         [DPO, "pref_loss=orpo", *STREAMED],
         [KTO],
@@ -62,6 +66,28 @@ WRONG = [
         "pref_loss with stage pt\n"
         "    why: it says how the two answers of a pair are compared\n"
         "    fix: write stage: dpo, or remove pref_loss",
+    ),
+    (
+        [RM, "ref_model=r"],
+        "ref_model with stage rm\n"
+        "    why: it says how the two answers of a pair are compared\n"
+        "    fix: write stage: dpo, or remove ref_model",
+    ),
+    (
+        [DPO, "center_rewards_coefficient=0.01"],
+        "center_rewards_coefficient with stage dpo\n"
+        "    why: it holds the scores of a reward model around 0\n"
+        "    fix: write stage: rm, or remove center_rewards_coefficient",
+    ),
+    (
+        [RM, "moe_aux_loss_coeff=0.001"],
+        "moe_aux_loss_coeff 0.001 with stage rm\n"
+        "    why: the loss is divided by the number of pairs, and this one is a mean over tokens\n"
+        "    fix: write moe_aux_loss_coeff: 0, or remove it",
+    ),
+    (
+        [RM, "mask_history=true"],
+        "mask_history with stage rm\n    why: only the two answers of a pair are trained\n    fix: remove mask_history",
     ),
     (
         [DPO, "pref_loss=[]"],

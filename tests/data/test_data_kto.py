@@ -200,7 +200,7 @@ def write(folder: Path, rows: Sequence[tuple[str, int, int]], order: Sequence[in
         for number, (prompt, size, answer) in enumerate(rows):
             ids = np.array([ord(prompt)] * size + [1000 + number] * answer, dtype=np.int32)
             labels = np.where(np.arange(len(ids)) < size, np.int32(IGNORE_INDEX), ids)
-            builder.add([Document(ids, labels)], number % 2 == 0)
+            builder.add([Document(ids, labels)], desirable=number % 2 == 0)
         builder.write_part("train", np.arange(len(rows)) if order is None else order)
     return folder / "train"
 
@@ -250,7 +250,7 @@ def test_pictures_are_those_of_the_prompt(tmp_path: Path) -> None:
         for number, name in enumerate(("a.png", "a.png", "b.png")):
             ids = np.array([7, 7, 7, 1000 + number], dtype=np.int32)
             picture = DocumentPicture(1, 1, (1, 2, 2), None, False, name.encode())
-            builder.add([Document(ids, np.where(ids > 999, ids, np.int32(IGNORE_INDEX)), (picture,))], True)
+            builder.add([Document(ids, np.where(ids > 999, ids, np.int32(IGNORE_INDEX)), (picture,))], desirable=True)
         builder.write_part("train", np.arange(3))
     found = [document for (document,) in MismatchedRows(folder / "train", 64)]
     assert [partner(document) for document in found] == [2, 2, 0]

@@ -72,7 +72,7 @@ def write(folder: Path) -> Path:
         for prompt, answer, tag in zip(PROMPTS, ANSWERS, TAGS, strict=True):
             ids = generator.integers(0, 301, prompt + answer).astype(np.int32)
             labels = np.where(np.arange(len(ids)) < prompt, np.int32(IGNORE_INDEX), ids)
-            builder.add([Document(ids, labels)], tag)
+            builder.add([Document(ids, labels)], desirable=tag)
         builder.write_part("train", np.arange(len(PROMPTS)))
     return folder / "train"
 

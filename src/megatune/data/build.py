@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.packing import concatenate, pack
 from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
@@ -26,6 +27,7 @@ from megatune.data.rows import (
     write_extra,
     write_rows,
 )
+from megatune.data.scored_tokens import MARGIN
 
 _FLUSH_TOKENS = 2**20
 
@@ -34,7 +36,7 @@ _FLUSH_TOKENS = 2**20
 class RowShape:
     """How samples become rows."""
 
-    # "sft" and "kto": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents
+    # "sft" and "kto": a sample is a document. "pt": a text, cut into pieces. "dpo" and "rm": a pair of documents
     stage: str
     cutoff_len: int  # tokens of the longest document
     packing: bool  # rows hold several samples
@@ -43,7 +45,7 @@ class RowShape:
     @property
     def capacity(self) -> int:
         """Tokens of a packed row: of pairs twice cutoff_len, so that packing cuts no answer that is whole without."""
-        return 2 * self.cutoff_len if self.stage == "dpo" else self.cutoff_len
+        return 2 * self.cutoff_len if self.stage in PAIR_STAGES else self.cutoff_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class RowsBuilder:
         self._trained = array("i")  # tokens of each document that a causal model can learn
         self._largest = array("i")  # token id of each document
         self._desirable = array("b")  # of each document of stage kto
+        self._margins = array("f")  # of each document, that of its pair
         self._unwritten: list[Document] = []
         self._num_unwritten = 0  # tokens
 
@@ -92,7 +95,7 @@ class RowsBuilder:
         """Samples added."""
         return len(self._samples) - 1
 
-    def add(self, documents: Sequence[Document], desirable: bool | None = None) -> int:
+    def add(self, documents: Sequence[Document], margin: float = 0.0, desirable: bool | None = None) -> int:
         """Write one sample's tokens: one document, or a pair's chosen and rejected ones; returns its number.
 
         Args:
@@ -108,6 +111,7 @@ class RowsBuilder:
             self._pictures.add(self._ends[-1], document.pictures)
             self._unwritten.append(document)
             self._ends.append(self._ends[-1] + size)
+            self._margins.append(margin)
             self._num_unwritten += size
         self._samples.append(len(self._ends) - 1)
         if desirable is not None:
@@ -153,6 +157,9 @@ class RowsBuilder:
             tags = np.asarray(self._desirable, dtype=bool)[documents]
             desirable = int(tags.sum())
             write_extra(part, DESIRABLE, ExtraColumn("document", tags))
+        if self._shape.stage == "rm":
+            of_spans = np.searchsorted(ends, spans[:, 0], side="right") - 1
+            write_extra(part, MARGIN, ExtraColumn("document", np.asarray(self._margins)[of_spans]))
         for extra, source in self._extras.items():
             write_extra(part, extra, source.compute(TokenRows(part)))
         written = TokenRows(part)
@@ -177,7 +184,7 @@ class RowsBuilder:
     def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
         """Return documents row by row, where rows begin among them, and what a row is."""
         shape = self._shape
-        if shape.stage == "dpo":
+        if shape.stage in PAIR_STAGES:
             if not shape.packing:
                 return spans, np.arange(0, len(spans) + 1, 2), "pairs"
             pairs, rows = pack((spans[:, 1] - spans[:, 0]).reshape(-1, 2).sum(axis=1), shape.capacity, shape.seed)

@@ -75,6 +75,7 @@ class PreferencePair:
         chosen, rejected: the assistant's.
         system, tools: as those of a `Conversation`.
         pictures: of the tags in the prompt.
+        margin: by how much the chosen answer is better, where the row says it and a reward model is trained.
     """
 
     prompt: tuple[Message, ...]
@@ -83,6 +84,7 @@ class PreferencePair:
     system: str = ""
     tools: tuple[dict[str, Any], ...] = ()
     pictures: tuple[RowPicture, ...] = ()
+    margin: float = 0.0
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Return the conversation with the chosen answer, and with the rejected one."""
@@ -91,7 +93,7 @@ class PreferencePair:
         return Conversation(chosen, *common), Conversation(rejected, *common)
 
 
-# Rows of stage pt, sft and kto, and dpo.
+# Rows of stage pt, of sft and kto, and of dpo and rm.
 Example = str | Conversation | PreferencePair
 
 # Self-cognition data sets write the model's name and maker so; the setting that fills each.

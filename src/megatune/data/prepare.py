@@ -159,7 +159,8 @@ def _collect(
     while (taken := reader.take()) is not None:
         sample, encoded = taken
         assert not isinstance(sample.example, RowError)
-        builder.add(encoded.documents, sample.example.desirable if isinstance(sample.example, Conversation) else None)
+        desirable = sample.example.desirable if isinstance(sample.example, Conversation) else None
+        builder.add(encoded.documents, encoded.margin, desirable)
         lengths.append(encoded.length)
         collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)
         collected.copies.append(sample.copies)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.folder import cache_dir
@@ -135,7 +136,7 @@ def _streamed_feed(
     lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]
     if stream.held_out is not None:
         lines += stream.held_out.lines()
-    steps = stream.steps(size, is_packed=settings.packing, is_pairs=settings.run.stage == "dpo")
+    steps = stream.steps(size, is_packed=settings.packing, is_pairs=settings.run.stage in PAIR_STAGES)
     return Feed(steps, evaluation, lines, follower, quarantine)
 
 

@@ -33,6 +33,7 @@ from megatune.training.joint_losses import with_joint_losses
 from megatune.training.learning_rate import LearningRateSchedule
 from megatune.training.loaders import Loaders
 from megatune.training.mismatched import with_kl
+from megatune.training.objective import Loss
 from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule
@@ -60,7 +61,7 @@ class Trainer:
 
     settings: Settings
     assembly: Assembly
-    objective: CrossEntropy | Preference | KTO
+    objective: Loss
     reference: Reference | None
     feed: Feed
     loaders: Loaders
@@ -169,7 +170,7 @@ class Trainer:
 
     def _objective_with(
         self, mismatched: Iterable[tuple[int, list[Batch]]], on_step: Callable[[int], None] = lambda index: None
-    ) -> CrossEntropy | Preference | KTO:
+    ) -> Loss:
         """Return the loss of the next step, or of an evaluation; of KTO with z, from answers to other prompts."""
         if isinstance(self.objective, KTO) and self.objective.has_kl:
             model, steps = self.assembly.model, (self._readable(batches)[0] for _, batches in mismatched)
@@ -185,7 +186,7 @@ class Trainer:
         refuse = self.settings.data.on_bad_row == "error"
         return without_unreadable(batches, self.assembly.place, refuse=refuse)
 
-    def _prepared(self, batches: list[Batch], objective: CrossEntropy | Preference | KTO) -> tuple[list[Batch], int]:
+    def _prepared(self, batches: list[Batch], objective: Loss) -> tuple[list[Batch], int]:
         """Return micro-batches with what the objective needs beside rows, of those that are readable; and how many
         pictures are not."""
         batches, unreadable = self._readable(batches)
@@ -197,7 +198,7 @@ class Trainer:
             batches = with_joint_losses(self.assembly.model, batches, objective)
         return batches, len(unreadable)
 
-    def _check_first(self, result: StepResult, objective: CrossEntropy | Preference | KTO) -> None:
+    def _check_first(self, result: StepResult, objective: Loss) -> None:
         """Hold the first step against a policy that is its reference, where training starts from it."""
         if self.reference is None or not self.reference.is_start or not result.updated or not result.totals.normalizer:
             return

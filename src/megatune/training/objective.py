@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from megatune.config.settings import Settings
 from megatune.objectives.kto import KTO
 from megatune.objectives.language_model import CrossEntropy
 from megatune.objectives.pair_losses import Shape
 from megatune.objectives.preference import Preference
+from megatune.objectives.reward import Reward
+
+Loss: TypeAlias = CrossEntropy | Preference | KTO | Reward
 
 
-def objective_of(settings: Settings) -> CrossEntropy | Preference | KTO:
-    """Return cross-entropy of tokens or, of stages dpo and kto, losses of answers with their weights and numbers."""
+def objective_of(settings: Settings) -> Loss:
+    """Return cross-entropy of tokens or, of stages dpo and kto, losses of answers with their weights and numbers; of
+    stage rm that of a reward model."""
     preference = settings.preference
+    if settings.run.stage == "rm":
+        return Reward(preference.center_rewards_coefficient)
     if settings.run.stage == "kto":
         weights = preference.kto_chosen_weight, preference.kto_rejected_weight
         return KTO(preference.kto_loss, preference.pref_beta, *weights, preference.pref_ftx)
@@ -42,8 +50,11 @@ def has_kl(settings: Settings) -> bool:
     return isinstance(objective, KTO) and objective.has_kl
 
 
-def describe(objective: Preference | KTO) -> str:
+def describe(objective: Preference | KTO | Reward) -> str:
     """Name the terms of the loss, with their weights, and what they have in common."""
+    if isinstance(objective, Reward):
+        centered = f" + {objective.centering:g} × their squared sum" if objective.centering else ""
+        return f"Bradley-Terry of the scores of pairs{centered}"
     if isinstance(objective, KTO):
         weights = {"desirable": objective.chosen_weight, "undesirable": objective.rejected_weight}
         kinds = " and ".join(kind if weight == 1 else f"{weight:.4g} × {kind}" for kind, weight in weights.items())

@@ -21,7 +21,7 @@ _GPTQ = "models are written in the dtype that they are trained in, and not quant
 _PISSA = "adapters start at zero beside the model as it is, and PiSSA changes the model itself"
 _OFT = "of adapters LoRA is built, with its variants rsLoRA, LoRA+ and DoRA"
 _OPTIMIZERS = "the key `optimizer` chooses the optimizer, of which there are adam (AdamW) and sgd"
-_NO_PPO = "PPO and reward models are not built; stage dpo trains on the pairs that a reward model would be trained on"
+_NO_PPO = "PPO is not built; stage dpo trains on pairs of answers, stage rm a reward model on them"
 _KERNELS = "the engine's own layers are used, whose kernels the keys of Megatron-Core choose"
 
 NOT_BUILT: dict[str, Refused] = {
@@ -38,8 +38,8 @@ NOT_BUILT: dict[str, Refused] = {
         off=(True,),
     ),
     "stage": Refused(
-        "preference training on answers, in pairs or single ones, is built; reward models and PPO are not",
-        values=("rm", "ppo"),
+        "preference training and reward models are built; PPO is not",
+        values=("ppo",),
         fix="write stage: dpo; PPO's place is `megatune rl`",
     ),
     # Data.

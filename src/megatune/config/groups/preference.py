@@ -129,6 +129,11 @@ class PreferenceSettings(Group):
     When: To train an adapter further, against the adapter as it was: name the base in ref_model, and the adapter
     here."""
 
+    center_rewards_coefficient: NonNegative = 0.0
+    """With stage rm: weight of the squared sum of a pair's two scores, beside the loss of their difference.
+    How: The loss sees differences alone, so scores may drift; this holds the mean of a pair's scores at 0.
+    When: 0.01 where scores are used as rewards and are to be comparable between prompts."""
+
     @property
     def losses(self) -> dict[str, float]:
         """Weights of the losses, by name."""

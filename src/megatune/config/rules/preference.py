@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.groups.preference import SMOOTHED, WITHOUT_REFERENCE, PreferenceSettings
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.rules.problem import Context, Problem
 from megatune.config.settings import Settings
 from megatune.config.values import shown
@@ -18,6 +19,7 @@ _LOSS, _WEIGHTS, _SMOOTHING = "pref_loss", "pref_loss_weights", "dpo_label_smoot
 _OF_BOTH = ("pref_beta", "pref_ftx", "ref_model", "ref_model_adapters")
 _OF_KTO = ("kto_loss", "kto_chosen_weight", "kto_rejected_weight")
 _OTHER_LOSS = "name another pref_loss"
+_CENTERING = "center_rewards_coefficient"
 # The highest learning rates that preference training is known to bear: of all parameters, and of adapters.
 _HIGHEST, _HIGHEST_OF_ADAPTERS = 1e-5, 1e-4
 
@@ -26,14 +28,17 @@ def of_pairs(context: Context) -> Iterator[Problem]:
     """Another stage has no pairs to compare."""
     settings = context.settings
     for name in PreferenceSettings.model_fields:
-        stages = ("kto",) if name in _OF_KTO else ("dpo", "kto") if name in _OF_BOTH else ("dpo",)
+        stages: tuple[str, ...] = ("dpo",)
+        why = "it says how the two answers of a pair are compared"
+        if name == _CENTERING:
+            stages, why = ("rm",), "it holds the scores of a reward model around 0"
+        elif name in _OF_KTO:
+            stages, why = ("kto",), "it says how answers are weighed that are wanted or not, one by one"
+        elif name in _OF_BOTH:
+            stages = ("dpo", "kto")
         if settings.run.stage not in stages and getattr(settings.preference, name) != getattr(_DEFAULTS, name):
             what = f"{name} with stage {settings.run.stage}"
-            fix = f"write stage: {stages[0]}, or remove {name}"
-            why = "it says how the two answers of a pair are compared"
-            if stages == ("kto",):
-                why = "it says how answers are weighed that are wanted or not, one by one"
-            yield Problem((name, "stage"), what, why, fix)
+            yield Problem((name, "stage"), what, why, f"write stage: {stages[0]}, or remove {name}")
 
 
 def losses(context: Context) -> Iterator[Problem]:
@@ -140,11 +145,11 @@ def rows_of_kto(context: Context) -> Iterator[Problem]:
 
 def experts(context: Context) -> Iterator[Problem]:
     """Losses of routers are means over tokens, and the step divides by pairs or answers."""
-    settings = context.settings
-    counted = {"dpo": "pairs", "kto": "answers"}.get(settings.run.stage)
+    settings, stage = context.settings, context.settings.run.stage
+    counted = "pairs" if stage in PAIR_STAGES else "answers" if stage == "kto" else None
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if counted else ():
         if coefficient := getattr(settings.experts, name):
-            what = f"{name} {coefficient:g} with stage {settings.run.stage}"
+            what = f"{name} {coefficient:g} with stage {stage}"
             why = f"the loss is divided by the number of {counted}, and this one is a mean over tokens"
             yield Problem((name, "stage"), what, why, f"write {name}: 0, or remove it")
 

@@ -37,6 +37,7 @@ class Columns:
     chosen: str | None = "chosen"
     rejected: str | None = "rejected"
     kto_tag: str | None = None
+    margin: str | None = "margin"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
 from megatune.data.conversation import PLACEHOLDERS, Conversation, texts
@@ -137,7 +138,7 @@ def read_preview(
 
 def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
     """Take the wanted rows of every data set."""
-    preview = Preview("pairs" if settings.run.stage == "dpo" else "single")
+    preview = Preview("pairs" if settings.run.stage in PAIR_STAGES else "single")
     for source in sources:
         number = 0
         for documents in islice(_usable(settings, source, encoder, preview), MOST_READ):
@@ -155,7 +156,7 @@ def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
     """Pack the first samples of every data set, as all will be packed."""
     run = settings.run
     shape = RowShape(run.stage, settings.data.cutoff_len, True, run.seed)
-    preview = Preview("packed_pairs" if run.stage == "dpo" else "packed")
+    preview = Preview("packed_pairs" if run.stage in PAIR_STAGES else "packed")
     samples: list[tuple[RowDocument, ...]] = []
     most = max(1, MOST_PACKED // len(sources))
     is_cut_off = False
@@ -175,7 +176,7 @@ def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
     order = epoch_order(len(rows), run.seed, 0, not settings.data.disable_shuffling)
     preview.rows = [PreviewRow("", number, rows[i]) for number, i in enumerate(order, 1) if number in wanted]
     first = "the first " if is_cut_off else ""
-    what = counted(len(samples), "pair" if run.stage == "dpo" else "sample")
+    what = counted(len(samples), "pair" if run.stage in PAIR_STAGES else "sample")
     preview.notes.append(f"packed from {first}{what} into {counted(len(rows), 'row')}")
     if is_cut_off:
         preview.notes.append("a run packs all samples together, and so fills other rows")

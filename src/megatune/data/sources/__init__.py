@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.groups.data import DataSettings
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.formats import Form, detect
 from megatune.data.readers import Position, RawRow, data_suffix, read_rows
 from megatune.data.sources.data_files import hub_files, local_files
@@ -78,7 +79,8 @@ def resolve_datasets(names: Sequence[str], dataset_dir: str | Path, stage: str) 
     id. `parse_reference` has the syntax.
 
     Args:
-        stage: "dpo" takes preference pairs and nothing else, "kto" judged answers; "sft" and "pt" take anything else.
+        stage: "dpo" and "rm" take preference pairs and nothing else, "kto" judged answers; "sft" and "pt" take anything
+            else.
 
     Raises:
         MegatuneError: every problem at once. Exit code 64: a name, entry, subset or split that is none; 65: rows of no
@@ -214,11 +216,11 @@ def _source(name: str, files: tuple[Path, ...], form: Form, num_samples: int | N
 
 
 def _check_stage(form: Form, stage: str, where: str, fix: str) -> None:
-    if form.ranking and stage != "dpo":
+    if form.ranking and stage not in PAIR_STAGES:
         what = f"its rows are preference pairs, which stage {stage} does not train"
-        raise MegatuneError(Finding(what, where, fix="write stage: dpo"), ExitCode.SETTINGS)
-    if not form.ranking and stage == "dpo":
-        what = "its rows are no preference pairs, and stage dpo trains nothing else"
+        raise MegatuneError(Finding(what, where, fix="write stage: dpo, or rm"), ExitCode.SETTINGS)
+    if not form.ranking and stage in PAIR_STAGES:
+        what = f"its rows are no preference pairs, and stage {stage} trains nothing else"
         raise MegatuneError(Finding(what, where, fix=f"{fix}; else write stage: sft"), ExitCode.SETTINGS)
     if form.columns.kto_tag is not None and stage == "sft":
         what = "its rows are answers that are wanted or not, and stage sft would train them all"

@@ -20,7 +20,8 @@ PLOT_NAME = "training_loss.png"
 _PAUSE_SECONDS = 30.0
 _FIELDS = {each.name for each in fields(LogReport)}  # what else a record has is a metric
 _LARGEST_SHARE = 0.01  # of a run's time that drawing may take
-_BESIDE = ("rewards/accuracies", "rewards/margins")  # of preference training, drawn beside the loss
+# Of preference training, drawn beside the loss.
+_BESIDE = ("rewards/accuracies", "rewards/margins", "accuracy", "margin")
 _COLORS = ("tab:blue", "tab:orange")
 _Series = tuple[list[int], list[float]]  # steps and values
 
