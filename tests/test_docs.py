@@ -13,7 +13,8 @@ from megatune.config.dialects.llamafactory import LLAMAFACTORY
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-VERBS = {"train", "sft", "pt", "dpo", "plan", "explain", "data", "verify", "infer", "demo-model", "export"}
+_STAGES = {"sft", "pt", "dpo", "kto", "rm"}
+VERBS = {"train", *_STAGES, "plan", "explain", "data", "verify", "infer", "demo-model", "export"}
 
 
 @pytest.mark.parametrize("name", ["settings.md", "settings.zh.md"])

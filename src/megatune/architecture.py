@@ -188,6 +188,8 @@ class Architecture:
         mla: None for grouped-query attention. With it, kv_channels is the channels that rotary embedding turns.
         vision: None for a language model.
         mrope: None where rotary embedding turns by one position.
+        num_labels: 1 for a reward model, which has a linear layer to that many scores in place of the output layer; 0
+            for a language model.
     """
 
     model_type: str
@@ -211,6 +213,7 @@ class Architecture:
     mla: MultiLatentAttention | None = None
     vision: Vision | None = None
     mrope: MultimodalRope | None = None
+    num_labels: int = 0
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, is sparse."""

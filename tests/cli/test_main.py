@@ -35,7 +35,8 @@ def test_help_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for name in ("train", "sft", "pt", "dpo", "plan", "explain", "data", "verify", "infer", "export", "demo-model"):
+    stages, others = ("sft", "pt", "dpo", "kto"), ("plan", "explain", "data", "verify", "infer", "export", "demo-model")
+    for name in ("train", *stages, *others):
         assert f"\n    {name}" in done.stdout
     for name in main_module._NOT_BUILT:
         assert f"\n    {name} " not in done.stdout
@@ -53,7 +54,7 @@ def test_console_script_and_module() -> None:
     [
         ([], "usage: megatune"),
         (["trian"], "did you mean `megatune train`?"),
-        (["qqq"], "one of: train, sft, pt, dpo, plan, explain, data, verify, infer, export, demo-model"),
+        (["qqq"], "one of: train, sft, pt, dpo, kto, rm, plan, explain, data, verify, infer, export, demo-model"),
         (["run.yaml"], "megatune train run.yaml"),
         (["infer"], "megatune infer: the following arguments are required: MODEL"),
         (["infer", "x", "--promt", "y"], "did you mean --prompt?"),
@@ -62,8 +63,7 @@ def test_console_script_and_module() -> None:
         (["--loud", "infer", "x"], "'--loud' is not known here"),
         (["sft", "--learning_rte", "1e-5"], "did you mean learning_rate?"),
         (["dpo", "--pref_los", "ipo"], "did you mean pref_loss?"),
-        (["kto", "--stage", "kto"], "megatune kto: not built yet\n    why: answers that are judged one by one"),
-        (["rm"], "megatune rm: not built yet\n    why: reward models"),
+        (["kto", "--kto_los", "kto"], "did you mean kto_loss?"),
         (
             ["ppo"],
             "megatune ppo: not built yet\n    why: PPO is not built; `megatune dpo` trains on pairs of answers, and"

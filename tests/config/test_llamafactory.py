@@ -103,8 +103,8 @@ REFUSED = [
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
     "oft_rank=8", "adapter_folder=out", "export_dir=out", "export_size=5", "export_quantization_bit=4",
-    "use_galore=true", "use_badam=true", "use_unsloth=true", "stage=kto", "stage=rm", "stage=ppo",
-    "kto_chosen_weight=2", "kto_rejected_weight=0.5", "reward_model=r", "reward_model_type=api", "ppo_epochs=1",
+    "use_galore=true", "use_badam=true", "use_unsloth=true", "stage=ppo",
+    "reward_model=r", "reward_model_type=api", "ppo_epochs=1",
     "ref_model_quantization_bit=4",
 ]  # fmt: skip
 
@@ -141,12 +141,11 @@ def test_messages_of_refused_keys(tmp_path):
 
 
 def test_stages_that_are_not_built_point_to_what_is():
-    (message,) = (str(finding) for finding in load(overrides=["stage=kto"]).findings)
+    (message,) = (str(finding) for finding in load(overrides=["stage=ppo"]).findings)
     assert message == (
-        "stage=kto: stage: kto is not supported\n"
-        "    why: preference training on pairs of answers is built; KTO of single answers, reward models and PPO are"
-        " not\n"
-        "    fix: write stage: dpo, with pref_loss: kto_pair for KTO's loss of pairs; PPO's place is `megatune rl`"
+        "stage=ppo: stage: ppo is not supported\n"
+        "    why: preference training and reward models are built; PPO is not\n"
+        "    fix: write stage: dpo; PPO's place is `megatune rl`"
     )
 
 

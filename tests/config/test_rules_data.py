@@ -151,6 +151,10 @@ WRONG = [
         (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    fix: remove {key}")
         for key in ("train_on_prompt", "mask_history")
     ),
+    (
+        ["stage=kto", "mask_history=true"],
+        "mask_history with stage kto\n    why: only a row's last answer is trained\n    fix: remove mask_history",
+    ),
 ]
 
 

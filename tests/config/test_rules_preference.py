@@ -12,7 +12,8 @@ from megatune.config.rules.preference import warnings
 from megatune.config.settings import all_settings
 
 MOE = replace(QWEN, moe=MixtureOfExperts(num_experts=8, layers=(True,) * 12, router_topk=2, moe_ffn_hidden_size=64))
-DPO, LORA, STREAMED = "stage=dpo", "finetuning_type=lora", ["streaming=true", "max_steps=5"]
+DPO, KTO, RM, LORA = "stage=dpo", "stage=kto", "stage=rm", "finetuning_type=lora"
+STREAMED = ["streaming=true", "max_steps=5"]
 
 
 def messages(*overrides: str) -> list[str]:
@@ -34,8 +35,14 @@ def messages(*overrides: str) -> list[str]:
         [DPO, "pref_loss=exo_pair", "dpo_label_smoothing=0.001"],
         [DPO, "pref_loss=discopop", "discopop_tau=0.1"],
         [DPO, "moe_aux_loss_coeff=0", "moe_router_load_balancing_type=aux_loss"],
+        [RM, "center_rewards_coefficient=0.01", "packing=true"],
+        [RM, LORA, *STREAMED],
+        [RM, *STREAMED],
         [DPO, LORA, *STREAMED],
         [DPO, "pref_loss=orpo", *STREAMED],
+        [KTO],
+        [KTO, "pref_beta=0.2", "pref_ftx=0.1", "kto_chosen_weight=1.5", "kto_rejected_weight=0.5", "ref_model=r"],
+        [KTO, LORA, "kto_loss=apo_zero_unpaired", "preserve_thinking=true"],
         # A file may say what is so anyway.
         ["pref_loss=sigmoid", "pref_beta=0.1", "pref_ftx=0", "simpo_gamma=0.5", "ref_model=null"],
         *([DPO, f"pref_loss={name}"] for name in all_settings()["preference.pref_loss"].choices if name != "exo_pair"),
@@ -59,6 +66,28 @@ WRONG = [
         "pref_loss with stage pt\n"
         "    why: it says how the two answers of a pair are compared\n"
         "    fix: write stage: dpo, or remove pref_loss",
+    ),
+    (
+        [RM, "ref_model=r"],
+        "ref_model with stage rm\n"
+        "    why: it says how the two answers of a pair are compared\n"
+        "    fix: write stage: dpo, or remove ref_model",
+    ),
+    (
+        [DPO, "center_rewards_coefficient=0.01"],
+        "center_rewards_coefficient with stage dpo\n"
+        "    why: it holds the scores of a reward model around 0\n"
+        "    fix: write stage: rm, or remove center_rewards_coefficient",
+    ),
+    (
+        [RM, "moe_aux_loss_coeff=0.001"],
+        "moe_aux_loss_coeff 0.001 with stage rm\n"
+        "    why: the loss is divided by the number of pairs, and this one is a mean over tokens\n"
+        "    fix: write moe_aux_loss_coeff: 0, or remove it",
+    ),
+    (
+        [RM, "mask_history=true"],
+        "mask_history with stage rm\n    why: only the two answers of a pair are trained\n    fix: remove mask_history",
     ),
     (
         [DPO, "pref_loss=[]"],
@@ -142,6 +171,52 @@ WRONG = [
         )
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
     ),
+    *(
+        (
+            [f"stage={stage}", *needed, f"{setting}"],
+            f"{setting.partition('=')[0]} with stage {stage}\n"
+            "    why: it says how answers are weighed that are wanted or not, one by one\n"
+            f"    fix: write stage: kto, or remove {setting.partition('=')[0]}",
+        )
+        for stage, needed, setting in (
+            ("dpo", [], "kto_loss=apo_zero_unpaired"),
+            ("sft", [], "kto_chosen_weight=2"),
+            ("pt", ["packing=false"], "kto_rejected_weight=2"),
+        )
+    ),
+    *(
+        (
+            [KTO, f"{name}={value}"],
+            f"{name} with stage kto\n"
+            "    why: it says how the two answers of a pair are compared\n"
+            f"    fix: write stage: dpo, or remove {name}",
+        )
+        for name, value in (("pref_loss", "kto_pair"), ("dpo_label_smoothing", "0.1"), ("ld_alpha", "0.5"))
+    ),
+    (
+        [KTO, "ref_model_adapters=a"],
+        "ref_model_adapters without ref_model\n"
+        "    why: adapters are merged into the model that ref_model names\n"
+        "    fix: write ref_model: FOLDER, which may be that of model_name_or_path, or remove ref_model_adapters",
+    ),
+    (
+        [KTO, "packing=true"],
+        "packing: true with stage kto\n"
+        "    why: each row is also computed with its prompt and the answer of another row, which is of another length\n"
+        "    fix: remove packing",
+    ),
+    (
+        [KTO, *STREAMED],
+        "streaming: true with stage kto\n"
+        "    why: the reference, and the other row whose answer a prompt gets, are known where all rows are prepared\n"
+        "    fix: remove streaming",
+    ),
+    (
+        [KTO, "moe_z_loss_coeff=0.001"],
+        "moe_z_loss_coeff 0.001 with stage kto\n"
+        "    why: the loss is divided by the number of answers, and this one is a mean over tokens\n"
+        "    fix: write moe_z_loss_coeff: 0, or remove it",
+    ),
 ]
 
 
@@ -156,6 +231,7 @@ def test_what_is_wrong_is_told_with_its_fix(overrides, message):
         ([DPO], "5e-7 to 5e-6"),
         ([DPO, "finetuning_type=freeze", "learning_rate=2e-5"], "5e-7 to 5e-6"),
         ([DPO, LORA, "learning_rate=2e-4"], "1e-6 to 5e-5 with adapters"),
+        ([KTO], "5e-7 to 5e-6"),
         ([DPO, "learning_rate=1e-5"], None),
         ([DPO, LORA], None),
         ([], None),

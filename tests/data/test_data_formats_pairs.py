@@ -236,3 +236,20 @@ SAME = "same-answers: chosen and rejected are the same"
 )
 def test_bad_pairs(good: dict[str, Any], row: dict[str, Any], message: str) -> None:
     assert complaint(row, detected(good)) == message
+
+
+@pytest.mark.parametrize(("value", "margin"), [(0.5, 0.5), (2, 2.0), (-1, -1.0), (None, 0.0)])
+def test_a_margin_is_of_reward_models(value: Any, margin: float) -> None:
+    row = {"prompt": "q", "chosen": "good", "rejected": "bad", "margin": value}
+    pair = to_example(row, detected(row), "rm")
+    assert isinstance(pair, PreferencePair)
+    assert pair.margin == margin
+    assert to_example(row, detected(row), "dpo") == PreferencePair((Q,), GOOD, BAD)
+
+
+@pytest.mark.parametrize(("value", "got"), [("much", '"much"'), (True, "true"), (float("nan"), "NaN")])
+def test_a_margin_is_a_number(value: Any, got: str) -> None:
+    row = {"instruction": "q", "chosen": "good", "rejected": "bad", "how_much": value}
+    with pytest.raises(RowError) as caught:
+        to_example(row, Form(columns=Columns(margin="how_much"), ranking=True), "rm")
+    assert f"{caught.value.code}: {caught.value}" == f"bad-margin: field 'how_much': expected a number (got {got})"

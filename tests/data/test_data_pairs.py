@@ -22,6 +22,7 @@ from megatune.data.loader import StepLoader
 from megatune.data.pipeline import Pipeline
 from megatune.data.report import TokenReport
 from megatune.data.rows import Document, TokenRows
+from megatune.data.scored_tokens import scored_tokens
 from megatune.data.steps import PreparedSteps
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
@@ -336,3 +337,9 @@ def test_pairs_of_similar_length_are_those_with_a_similar_longer_answer(tmp_path
     order = PreparedSteps(rows, len(sizes), seed=4, group_by_length=True).row_ids(0)
     found = [max(sizes[row]) for row in order]
     assert found == sorted(found, reverse=True)
+
+
+def test_a_score_is_read_at_the_last_token_that_is_no_padding() -> None:
+    """As Transformers reads it: of nothing but padding, at the first token."""
+    documents = [Document(np.array(ids, np.int32), np.array(ids, np.int32)) for ids in ([5, 6, PAD], [PAD, 7], [PAD])]
+    assert scored_tokens(documents, PAD).values.tolist() == [False, True, False, False, True, True]

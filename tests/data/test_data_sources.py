@@ -248,29 +248,30 @@ def test_a_number_of_rows_that_is_none(tmp_path: Path, number: str) -> None:
     assert refused(f"a#{number}", tmp_path) == (f"{what}\n    fix: {fix}", ExitCode.SETTINGS)
 
 
-@pytest.mark.parametrize("stage", ["sft", "pt", "dpo"])
-def test_pairs_are_for_stage_dpo_and_nothing_else_is(tmp_path: Path, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["sft", "pt", "dpo", "rm"])
+def test_pairs_are_for_their_stages_and_nothing_else_is(tmp_path: Path, stage: str) -> None:
+    takes_pairs = stage in ("dpo", "rm")
     write(tmp_path / "pairs.jsonl", json.dumps(PAIR))
     info(tmp_path, pairs={"file_name": "pairs.jsonl", "ranking": True}, plain={"file_name": "a.json"})
     pairs, plain = ("pairs", "pairs.jsonl"), ("plain", "a.json")
-    for name in pairs if stage == "dpo" else plain:
-        assert resolved(name, tmp_path, stage).ranking is (stage == "dpo")
-    message, code = refused(list(plain if stage == "dpo" else pairs), tmp_path, stage)
+    for name in pairs if takes_pairs else plain:
+        assert resolved(name, tmp_path, stage).ranking is (takes_pairs)
+    message, code = refused(list(plain if takes_pairs else pairs), tmp_path, stage)
     assert code == ExitCode.SETTINGS
-    if stage == "dpo":
+    if takes_pairs:
         assert message == (
-            "dataset_info.json: plain: its rows are no preference pairs, and stage dpo trains nothing else\n"
+            f"dataset_info.json: plain: its rows are no preference pairs, and stage {stage} trains nothing else\n"
             '    fix: add "ranking": true, if its rows have two answers; else write stage: sft\n'
-            "dataset: a.json: its rows are no preference pairs, and stage dpo trains nothing else\n"
+            f"dataset: a.json: its rows are no preference pairs, and stage {stage} trains nothing else\n"
             "    fix: name the two answers chosen and rejected, or describe them in dataset_info.json; else write "
             "stage: sft"
         )
     else:
         assert message == (
             f"dataset_info.json: pairs: its rows are preference pairs, which stage {stage} does not train\n"
-            "    fix: write stage: dpo\n"
+            "    fix: write stage: dpo, or rm\n"
             f"dataset: pairs.jsonl: its rows are preference pairs, which stage {stage} does not train\n"
-            "    fix: write stage: dpo"
+            "    fix: write stage: dpo, or rm"
         )
 
 
@@ -296,7 +297,8 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
     assert message.splitlines() == [
         "dataset: 'identiti' is neither in dataset_info.json nor a path",
         "    fix: nearest: identity",
-        "dataset_info.json: kto: columns.kto_tag: KTO is not built",
+        "dataset_info.json: kto: its rows are answers that are wanted or not, and stage sft would train them all",
+        "    fix: write stage: kto, or remove kto_tag",
         "dataset_info.json: sounds: columns.audios: training on audio is not built",
         "dataset_info.json: typo: formating: unknown key",
         "    fix: nearest: formatting",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tiny_models import tiny_model
 
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
+from megatune.families.scores import as_saved
 from megatune.generation.infer import Generator
 from megatune.generation.inputs import GenerationOptions, find_model
 
@@ -31,6 +33,16 @@ def refusal(path: Path, options: GenerationOptions | None = None) -> str:
         Generator.load(path, options or GenerationOptions())
     assert raised.value.exit_code == ExitCode.INPUT
     return str(raised.value)
+
+
+def test_a_reward_model_writes_nothing(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(as_saved(config, "Qwen3ForSequenceClassification", 0)))
+    assert refusal(model) == (
+        f"{model}: it is a reward model\n"
+        "    why: it has a score in place of the output layer, and writes no text\n"
+        "    fix: load it with Transformers' AutoModelForSequenceClassification, whose logits are scores of whole texts"
+    )
 
 
 def test_a_model_is_itself_and_a_run_is_its_newest_checkpoint(qwen3: Path, tmp_path: Path) -> None:

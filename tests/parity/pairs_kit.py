@@ -26,6 +26,7 @@ from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator, DocumentValues
 from megatune.data.rows import IGNORE_INDEX
+from megatune.data.scored_tokens import MARGIN
 from megatune.engine import groups, step
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.optimizer import main_shards
@@ -33,6 +34,7 @@ from megatune.families.weights import Segment
 from megatune.objectives.joint_losses import JOINT
 from megatune.objectives.pair_losses import SEPARABLE, Pairs
 from megatune.objectives.preference import REFERENCE, Preference
+from megatune.objectives.reward import Reward
 from megatune.training.joint_losses import with_joint_losses
 from megatune.training.log_probs import step_log_probs
 from megatune.verify.measure import _document, _RandomPixels
@@ -92,15 +94,18 @@ class Case:
 
     Attributes:
         reference: log-probabilities of the documents; None where the engine is to compute them without its adapters.
+        margins: of pairs, for a reward model.
     """
 
     model: Path
     settings: Settings
     pairs: Sequence[SamplePair]
     reference: Sequence[float] | None
-    objective: Preference
+    objective: Preference | Reward
     micro_batch_size: int = 1
     ld_alpha: float | None = None
+    pad_token_id: int = 0
+    margins: Sequence[float] | None = None
 
 
 def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
@@ -113,10 +118,11 @@ def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
         case.settings.packing,
         parallel.sequence_multiple,
         parallel.document_multiple,
-        0,
+        case.pad_token_id,
         inputs,
         documents_per_row=2,
         ld_alpha=case.ld_alpha,
+        scores=isinstance(case.objective, Reward),
     )
     round_size = place.dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
     num_batches = math.ceil(len(rows) / (case.micro_batch_size * round_size)) * round_size
@@ -136,7 +142,13 @@ def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
         values = np.zeros(len(batch.lengths), np.float32)
         if case.reference is not None:
             values[: 2 * len(chosen)] = [case.reference[2 * number + side] for number in chosen for side in (0, 1)]
-        batches.append(with_reference(batch, torch.from_numpy(values)))
+        batch = with_reference(batch, torch.from_numpy(values))
+        if case.margins is not None:
+            of_documents = np.zeros(len(batch.lengths), np.float32)
+            of_documents[: 2 * len(chosen)] = np.repeat([case.margins[number] for number in chosen], 2)
+            extras = {**batch.extras, MARGIN: DocumentValues(torch.from_numpy(of_documents))}
+            batch = replace(batch, extras=extras)
+        batches.append(batch)
     return batches[place.dp_rank :: place.dp_size]
 
 
@@ -157,7 +169,7 @@ def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
     batches = shard_pairs(case, assembly)
     if case.reference is None:
         batches = with_base(assembly, batches)
-    if case.objective.joint:
+    if isinstance(case.objective, Preference) and case.objective.joint:
         batches = with_joint_losses(assembly.model, batches, case.objective)
     totals = step.forward_backward(assembly.model, batches, case.objective)
     shards = main_shards(assembly.optimizer)
@@ -229,11 +241,11 @@ def expect(
     for name, weight in objective.losses.items():
         loss = loss + weight * (SEPARABLE | JOINT)[name](found, shape).mean()
     loss.backward()
-    gradients = _gradients(model, adapter)
+    gradients = gradients_of(model, adapter)
     return Expected(loss.item(), _metrics(objective, sums.detach(), of_reference, lengths), gradients)
 
 
-def _gradients(model: Any, adapter: AppliedAdapter | None) -> dict[str, Tensor]:
+def gradients_of(model: Any, adapter: AppliedAdapter | None) -> dict[str, Tensor]:
     architecture = _architecture(model)
     if adapter is not None:
         return adapter.gradients(_names_of_experts(architecture))

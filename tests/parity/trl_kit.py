@@ -87,23 +87,42 @@ def trl_steps(
         folder: for what TRL writes.
     """
     one_by_one = objective.likelihood or "orpo" in objective.losses
-    common = {
-        "output_dir": str(folder), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [],
-        "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "max_steps": num_steps,
-        "train_sampling_strategy": "sequential", "lr_scheduler_type": "constant",
+    common = common_arguments(optimizer, num_steps, folder) | {
         "per_device_train_batch_size": 1 if one_by_one else len(pairs),
         "gradient_accumulation_steps": len(pairs) if one_by_one else 1,
-        "beta": objective.shape.beta, "max_grad_norm": optimizer["max_grad_norm"],
-        "learning_rate": optimizer["learning_rate"], "weight_decay": optimizer["weight_decay"],
-    }  # fmt: skip
-    if optimizer["optimizer"] == "adam":
-        names = ("adam_beta1", "adam_beta2", "adam_epsilon")
-        common |= {"optim": "adamw_torch", **{name: optimizer[name] for name in names}}
+        "beta": objective.shape.beta,
+    }
     model = load_reference_model(model_dir, torch.float32)
     if objective.has_reference:
         trainer = _dpo(model, pairs, objective, common, model_dir, adapter)
     else:
         trainer = (_orpo if "orpo" in objective.losses else _cpo)(model, pairs, objective, common)
+    names = ("loss", "grad_norm", *REWARDS, *(LOG_PROBS if objective.has_reference else ()))
+    return steps_of(trainer, optimizer, names, adapter)
+
+
+def common_arguments(optimizer: dict[str, Any], num_steps: int, folder: Path) -> dict[str, Any]:
+    """Arguments of every trainer."""
+    common = {
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [],
+        "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "max_steps": num_steps,
+        "train_sampling_strategy": "sequential", "lr_scheduler_type": "constant",
+        "max_grad_norm": optimizer["max_grad_norm"], "learning_rate": optimizer["learning_rate"],
+        "weight_decay": optimizer["weight_decay"],
+    }  # fmt: skip
+    if optimizer["optimizer"] == "adam":
+        names = ("adam_beta1", "adam_beta2", "adam_epsilon")
+        common |= {"optim": "adamw_torch", **{name: optimizer[name] for name in names}}
+    return common
+
+
+def steps_of(trainer: Trainer, optimizer: dict[str, Any], names: Sequence[str], adapter: Path | None) -> Steps:
+    """Train, and return what it came to; of the log these names.
+
+    Args:
+        optimizer: that the trainer's arguments are of; TRL has no SGD with a decay of matrices alone.
+        adapter: what is trained, in place of what peft begins with; None for all parameters.
+    """
     if adapter is not None:
         _fill(trainer.model, adapter)
     if optimizer["optimizer"] == "sgd":
@@ -117,8 +136,7 @@ def trl_steps(
     before = _tensors(trainer.model)
     trainer.train()
     log = [each for each in trainer.state.log_history if "grad_norm" in each]
-    assert len(log) == num_steps
-    names = ("loss", "grad_norm", *REWARDS, *(LOG_PROBS if objective.has_reference else ()))
+    assert len(log) == trainer.args.max_steps
     return Steps(before, _tensors(trainer.model), [{name: each[name] for name in names} for each in log])
 
 
@@ -126,23 +144,17 @@ def _dpo(
     model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any], model_dir: Path,
     adapter: Path | None,
 ) -> Trainer:  # fmt: skip
-    from peft import LoraConfig
-
     losses = dict(objective.losses) | ({"sft": objective.likelihood} if objective.likelihood else {})
     arguments = DPOConfig(
         **common, loss_type=list(losses), loss_weights=list(losses.values()), max_length=None,
         label_smoothing=objective.shape.smoothing, router_aux_loss_coef=0.0,
     )  # fmt: skip
     reference = load_reference_model(model_dir, torch.float32) if adapter is None else None
-    config = None
-    if adapter is not None:
-        config = LoraConfig.from_pretrained(str(adapter))
-        config.inference_mode = False
     rows = []
     for pair in pairs:
         (prompt, chosen), (_, rejected) = map(_split, (pair.chosen, pair.rejected))
         rows.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
-    return _DPO(model, reference, arguments, **_data(rows), peft_config=config)
+    return _DPO(model, reference, arguments, **data_of(rows), peft_config=config_of(adapter))
 
 
 def _cpo(model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any]) -> Trainer:
@@ -151,16 +163,28 @@ def _cpo(model: Any, pairs: Sequence[SamplePair], objective: Preference, common:
         **common, loss_type="sigmoid" if loss == "cpo" else loss, cpo_alpha=objective.likelihood, max_length=128,
         simpo_gamma=shape.gamma, label_smoothing=shape.smoothing, remove_unused_columns=False,
     )  # fmt: skip
-    return _CPO(model, arguments, **_data(list(map(_whole, pairs))))
+    return _CPO(model, arguments, **data_of(list(map(_whole, pairs))))
 
 
 def _orpo(model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any]) -> Trainer:
     assert all(len(_split(pair.chosen)[0]) == 1 for pair in pairs)
     arguments = ORPOConfig(**common, max_length=128, remove_unused_columns=False)
-    return _ORPO(model, arguments, **_data(list(map(_whole, pairs))))
+    return _ORPO(model, arguments, **data_of(list(map(_whole, pairs))))
 
 
-def _data(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def config_of(adapter: Path | None) -> Any:
+    """Return peft's config of an adapter that is to be trained."""
+    from peft import LoraConfig
+
+    if adapter is None:
+        return None
+    config = LoraConfig.from_pretrained(str(adapter))
+    config.inference_mode = False
+    return config
+
+
+def data_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a trainer's rows, of tokens, and a tokenizer that nothing is tokenized with."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({_PADDING: 0}, _PADDING)))
     tokenizer.pad_token = tokenizer.eos_token = _PADDING
     return {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}

@@ -47,6 +47,8 @@ def experts(**numbers: Any) -> MixtureOfExperts:
 
 
 DENSE = architecture()
+# Of few layers, so that the score weighs.
+REWARD = architecture(num_layers=2, num_labels=1)
 QWEN3 = architecture(model_type="qwen3", qk_layernorm=True)
 # Its vocabulary is padded: the loss masks a copy.
 LARGE_VOCABULARY = architecture(num_layers=2, vocab_size=31900)
@@ -196,6 +198,13 @@ def _dense() -> dict[str, Measured]:
         "large vocabulary", LARGE_VOCABULARY, _kernels(cross_entropy_loss_fusion=False), bf16=True, length=256
     )
     return found
+
+
+def _rewards() -> dict[str, Measured]:
+    found: dict[str, Measured] = {}
+    for name, layout in {"1": Layout(1), "full": Layout(1, recompute=FULL), "tp2 sp": Layout(2, TP2 | SP)}.items():
+        found |= _both(name, "reward model", REWARD, layout, rows=2)
+    return found | {"pp2, bf16": Measured("reward model", REWARD, Layout(2, PP2), bf16=True, rows=2, micro_batches=3)}
 
 
 def _pipelines() -> dict[str, Measured]:
@@ -357,7 +366,16 @@ def _dealt() -> dict[str, Measured]:
     return found
 
 
-_TEXT = (_dense(), _pipelines(), _experts(), _latent(), _adapters(), _expert_adapters("experts", SPARSE), _freezing())
+_TEXT = (
+    _dense(),
+    _rewards(),
+    _pipelines(),
+    _experts(),
+    _latent(),
+    _adapters(),
+    _expert_adapters("experts", SPARSE),
+    _freezing(),
+)
 _MODELS = {"qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
 _LATENT_ADAPTERS = _expert_adapters("latent attention", LATENT)
 del _LATENT_ADAPTERS["LoRA, ep2, fp32"]

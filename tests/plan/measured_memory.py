@@ -12,20 +12,23 @@ from megatron.core import parallel_state
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
-from megatune.data.batches import Batch, Pictures
+from megatune.data.batches import Batch, Pictures, TokenValues
 from megatune.data.media.dealing import deal
+from megatune.data.scored_tokens import SCORED
 from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.model import build_model
 from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.reward import Reward
 
 DOCUMENTS = 4  # of a packed row
 GRID = (1, 16, 16)  # patches of an image
 
 
 def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings, images: int = 0) -> int:
-    """On every rank: a step's most live bytes, with random weights, every token trained, and so many images a row."""
+    """On every rank: a step's most live bytes, with random weights, every token trained, and so many images a row;
+    of a reward model rows are pairs."""
     build(settings.parallel, seed=0, timeout=settings.run.ddp_timeout)
     # A frozen language model alone is refused; it is frozen below.
     is_frozen = architecture.vision is None and trainable.freeze_language_model
@@ -43,7 +46,7 @@ def measure_step(architecture: Architecture, settings: Settings, trainable: Fine
     count = settings.batch.gradient_accumulation_steps
     batches = [_batch(architecture, settings, images, index) for index in range(count)]
     with LiveBytes() as found:
-        step.forward_backward(model, batches, CrossEntropy())
+        step.forward_backward(model, batches, Reward() if architecture.num_labels else CrossEntropy())
     return found.peak
 
 
@@ -67,7 +70,8 @@ def _batch(architecture: Architecture, settings: Settings, images: int, seed: in
     if not settings.packing:
         positions, lengths = torch.arange(length).repeat(rows, 1), (length,) * rows
         pictures = _pictures(architecture, positions, images) if images else None
-        return Batch(tokens, tokens, positions, lengths, pictures=pictures)
+        extras = {SCORED: TokenValues(positions == length - 1)} if architecture.num_labels else {}
+        return Batch(tokens, tokens, positions, lengths, extras=extras, pictures=pictures)
     document = length // DOCUMENTS
     count = rows * DOCUMENTS
     starts = torch.arange(count + 1, dtype=torch.int32) * document

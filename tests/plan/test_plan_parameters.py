@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from typing import Any
@@ -91,6 +92,7 @@ def models() -> dict[str, Architecture]:
     return {family: architecture(family) for family in FAMILIES} | {
         "qwen3, tied": architecture("qwen3", tie_word_embeddings=True),
         "qwen3_moe, tied": architecture("qwen3_moe", tie_word_embeddings=True, vocab_size=700),
+        "qwen3, a reward model": replace(architecture("qwen3"), num_labels=1),
         "deepseek_v3, no query latent": architecture("deepseek_v3", q_lora_rank=None),
     }
 
@@ -219,7 +221,8 @@ ADAPTERS: list[dict[str, Any]] = [
 def of_freezing(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
     """Layouts in turn, each with all that can be frozen; models of four layers, some of them tied."""
     found: dict[str, tuple[Architecture, Settings]] = {}
-    kinds = {family: models()[family] for family in ("qwen2", "qwen3, tied", "deepseek_v3", "qwen3_moe, tied")}
+    names = ("qwen2", "qwen3, tied", "qwen3, a reward model", "deepseek_v3", "qwen3_moe, tied")
+    kinds = {family: models()[family] for family in names}
     for (name, one), variant in zip(
         ((name, one) for name, one in ALL_LAYOUTS.items() if one.world_size == world_size),
         cycle(VARIANTS),

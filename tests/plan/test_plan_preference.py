@@ -16,7 +16,7 @@ from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.run.record import Measured, RunRecord
 from megatune.plan.schedule import ChunkSeconds, timeline
-from megatune.plan.time.forward import forward_seconds
+from megatune.plan.time.forward import forward_seconds, num_reference_passes
 
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
@@ -83,6 +83,26 @@ def test_forward_passes_of_a_step(settings: dict[str, Any], passes: int, layout:
     assert time.compute == pytest.approx(plain.compute + passes * time.forward)
     assert time.total == pytest.approx(plain.total + passes * time.forward)
     assert time.forward == plain.forward
+
+
+@pytest.mark.parametrize(("loss", "passes"), [("kto", 1), ("apo_zero_unpaired", 0)])
+@pytest.mark.parametrize("finetuning", ["full", "lora"])
+def test_single_answers_take_what_rows_do_and_passes(loss: str, passes: int, finetuning: str) -> None:
+    trained = {"finetuning.finetuning_type": finetuning}
+    plain = estimate(case(rows=2, **trained))
+    found = estimate(case(rows=2, **trained, **{"run.stage": "kto", "preference.kto_loss": loss}))
+    assert found.stages == plain.stages
+    assert found.time.compute == pytest.approx(plain.time.compute + passes * plain.time.forward)
+    assert num_reference_passes(found.case.settings) == 1 + passes
+
+
+def test_a_run_is_told_of_both_passes_of_the_reference(tmp_path: Path) -> None:
+    found = checked(tmp_path, **{**GOOD, "cutoff_len": 2048, "stage": "kto", "learning_rate": 1e-6})
+    assert found.planned is not None
+    assert found.lines[-1] == (
+        "plan       before the first step the reference computes all rows twice, with their own answers and with"
+        f" others, without gradients: about {2 * found.planned.time.forward:.2g} s for the rows of a step"
+    )
 
 
 def test_a_forward_pass_takes_about_a_third_of_a_step() -> None:

@@ -224,6 +224,15 @@ def test_metrics_of_any_name_are_means_and_shown_everywhere(tmp_path: Path) -> N
     assert [event.value for event in events.Scalars("eval/accuracy")] == [0.625]
 
 
+def test_a_metric_need_not_be_of_every_step() -> None:
+    recorder = Recorder()
+    every = CallbackList([recorder], logging_steps=2)
+    every.on_train_begin(SCHEDULE)
+    for number, metrics in enumerate(({}, {}, {"reward": 0.5}, {}), start=1):
+        every.on_step_end(step(number, metrics=metrics))
+    assert recorder.reports[-1].metrics == {"reward": 0.5}
+
+
 def test_lines_of_steps_keep_their_keys(tmp_path: Path) -> None:
     run([Metrics(tmp_path)], range(1, 2))
     [line] = read_json_lines(tmp_path / "metrics.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -10,14 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings, PrecisionSettings, RecomputeSettings, Settings
 from megatune.data.rows import IGNORE_INDEX
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
+from megatune.families.scores import as_saved
 from megatune.launch.world import LOOPBACK, World, find_free_port
+from megatune.verify.adapters import write_random_adapter
 from megatune.verify.compare import Difference, Errors, judge_alike
 from megatune.verify.run import Verdict, show, verify_layout, verify_layouts
 from megatune.verify.samples import random_pictures, random_samples
@@ -56,6 +61,28 @@ def test_good_layout_passes(model):
     # 11 tensors a layer, the embedding and the last norm (tied), and three totals.
     assert "PASS: all 27 are within their tolerance" in ended.stdout
     assert "14 more parameters are closer than these" in ended.stdout
+
+
+def test_a_reward_model_is_verified(model, tmp_path):
+    """And a language model with an adapter that has a score."""
+    folder = shutil.copytree(model, tmp_path / "reward")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps(as_saved(config, "Qwen3ForSequenceClassification", config["pad_token_id"]))
+    )
+    tensors["score.weight"] = torch.randn(1, 32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    ended = verify(folder, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--length", "8")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "PASS: all 28 are within their tolerance" in ended.stdout
+    selection = FinetuningSettings(finetuning_type="lora", lora_rank=4)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    write_random_adapter(adapter, folder, load_architecture(folder), selection, seed=7)
+    ended = verify(model, "--adapter_name_or_path", adapter, "packing=true", "--length", "8")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # A and B of seven matrices a layer, the score, and three totals.
+    assert "PASS: all 32 are within their tolerance" in ended.stdout
 
 
 def test_pictures_are_verified_in_a_vision_language_model(tmp_path):

@@ -19,6 +19,7 @@ from megatune.bridge.adapters import weight_sources
 from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
+from megatune.bridge.score import InitialScore
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine.groups import RankCoordinates, build
@@ -27,7 +28,9 @@ from megatune.engine.model import Chunk, build_model
 from megatune.engine.optimizer import MainShard, Optimizer, build_optimizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_config
+from megatune.families.dense import SCORE
 from megatune.families.forms import CheckpointForm, find_form
+from megatune.families.scores import num_labels
 
 
 @dataclass(slots=True)
@@ -88,15 +91,17 @@ def load_model(
     Raises:
         MegatuneError: INPUT, when the checkpoint cannot be used.
     """
-    architecture = load_architecture(model_dir)
+    architecture = load_architecture(model_dir, settings.run.stage)
     model = build_model(architecture, settings, trained=trained)
     parameters = local_parameters(model, architecture, place)
     folder, form = open_checkpoint(model_dir, architecture)
     base, beside = weight_sources(folder, architecture, settings, adapter)
     for local in parameters:
-        # Of a module that is trained whole an adapter may have the weights, or the base.
-        has_own = beside is not None and beside.has(next(iter(local.hf_shapes(architecture))))
-        load_weights(beside if beside is not None and has_own else base, [local], architecture)
+        # Of a module that is trained whole an adapter may have the weights, or the base; of a new score neither.
+        name = next(iter(local.hf_shapes(architecture)))
+        sources = (source for source in (beside, base) if source is not None and source.has(name))
+        source = next(sources, None) or InitialScore(architecture, settings.run.seed)
+        load_weights(source, [local], architecture)
     return LoadedModel(architecture, place, model, parameters, form)
 
 
@@ -116,16 +121,20 @@ def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[
     """
     folder = SafetensorsFolder(model_dir)
     family = FAMILIES[architecture.model_type]
-    weights, version = family.weight_map(architecture), read_config(model_dir).get("transformers_version")
+    config = read_config(model_dir)
+    weights, version = family.weight_map(architecture), config.get("transformers_version")
     form = find_form(family.forms, weights, architecture, folder.names(), folder.file_shape, str(version or ""))
-    _check_keys(folder, architecture, form)
+    _check_keys(folder, architecture, form, is_made=num_labels(config) < architecture.num_labels)
     folder.places = form.locate_all(weights, architecture)
     return folder, form
 
 
-def _check_keys(folder: SafetensorsFolder, architecture: Architecture, form: CheckpointForm) -> None:
+def _check_keys(folder: SafetensorsFolder, architecture: Architecture, form: CheckpointForm, *, is_made: bool) -> None:
+    """Hold the names and shapes in the files against the weight map; `is_made`: of a reward model that is made of a
+    language model the score is in no file."""
     family = FAMILIES[architecture.model_type]
-    expected, names = form.all_shapes(family.weight_map(architecture), architecture), folder.names()
+    weights = [each for each in family.weight_map(architecture) if not (is_made and each.engine == SCORE.engine)]
+    expected, names = form.all_shapes(weights, architecture), folder.names()
     ignored = re.compile("|".join(family.ignored(architecture)))
     missing, unknown = expected.keys() - names, {key for key in names - expected.keys() if not ignored.fullmatch(key)}
     model_type, where = architecture.model_type, str(folder.folder)

@@ -27,10 +27,12 @@ class MergedFolder(TensorSource):
         self._base, self._adapters = base, adapters
 
     def has(self, name: str) -> bool:
-        return self._base.has(name)
+        return self._base.has(name) or any(adapter.has(name) for adapter in self._adapters)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._base.shape(name)
+        # The score of a reward model may be in an adapter alone.
+        owners = (source for source in (self._base, *self._adapters) if source.has(name))
+        return next(owners).shape(name)
 
     def is_changed(self, name: str) -> bool:
         """Return whether an adapter has a tensor, or an adapter of it."""

@@ -17,9 +17,11 @@ from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.merged import MergedFolder
 from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
 from megatune.families import FAMILIES, load_architecture
-from megatune.families.dense import OUTPUT_LAYER
+from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.families.forms import FileTensor
-from megatune.families.weights import Segment
+from megatune.families.peft_config import has_score
+from megatune.families.scores import STAGE, as_trained
+from megatune.families.weights import Segment, hf_shapes
 
 _NAME = "model"
 _PART = 2**26  # elements that are merged at a time
@@ -43,19 +45,29 @@ class Merged:
 class MergedModel:
     """A model and the adapters that are to be merged into it, in their order.
 
+    Attributes:
+        becomes_reward_model: a language model is merged with an adapter that has a score, and is one no more.
+
     Raises:
         MegatuneError: INPUT, where the model or an adapter cannot be used, or they do not belong together.
     """
 
     def __init__(self, model_dir: Path, adapters: Sequence[Path]) -> None:
-        architecture = load_architecture(model_dir)
+        own = architecture = load_architecture(model_dir)
+        if any(has_score(path) for path in adapters):
+            architecture = as_trained(architecture, STAGE, str(model_dir))
+        self.becomes_reward_model = architecture.num_labels > own.num_labels
         self._folder, self._form = open_checkpoint(model_dir, architecture)
         self._merged = MergedFolder(self._folder, [open_adapter(path, architecture) for path in adapters])
         self._names = self._named(architecture)
-        tied = OUTPUT_LAYER.hf[0].name if architecture.tie_word_embeddings else None
-        # A copy of tied embeddings would not be changed with them.
-        files = sorted(self._folder.names() - {tied}, key=_natural)
+        without_output = architecture.tie_word_embeddings or architecture.num_labels
+        # A copy of tied embeddings would not be changed with them, and a reward model has no output layer.
+        left_out = {OUTPUT_LAYER.hf[0].name} if without_output else set()
+        files = sorted(self._folder.names() - left_out, key=_natural)
         self.entries = [self._folder.entry(name) for name in files]
+        if self.becomes_reward_model:
+            new, dtype = hf_shapes(SCORE, architecture, 0), self.entries[0].dtype
+            self.entries += [TensorEntry(name, shape, dtype) for name, shape in new.items()]
 
     @property
     def num_bytes(self) -> int:

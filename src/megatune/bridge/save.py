@@ -110,7 +110,9 @@ def save_optimizer(
     """
     # Under the distributed optimizer a rank may own no part of any parameter.
     kinds = sorted(_united({kind: None for shard in shards.values() for kind in shard.state}))
-    if any(local.parameter.dtype != torch.float32 for local in parameters if local.parameter.requires_grad):
+    is_narrow = any(local.parameter.dtype != torch.float32 for local in parameters if local.parameter.requires_grad)
+    # Beside adapters, which are fp32, a stage may have a module that is trained whole.
+    if any(groups.gather(is_narrow)):
         kinds = ["main", *kinds]
     tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
     return _save_shards(folder, "optimizer", kinds, parameters, shards, tensors, architecture, place, max_file_bytes)

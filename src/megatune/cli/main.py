@@ -20,9 +20,6 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 _MODULES = (train, plan, explain, data, verify, infer, export, demo_model)
 
 _NOT_BUILT = {
-    "kto": "answers that are judged one by one are not trained yet; `megatune dpo` trains on pairs of them, also with "
-    "pref_loss kto_pair",
-    "rm": "reward models are not built yet; `megatune dpo` trains on the same pairs without one",
     "ppo": "PPO is not built; `megatune dpo` trains on pairs of answers, and `megatune rl` is what rewards are for",
     "rl": "reinforcement learning is not built yet",
     "doctor": "doctor is not built yet",

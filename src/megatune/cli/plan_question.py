@@ -112,7 +112,7 @@ class QuestionReader:
         written, hub = settings.model.model_name_or_path, settings.model
         name = written if self.file is not None else self.words.source or written
         if name is not None:
-            return self._found(lambda: find_model(name, hub.model_revision, hub.cache_dir))
+            return self._found(lambda: find_model(name, hub.model_revision, hub.cache_dir, stage=settings.run.stage))
         what, fix = "what is to be planned?", "megatune plan FILE.yaml, or megatune plan MODEL"
         if self.file:
             what, fix = "model_name_or_path is missing", "write model_name_or_path: FOLDER, or an id on a hub"

@@ -1,4 +1,4 @@
-"""megatune train FILE.yaml, and megatune sft | pt | dpo from flags."""
+"""megatune train FILE.yaml, and megatune sft | pt | dpo | kto from flags."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ as the layout allows (num_processes)."""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the verbs train, sft, pt and dpo."""
+    """Add the verbs train, and sft, pt, dpo, kto and rm."""
     for verb, stage, text in (
         ("train", None, "train a model as a YAML file says"),
         ("sft", "sft", "supervised fine-tuning, from flags"),
         ("pt", "pt", "continued pretraining on plain text, from flags"),
         ("dpo", "dpo", "preference training on pairs of answers, from flags"),
+        ("kto", "kto", "preference training on answers that are wanted or not, from flags"),
+        ("rm", "rm", "a reward model from pairs of answers, from flags"),
     ):
         parser = subparsers.add_parser(
             verb, help=text, description=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter

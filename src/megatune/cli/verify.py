@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatune.cli.verify_adapters import trained_in
     from megatune.families import load_architecture, read_config
+    from megatune.families.peft_config import has_score
+    from megatune.families.scores import STAGE
     from megatune.generation.adapters import adapted_model
     from megatune.hub.models import open_model
 
@@ -86,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
     named = adapted_model(name, base, adapters)
     model = open_model(named.base, loaded.settings.model.model_revision, loaded.settings.model.cache_dir)
     architecture = load_architecture(model.config_dir())
+    if architecture.num_labels or any(map(has_score, named.adapters)):
+        architecture = load_architecture(model.config_dir(), STAGE)
+        loaded, other = _of_reward_model(loaded), None if other is None else _of_reward_model(other)
     finetuning = trained_in(loaded, named.adapters, architecture)
     samples = _samples(architecture, read_config(model.config_dir()), args, loaded.settings.run.seed)
     longest = max(len(sample.input_ids) for sample in samples)
@@ -108,6 +113,11 @@ def run(args: argparse.Namespace) -> int:
         except RanksFailed as failed:
             return int(failed.args[0])
     return show(verdict, verbose=args.verbose)
+
+
+def _of_reward_model(loaded: Loaded) -> Loaded:
+    run = loaded.settings.run.model_copy(update={"stage": "rm"})
+    return replace(loaded, settings=loaded.settings.model_copy(update={"run": run}))
 
 
 def _samples(

@@ -12,6 +12,7 @@ import torch
 from megatune.data.answer_weights import ANSWER_TOKEN_WEIGHTS, answer_token_weights
 from megatune.data.batch_pictures import Pictures, Share, Unreadable, collate_pictures
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
+from megatune.data.scored_tokens import SCORED, scored_tokens
 
 if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
@@ -134,6 +135,7 @@ class Collator:
     vision: VisionInput | None = None  # of a vision-language model
     documents_per_row: int = 1  # 2 where documents are preference pairs; packed, a row has a multiple of it
     ld_alpha: float | None = None  # of pairs: makes the extra ANSWER_TOKEN_WEIGHTS, see `answer_token_weights`
+    scores: bool = False  # of a reward model: makes the extra SCORED, see `scored_tokens`
 
     def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
         """Return the shortest length, s, of a micro-batch that holds documents of these lengths."""
@@ -181,6 +183,8 @@ class Collator:
         columns = dict(extras or {})
         if self.ld_alpha is not None:
             columns[ANSWER_TOKEN_WEIGHTS] = answer_token_weights(documents, self.ld_alpha)
+        if self.scores:
+            columns[SCORED] = scored_tokens(documents, self.pad_token_id)
         pictures: Pictures | None = None
         unreadable: tuple[Unreadable, ...] = ()
         if any(document.pictures for document in documents):

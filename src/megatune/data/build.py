@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.packing import concatenate, pack
 from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
 from megatune.data.rows import (
+    DESIRABLE,
     IGNORE_INDEX,
     TOKENS_FILE,
     TRAINED_FILE,
@@ -25,6 +27,7 @@ from megatune.data.rows import (
     write_extra,
     write_rows,
 )
+from megatune.data.scored_tokens import MARGIN
 
 _FLUSH_TOKENS = 2**20
 
@@ -33,7 +36,8 @@ _FLUSH_TOKENS = 2**20
 class RowShape:
     """How samples become rows."""
 
-    stage: str  # "sft": a sample is a document. "pt": a text, cut into pieces. "dpo": a pair of documents
+    # "sft" and "kto": a sample is a document. "pt": a text, cut into pieces. "dpo" and "rm": a pair of documents
+    stage: str
     cutoff_len: int  # tokens of the longest document
     packing: bool  # rows hold several samples
     seed: int  # of the packing
@@ -41,7 +45,7 @@ class RowShape:
     @property
     def capacity(self) -> int:
         """Tokens of a packed row: of pairs twice cutoff_len, so that packing cuts no answer that is whole without."""
-        return 2 * self.cutoff_len if self.stage == "dpo" else self.cutoff_len
+        return 2 * self.cutoff_len if self.stage in PAIR_STAGES else self.cutoff_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,8 @@ class RowsBuilder:
         self._samples = array("q", [0])  # where each sample's documents begin
         self._trained = array("i")  # tokens of each document that a causal model can learn
         self._largest = array("i")  # token id of each document
+        self._desirable = array("b")  # of each document of stage kto
+        self._margins = array("f")  # of each document, that of its pair
         self._unwritten: list[Document] = []
         self._num_unwritten = 0  # tokens
 
@@ -89,8 +95,11 @@ class RowsBuilder:
         """Samples added."""
         return len(self._samples) - 1
 
-    def add(self, documents: Sequence[Document]) -> int:
+    def add(self, documents: Sequence[Document], margin: float = 0.0, desirable: bool | None = None) -> int:
         """Write one sample's tokens: one document, or a pair's chosen and rejected ones; returns its number.
+
+        Args:
+            desirable: of stage kto, whether the answer is one that is wanted.
 
         Raises:
             ValueError: a document is empty, or has more or fewer labels than tokens.
@@ -102,8 +111,11 @@ class RowsBuilder:
             self._pictures.add(self._ends[-1], document.pictures)
             self._unwritten.append(document)
             self._ends.append(self._ends[-1] + size)
+            self._margins.append(margin)
             self._num_unwritten += size
         self._samples.append(len(self._ends) - 1)
+        if desirable is not None:
+            self._desirable.append(desirable)
         if self._num_unwritten >= _FLUSH_TOKENS:
             self._flush()
         return len(self) - 1
@@ -140,6 +152,14 @@ class RowsBuilder:
         spans, rows, arrangement = self._arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
         part = self._folder / name
         write_rows(part, spans, rows, arrangement)
+        desirable: int | None = None
+        if self._shape.stage == "kto":
+            tags = np.asarray(self._desirable, dtype=bool)[documents]
+            desirable = int(tags.sum())
+            write_extra(part, DESIRABLE, ExtraColumn("document", tags))
+        if self._shape.stage == "rm":
+            of_spans = np.searchsorted(ends, spans[:, 0], side="right") - 1
+            write_extra(part, MARGIN, ExtraColumn("document", np.asarray(self._margins)[of_spans]))
         for extra, source in self._extras.items():
             write_extra(part, extra, source.compute(TokenRows(part)))
         written = TokenRows(part)
@@ -158,12 +178,13 @@ class RowsBuilder:
             longest=int(lengths.max(initial=0)),
             largest_id=int(np.asarray(self._largest)[documents].max(initial=0)),
             pictures=written.count_pictures(),
+            desirable=desirable,
         )
 
     def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
         """Return documents row by row, where rows begin among them, and what a row is."""
         shape = self._shape
-        if shape.stage == "dpo":
+        if shape.stage in PAIR_STAGES:
             if not shape.packing:
                 return spans, np.arange(0, len(spans) + 1, 2), "pairs"
             pairs, rows = pack((spans[:, 1] - spans[:, 0]).reshape(-1, 2).sum(axis=1), shape.capacity, shape.seed)

@@ -53,15 +53,17 @@ class Conversation:
         system: the system message, "" where the row has none.
         tools: JSON schemas of the tools on offer, as the row has them.
         pictures: of the tags <image> and <video> in the messages, in their order.
+        desirable: whether the last answer is one that is wanted; None where nobody asked.
     """
 
     messages: tuple[Message, ...]
     system: str = ""
     tools: tuple[dict[str, Any], ...] = ()
     pictures: tuple[RowPicture, ...] = ()
+    desirable: bool | None = None
 
     def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
-        return Conversation, (self.messages, self.system, self.tools, self.pictures)
+        return Conversation, (self.messages, self.system, self.tools, self.pictures, self.desirable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class PreferencePair:
         chosen, rejected: the assistant's.
         system, tools: as those of a `Conversation`.
         pictures: of the tags in the prompt.
+        margin: by how much the chosen answer is better, where the row says it and a reward model is trained.
     """
 
     prompt: tuple[Message, ...]
@@ -81,6 +84,7 @@ class PreferencePair:
     system: str = ""
     tools: tuple[dict[str, Any], ...] = ()
     pictures: tuple[RowPicture, ...] = ()
+    margin: float = 0.0
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Return the conversation with the chosen answer, and with the rejected one."""
@@ -89,7 +93,7 @@ class PreferencePair:
         return Conversation(chosen, *common), Conversation(rejected, *common)
 
 
-# Rows of stage pt, sft and dpo.
+# Rows of stage pt, of sft and kto, and of dpo and rm.
 Example = str | Conversation | PreferencePair
 
 # Self-cognition data sets write the model's name and maker so; the setting that fills each.

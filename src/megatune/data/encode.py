@@ -34,11 +34,13 @@ class Encoded:
         documents: one; of a pair two, the chosen and the rejected one. A text is one document, however long.
         truncated: whether anything was cut off.
         length: tokens before truncation, of the longer document of a pair.
+        margin: of a pair.
     """
 
     documents: tuple[Document, ...]
     truncated: bool = False
     length: int = 0
+    margin: float = 0.0
 
 
 class _Rendered(NamedTuple):
@@ -56,6 +58,7 @@ class _Plan(NamedTuple):
     truncated: bool
     length: int
     pictures: tuple[Placed, ...] = ()
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Encoder:
         ]
         documents = self._documents(planned)
         return [
-            Encoded(tuple(next(documents) for _ in plan.documents), plan.truncated, plan.length)
+            Encoded(tuple(next(documents) for _ in plan.documents), plan.truncated, plan.length, plan.margin)
             if isinstance(plan, _Plan)
             else plan
             for plan in plans
@@ -172,8 +175,10 @@ class Encoder:
                 text = [*before, *tokens[0][0][1], *after]
                 _check_trained([(text, True)], len(text), truncated=False)
                 return _Plan([[(text, True)]], False, len(text))
-            is_pair = isinstance(example, PreferencePair)
-            plan = self._pair(tokens) if is_pair else self._conversation(rendered.turns[0], tokens[0])
+            if isinstance(example, PreferencePair):
+                plan = self._pair(tokens)._replace(margin=example.margin)
+            else:
+                plan = self._conversation(rendered.turns[0], tokens[0])
             return plan._replace(pictures=rendered.pictures)
         except RowError as error:
             return error
@@ -243,7 +248,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
         check_pretraining_tokenizer(tokenizer)
     else:
         template = load_template(data.template, tokenizer, data.default_system)
-    options = (data.truncation_strategy, data.train_on_prompt, data.mask_history)
+    options = (data.truncation_strategy, data.train_on_prompt, data.mask_history or settings.run.stage == "kto")
     thinking = (data.enable_thinking, data.preserve_thinking)
     whole_text = template is not None and needs_whole_text(template, tokenizer)
     return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text, vision)
@@ -271,6 +276,12 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
         fix = "put tokenizer.json and tokenizer_config.json beside the weights"
         finding = Finding("the tokenizer cannot be loaded", str(model_dir), why, fix)
         raise MegatuneError(finding, ExitCode.INPUT) from error
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that fills up rows, which is never trained: the tokenizer's own, or its eos token, or 0."""
+    tokens = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    return next(int(token) for token in tokens if token is not None)
 
 
 def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:

@@ -21,11 +21,11 @@ from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import ExtraSource, RowsBuilder
 from megatune.data.cache.folder import KEY_FILE, built
 from megatune.data.cache.key import prepared_key
-from megatune.data.conversation import Example, texts
+from megatune.data.conversation import Conversation, Example, texts
 from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
-from megatune.data.report import DataReport, DatasetReport
+from megatune.data.report import DataReport, DatasetReport, TokenReport
 from megatune.data.rows import TokenRows
 from megatune.data.samples import Sample
 from megatune.data.sources import DatasetSource
@@ -127,11 +127,12 @@ def _build(pipeline: Pipeline, folder: Path, extras: Mapping[str, ExtraSource]) 
         ranks = (np.asarray(one.ranks) for one in trained)
         split = hold_out(np.concatenate(list(ranks)), data.val_size) if data.val_size else Split(none, none)
         order = _training_order(settings, trained, split)
+        train = builder.write_part(TRAIN_FOLDER, order)
         report = DataReport(
             [one.report for one in (*trained, *evaluated)],
-            train=builder.write_part(TRAIN_FOLDER, order),
+            train=train,
             lengths=LengthReport.of(np.asarray(lengths), data.cutoff_len),
-            notes=list(_notes(pipeline, split)),
+            notes=list(_notes(pipeline, split, train)),
         )
         if data.val_size or evaluated:
             for one in evaluated:
@@ -157,12 +158,13 @@ def _collect(
     reader.on_bad_row = on_bad_row
     while (taken := reader.take()) is not None:
         sample, encoded = taken
-        builder.add(encoded.documents)
+        assert not isinstance(sample.example, RowError)
+        desirable = sample.example.desirable if isinstance(sample.example, Conversation) else None
+        builder.add(encoded.documents, encoded.margin, desirable)
         lengths.append(encoded.length)
         collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)
         collected.copies.append(sample.copies)
         if settings.data.val_size:
-            assert not isinstance(sample.example, RowError)
             collected.ranks.append(rank(sample.example, settings.run.seed))
     return collected, reader.nothing_usable()
 
@@ -240,12 +242,14 @@ def _training_order(settings: Settings, trained: Sequence[_Collected], split: Sp
     return np.concatenate(lists)[mixed]
 
 
-def _notes(pipeline: Pipeline, split: Split) -> Iterator[str]:
+def _notes(pipeline: Pipeline, split: Split, train: TokenReport) -> Iterator[str]:
     encoder = pipeline.encoder
     if encoder.template is not None and (note := stop_note(encoder.template, encoder.tokenizer)):
         yield note
     if split.on_both_sides:
         yield f"all rows have the same texts: {split.on_both_sides} are trained, the others held out"
+    if train.desirable in (0, train.samples):
+        yield f"all answers are {'' if train.desirable else 'un'}desirable: there is no other kind to tell them from"
     # Stage pt reads one column, and a user may expect the answers to be trained, too.
     for source in pipeline.training if pipeline.settings.run.stage == "pt" else ():
         row = next((row.fields for row in source.rows() if row.error is None), {})

@@ -68,6 +68,7 @@ class TokenReport:
         trained: tokens that count in the loss.
         longest: tokens of the longest document.
         largest_id: the largest token id, which the model's vocabulary must hold.
+        desirable: samples whose answer is one that is wanted; None but in stage kto.
     """
 
     samples: int = 0
@@ -79,6 +80,14 @@ class TokenReport:
     longest: int = 0
     largest_id: int = 0
     pictures: PictureCounts = field(default_factory=PictureCounts)
+    desirable: int | None = None
+
+    @property
+    def judged(self) -> str:
+        """Count desirable and undesirable answers in words; "" but in stage kto."""
+        if self.desirable is None:
+            return ""
+        return f"{self.desirable:,} desirable and {self.samples - self.desirable:,} undesirable answers"
 
     @property
     def packing_efficiency(self) -> float:
@@ -91,6 +100,8 @@ class TokenReport:
         tokens = f"{self.tokens} tokens, {self.trained} of them trained"
         if pictures := self.pictures.words():
             tokens += f"; {pictures}"
+        if self.judged:
+            tokens += f"; {self.judged}"
         if self.capacity is None:
             return f"{self.rows} token rows, {tokens}"
         return (

@@ -27,6 +27,7 @@ import xxhash
 from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable, map_file
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+DESIRABLE = "desirable"  # an extra of documents, of stage kto: whether the answer is one that is wanted, bool
 IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers and in torch
 
 TOKENS_FILE = "tokens.bin"

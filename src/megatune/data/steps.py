@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -52,6 +52,7 @@ class PreparedSteps:
     seed: int = 0  # of the order of rows
     shuffle: bool = True  # False trains rows in their order, the same in every epoch
     group_by_length: bool = False  # shuffle so that a batch has rows of similar length
+    ordered_by: TokenRows | None = None  # whose lengths these are, where not those of `rows`
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)  # by epoch
 
     @classmethod
@@ -99,7 +100,8 @@ class PreparedSteps:
         """Return an epoch's row ids, made once."""
         if epoch not in self._orders:
             if self.group_by_length:
-                order = grouped_order(self.rows.batch_lengths(), self.seed, epoch, self.global_batch_size)
+                lengths = (self.rows if self.ordered_by is None else self.ordered_by).batch_lengths()
+                order = grouped_order(lengths, self.seed, epoch, self.global_batch_size)
             else:
                 order = epoch_order(len(self.rows), self.seed, epoch, self.shuffle)
             order.flags.writeable = False
@@ -110,4 +112,4 @@ class PreparedSteps:
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         """Loader processes make the orders themselves: the orders would be most of what they are sent."""
-        return type(self), (self.rows, self.global_batch_size, self.seed, self.shuffle, self.group_by_length)
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)

@@ -37,9 +37,9 @@ PARENT_LOOK_SECONDS = 1.0  # between looks whether the parent is there
 
 Result = tuple[Sample, Encoded | RowError]
 # What a worker sends: tokens and labels of all documents, their lengths and pictures, and for each example its number
-# of documents, whether it was cut and its length before; or why it has none.
+# of documents, whether it was cut, its length before, and its margin; or why it has none.
 _Compact = tuple[
-    np.ndarray, np.ndarray, list[int], list[tuple[DocumentPicture, ...]], list[tuple[int, bool, int] | RowError]
+    np.ndarray, np.ndarray, list[int], list[tuple[DocumentPicture, ...]], list[tuple[int, bool, int, float] | RowError]
 ]
 
 
@@ -150,7 +150,9 @@ def _encode_chunk(examples: list[Example]) -> _Compact:
         [len(document.input_ids) for document in documents],
         [document.pictures for document in documents],
         [
-            result if isinstance(result, RowError) else (len(result.documents), result.truncated, result.length)
+            result
+            if isinstance(result, RowError)
+            else (len(result.documents), result.truncated, result.length, result.margin)
             for result in results
         ],
     )

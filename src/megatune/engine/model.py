@@ -30,6 +30,7 @@ from megatune.engine.layers.rotary import (
     multimodal_cos_sin,
     rows_of_frequencies,
 )
+from megatune.engine.layers.score import Score
 from megatune.engine.layers.vision.features import PictureFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.sequences import Pictures, Sequences
@@ -79,7 +80,11 @@ class DecoderModel(GPTModel):
         # Rows of this rank's part of the vocabulary that are real; the rest only pads it.
         before = parallel_state.get_tensor_model_parallel_rank() * size
         self.num_vocabulary_rows = min(max(architecture.vocab_size - before, 0), size)
-        if self.post_process:
+        self.score: Score | None = None
+        if self.post_process and architecture.num_labels:
+            del self.output_layer
+            self.score = Score(self.config, architecture.num_labels)
+        elif self.post_process:
             # GPTModel makes the layer itself. The subclass has no state of its own, only another way to call it.
             self.output_layer.__class__ = OutputLayer
             self.output_layer.num_vocabulary_rows = self.num_vocabulary_rows
@@ -118,7 +123,8 @@ class DecoderModel(GPTModel):
 
         Returns:
             Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
-            [b, s / cp], 0 where it is not trained, or logits [b, s / cp, padded vocabulary / tp].
+            [b, s / cp], 0 where it is not trained, or logits [b, s / cp, padded vocabulary / tp]; of a reward model the
+            score of each token, fp32 [b, s / cp], with labels or without.
         """
         embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         hidden_states = self.decoder(
@@ -158,11 +164,13 @@ class DecoderModel(GPTModel):
         return hidden_states.requires_grad_() if self.asks_for_gradient else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
-        """Compute logits or, given labels, the loss from the last layer's [s (/ tp), b, h], as `forward` returns them.
+        """Compute from the last layer's [s (/ tp), b, h] what `forward` returns: scores, logits, or losses of labels.
 
         Args:
             trained: int64 [n], places of the trained tokens in the flattened labels.
         """
+        if self.score is not None:
+            return self.score(hidden_states)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is not None and self.config.cross_entropy_loss_fusion:
             return self.output_layer(hidden_states, weight=weight, labels=labels, trained=trained)[0]

@@ -39,7 +39,7 @@ class ObjectiveOutput:
 
 
 class Objective(Protocol):
-    """A loss, from the losses of tokens."""
+    """A loss, from what the model puts out: losses of tokens, or scores."""
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -51,11 +51,12 @@ class Objective(Protocol):
         documents, pairs): int64 [], on the host."""
         ...
 
-    def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+    def __call__(self, output: Tensor, batch: LocalBatch, /) -> ObjectiveOutput:
         """Compute the loss.
 
         Args:
-            token_losses: fp32 [b, s / cp], -log p(label), 0 where a token is not trained.
+            output: of the model, fp32 [b, s / cp]: -log p(label), 0 where a token is not trained; of a reward model
+                scores of tokens.
             batch: what this rank holds of the micro-batch; `engine.sequences.document_sums` adds up documents.
         """
         ...

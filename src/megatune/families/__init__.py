@@ -22,6 +22,7 @@ from megatune.families import (
     qwen3_vl_moe,
 )
 from megatune.families.family import Config, Family
+from megatune.families.scores import as_trained
 from megatune.hub.models import no_folder
 
 FAMILIES: dict[str, Family] = {
@@ -54,13 +55,19 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
     return config
 
 
-def load_architecture(model_dir: str | Path) -> Architecture:
+def load_architecture(model_dir: str | Path, stage: str | None = None) -> Architecture:
     """Read a checkpoint's config.json as an Architecture.
 
+    Args:
+        stage: that of a run that starts from it: the model that is trained is returned, see `as_trained`.
+
     Raises:
-        MegatuneError: INPUT, with every reason why this engine cannot compute the model.
+        MegatuneError: INPUT, with every reason why this engine cannot compute the model; SETTINGS, when the stage
+            cannot train it.
     """
-    return read_architecture(read_config(model_dir), str(Path(model_dir) / "config.json"))
+    where = str(Path(model_dir) / "config.json")
+    architecture = read_architecture(read_config(model_dir), where)
+    return architecture if stage is None else as_trained(architecture, stage, where)
 
 
 def read_architecture(config: Config, where: str) -> Architecture:
@@ -83,4 +90,4 @@ def read_architecture(config: Config, where: str) -> Architecture:
     return family.architecture(config)
 
 
-__all__ = ["FAMILIES", "Family", "load_architecture", "read_architecture", "read_config"]
+__all__ = ["FAMILIES", "Family", "as_trained", "load_architecture", "read_architecture", "read_config"]

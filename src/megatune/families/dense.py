@@ -35,8 +35,25 @@ OUTPUT_LAYER = Weight(
     "output_layer.weight",
     TensorLayout.VOCABULARY,
     (HFTensor("lm_head.weight", ("vocab_size", "hidden_size")),),
-    exists=lambda architecture: not architecture.tie_word_embeddings,
+    exists=lambda architecture: not architecture.tie_word_embeddings and not architecture.num_labels,
 )
+# A reward model's, in place of the output layer.
+SCORE = Weight(
+    "score.weight",
+    TensorLayout.REPLICATED,
+    (HFTensor("score.weight", ("num_labels", "hidden_size")),),
+    exists=lambda architecture: architecture.num_labels > 0,
+    linear=False,
+)
+
+
+def output_weight(architecture: Architecture) -> Weight:
+    """Return the weight of the last layer: a score, an output layer, or the word embedding that is one, too."""
+    if architecture.num_labels:
+        return SCORE
+    return EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
+
+
 NORMS = tuple(
     layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"))
     for engine, name in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm"))
@@ -114,5 +131,5 @@ LATENT_ATTENTION = (
 )
 
 # What every decoder has, whatever its attention; and with grouped-query attention.
-FRAME = (EMBEDDING, *NORMS, *MLP, FINAL_NORM, OUTPUT_LAYER)
+FRAME = (EMBEDDING, *NORMS, *MLP, FINAL_NORM, OUTPUT_LAYER, SCORE)
 DECODER = (*FRAME, *ATTENTION)

@@ -11,6 +11,7 @@ from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAtt
 from megatune.errors import Finding
 from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.rope import rope_parameters, rope_problems, rope_scaling
+from megatune.families.scores import num_labels, score_problems
 from megatune.families.sparse import expert_problems
 from megatune.families.vision import VisionDeclaration
 from megatune.families.weights import Stack, Weight, hf_shapes, layers_of
@@ -77,12 +78,15 @@ class Family:
         """List regular expressions of checkpoint keys that are left out, as Transformers leaves them out."""
         patterns = [key.replace("{num_layers}", str(architecture.num_layers)) for key in self.ignored_keys]
         # Published checkpoints with tied embeddings may carry an output layer all the same.
-        return [*patterns, *([r"lm_head\.weight"] if architecture.tie_word_embeddings else [])]
+        # A reward model has none, and may be made from a language model.
+        without = architecture.tie_word_embeddings or architecture.num_labels
+        return [*patterns, *([r"lm_head\.weight"] if without else [])]
 
     def check(self, config: Config, where: str) -> list[Finding]:
         """Find everything in config.json that keeps this engine from computing the model."""
         published = "use the config.json that was published with the weights"
         findings = _findings(self.vision.problems(config), where, published) if self.vision is not None else []
+        findings += _findings(score_problems(config, has_vision=self.vision is not None), where, published)
         written, config = config, self._filled(config)
         findings += [
             Finding(f"{key!r} is missing", where, fix=published)
@@ -127,13 +131,15 @@ class Family:
             norm_epsilon=config["rms_norm_eps"],
             rotary_base=float(rope["rope_theta"]),
             rope_scaling=rope_scaling(rope),
-            tie_word_embeddings=bool(config["tie_word_embeddings"]),
+            # Without an output layer there is nothing to tie.
+            tie_word_embeddings=bool(config["tie_word_embeddings"]) and not num_labels(config),
             initializer_range=config["initializer_range"],
             torch_dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             moe=self.experts(config) if self.experts else None,
             mla=self.latent_attention(config) if self.latent_attention else None,
             vision=vision,
             mrope=mrope,
+            num_labels=num_labels(config),
             **{attribute: config[key] for attribute, key in self.read.items()},
             **self.constants,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
+from megatune.families.dense import SCORE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -88,6 +89,15 @@ def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 def is_adapter(folder: Path) -> bool:
     """Return whether a folder holds an adapter in place of a model."""
     return (folder / ADAPTER_CONFIG).is_file()
+
+
+def has_score(folder: Path) -> bool:
+    """Return whether an adapter is that of a reward model, whose score is trained whole beside it.
+
+    Raises:
+        MegatuneError: as `read_peft_config`.
+    """
+    return SCORE.engine.partition(".")[0] in read_peft_config(folder).modules_to_save
 
 
 def read_peft_config(folder: Path) -> PeftConfig:

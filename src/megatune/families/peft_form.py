@@ -53,7 +53,7 @@ def adapter_config(
     saved = _saved(architecture, selection)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if architecture.num_labels else "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "inference_mode": True,
         "r": selection.lora_rank,

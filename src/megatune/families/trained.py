@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapter_weights
-from megatune.families.dense import FINAL_NORM, OUTPUT_LAYER
+from megatune.families.dense import FINAL_NORM, OUTPUT_LAYER, SCORE
 from megatune.families.selection import Selection, is_frozen
 from megatune.families.weights import Role, Stack, Weight, layers_of
 
 ALL_MODULES = "all"
 # Hidden states of the last layer come to these; all other weights outside of layers are before the first one.
-_BEHIND_LAYERS = (FINAL_NORM.engine, OUTPUT_LAYER.engine)
+_BEHIND_LAYERS = (FINAL_NORM.engine, OUTPUT_LAYER.engine, SCORE.engine)
 _NAMES = {
     Stack.VISION: "vision tower",
     Stack.PROJECTOR: "projector",
@@ -26,6 +26,8 @@ def is_trained(weight: Weight, layer: int, architecture: Architecture, selection
     """Return whether a weight of a layer has gradients and optimizer state; `layer` says nothing outside of layers."""
     if weight.role is not Role.BASE or is_frozen(weight.stack, selection):
         return weight.role is Role.ADAPTER
+    if weight.engine == SCORE.engine:
+        return True  # it begins as random numbers, whatever is trained beside it
     if selection.finetuning_type == "lora":
         return not weight.per_layer and module_of(weight) in selection.additional_target
     if weight.stack is not Stack.DECODER or selection.finetuning_type == "full":
@@ -100,6 +102,7 @@ def frozen_parts(architecture: Architecture, selection: Selection) -> list[str]:
         kept = [
             *([f"layer{'s' * (len(layers) > 1)} {numbers}{inside}"] if layers and asked else []),
             *selection.freeze_extra_modules,
+            *([module_of(SCORE)] if architecture.num_labels else []),
         ]
         found.append(f"{_NAMES[Stack.DECODER]} but for {', '.join(kept)}")
     return found

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import logging as transformers_logging
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.inputs import GenerationOptions, check_options, find_model, has_tokenizer
+from megatune.generation.inputs import GenerationOptions, check_options, check_writes, find_model, has_tokenizer
 from megatune.generation.pictures import Picture, PromptPictures, generate_inputs, read_pictures
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -90,6 +90,7 @@ class Generator:
                 picture that can't be read.
         """
         folder = find_model(path)
+        check_writes(folder, adapters)
         pictures = read_pictures(folder, options)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import read_config
+from megatune.families.peft_config import has_score
+from megatune.families.scores import num_labels
 
 CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -150,6 +153,20 @@ def find_model(path: Path) -> Path:
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
     return folder
+
+
+def check_writes(folder: Path, adapters: Sequence[Path] = ()) -> None:
+    """Refuse a reward model, or an adapter that makes one.
+
+    Raises:
+        MegatuneError: (INPUT) naming it.
+    """
+    scoring = [str(folder)] if num_labels(read_config(folder)) else []
+    scoring += [str(path) for path in adapters if has_score(path)]
+    if scoring:
+        what, why = "it is a reward model", "it has a score in place of the output layer, and writes no text"
+        fix = "load it with Transformers' AutoModelForSequenceClassification, whose logits are scores of whole texts"
+        raise MegatuneError(Finding(what, scoring[-1], why, fix), ExitCode.INPUT)
 
 
 def has_tokenizer(folder: Path) -> bool:

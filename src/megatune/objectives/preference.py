@@ -70,7 +70,7 @@ class Preference:
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
         """Count the pairs of which both answers have a trained token."""
-        return (_in_pairs(answer_tokens(batch)) > 0).all(1).sum()
+        return (in_pairs(answer_tokens(batch)) > 0).all(1).sum()
 
     def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         assert not self.has_reference or REFERENCE in batch.extras, "no log-probabilities of the reference"
@@ -92,7 +92,7 @@ class Preference:
         """Return each loss of each pair, [P], before its weight."""
         found = {name: SEPARABLE[name](pairs, self.shape) for name in self.losses if name in SEPARABLE}
         if self.joint:
-            columns = expanded(pairs, _in_pairs(batch.extras[EXPANSION])).unbind(1)
+            columns = expanded(pairs, in_pairs(batch.extras[EXPANSION])).unbind(1)
             found |= dict(zip(self.joint, columns, strict=True))
         return found
 
@@ -152,19 +152,19 @@ def pairs_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Pairs, Tensor]:
     """
 
     def sums(values: Tensor) -> Tensor:
-        return _in_pairs(document_sums(values.double(), batch.sequences).to(token_losses.dtype))
+        return in_pairs(document_sums(values.double(), batch.sequences).to(token_losses.dtype))
 
     weights = batch.extras.get(TOKEN_WEIGHTS)
     likelihood = sums(-token_losses)
     log_probs = likelihood if weights is None else sums(-token_losses * weights)
     tokens = sums(batch.labels >= 0)
     reference = batch.extras.get(REFERENCE)
-    reference = torch.zeros_like(log_probs) if reference is None else _in_pairs(reference)
+    reference = torch.zeros_like(log_probs) if reference is None else in_pairs(reference)
     columns = torch.cat((log_probs, reference, tokens, likelihood[:, :1]), 1).unbind(1)
     return Pairs(*columns), (tokens > 0).all(1)
 
 
-def _in_pairs(values: Tensor) -> Tensor:
+def in_pairs(values: Tensor) -> Tensor:
     """Return values of documents [D, ...] as [P, 2, ...], without padding behind the last pair."""
     return values[: len(values) // 2 * 2].unflatten(0, (-1, 2))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatune.architecture import Architecture
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
 from megatune.plan.machine import Machine
 
@@ -112,7 +113,7 @@ class Case:
     @property
     def sequences_per_row(self) -> int:
         """Sequences of a row: of a preference pair one for each answer; a packed row of pairs is as long as two."""
-        return 2 if self.settings.run.stage == "dpo" else 1
+        return 2 if self.settings.run.stage in PAIR_STAGES else 1
 
     @property
     def row_tokens(self) -> int:

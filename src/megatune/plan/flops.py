@@ -9,7 +9,7 @@ from math import prod
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
-from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
+from megatune.families.dense import output_weight
 from megatune.families.trained import is_trained
 from megatune.families.weights import Layers, Stack, hf_shape, hf_shapes, layers_of
 from megatune.plan.case import Case
@@ -36,7 +36,11 @@ def num_matmul_parameters(architecture: Architecture) -> int:
     layers = (
         _layer_matmul_parameters(architecture, architecture.is_moe_layer(n)) for n in range(architecture.num_layers)
     )
-    return architecture.vocab_size * architecture.hidden_size + sum(layers)
+    return _output_parameters(architecture) + sum(layers)
+
+
+def _output_parameters(architecture: Architecture) -> int:
+    return prod(hf_shape(output_weight(architecture).hf[0], architecture))
 
 
 @lru_cache(maxsize=4096)
@@ -92,9 +96,8 @@ def _left_out(architecture: Architecture, trainable: FinetuningSettings) -> tupl
     # Beside adapters a matrix has no gradient of its own either; those of adapters are not counted.
     least = trainable.finetuning_type == "lora"
     by_token = by_pair = 0.0
-    output = EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
-    if not is_trained(output, 0, architecture, trainable):
-        by_token += 2.0 * architecture.vocab_size * architecture.hidden_size
+    if not is_trained(output_weight(architecture), 0, architecture, trainable):
+        by_token += 2.0 * _output_parameters(architecture)
     for layer in layer_contents(architecture, trainable):
         products = 2.0 * _layer_matmul_parameters(architecture, layer.sparse)
         by_token += products * max(least, ("weights", "through", "none").index(layer.gradient))

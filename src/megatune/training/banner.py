@@ -25,7 +25,7 @@ from megatune.families.adapter_words import (
 from megatune.families.quantized import form_of
 from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
-from megatune.objectives.preference import Preference
+from megatune.objectives.language_model import CrossEntropy
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.loop import Trainer
@@ -63,7 +63,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     if kept := _recompute(settings.recompute):
         yield f"recompute  {kept}"
     yield from (f"data       {line}" for line in trainer.feed.lines)
-    if isinstance(trainer.objective, Preference):
+    if not isinstance(trainer.objective, CrossEntropy):
         yield f"loss       {describe_loss(trainer.objective)}"
     batch = settings.batch
     yield (
@@ -151,7 +151,8 @@ def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:
     if architecture.moe is not None:
         experts = settings.experts
         yield f"experts: {'grouped' if experts.moe_grouped_gemm else 'one by one'}, {experts.moe_token_dispatcher_type}"
-    yield f"cross-entropy: {'in chunks' if performance.cross_entropy_loss_fusion else 'whole logits'}"
+    if not architecture.num_labels:
+        yield f"cross-entropy: {'in chunks' if performance.cross_entropy_loss_fusion else 'whole logits'}"
     fused = [name for name in _FUSIONS if getattr(performance, name)]
     if fused:
         yield f"with {', '.join(fused)}"

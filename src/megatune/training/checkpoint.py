@@ -16,6 +16,7 @@ from typing import Any
 import safetensors.torch
 
 from megatune import __version__
+from megatune.architecture import Architecture
 from megatune.bridge.adapter_writer import write_adapter_config
 from megatune.bridge.assemble import Assembly, load_optimizer
 from megatune.bridge.safetensors_files import SafetensorsFolder
@@ -25,7 +26,6 @@ from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import load_architecture
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
@@ -33,7 +33,7 @@ from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.agreement import on_rank_0
 from megatune.training.storage.files import ensure_room, write_atomically, writing
-from megatune.training.storage.model_files import small_files
+from megatune.training.storage.model_files import reward_config, small_files
 from megatune.training.storage.store import CheckpointStore, rotate
 
 _TRAINING = "training"
@@ -88,7 +88,7 @@ def save_checkpoint(
     with writing(folder, needed):
         files = list(_write(folder, assembly, settings, state))
         if assembly.place.rank == 0:
-            files += _copy_model_files(source, folder, settings)
+            files += _copy_model_files(source, folder, settings, assembly.architecture)
     digests = [digest for part in groups.gather(store.digest(state.step, files)) for digest in part]
     model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
     rows = {"layout": _layout(assembly, settings), "consumed_rows": state.step * state.global_batch_size}
@@ -124,7 +124,7 @@ def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainSta
         yield training / _STATE
 
 
-def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Path]:
+def _copy_model_files(source: Path, folder: Path, settings: Settings, architecture: Architecture) -> list[Path]:
     """Copy tokenizer, chat template and generation settings; config.json gets the dtype that was trained. Beside
     adapters there is their own configuration instead of the model's."""
     names = [path.name for path in small_files(source)]
@@ -133,8 +133,7 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Pa
     for name in names:
         shutil.copyfile(source / name, folder / name)
     if _has_adapters(settings):
-        base, architecture = settings.model.model_name_or_path, load_architecture(source)
-        finetuning = settings.finetuning
+        base, finetuning = settings.model.model_name_or_path, settings.finetuning
         write_adapter_config(folder, architecture, finetuning, base or str(source), dropout=finetuning.lora_dropout)
         return [*(folder / name for name in names), folder / ADAPTER_CONFIG]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -142,6 +141,8 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings) -> list[Pa
     config.setdefault("dtype" if "torch_dtype" not in config else "torch_dtype", None)
     for part in (config, config.get("text_config") or {}, config.get("vision_config") or {}):
         part |= {key: settings.precision.params_dtype for key in ("dtype", "torch_dtype") if key in part}
+    if architecture.num_labels:
+        config = reward_config(config, source)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return [folder / name for name in names]
 

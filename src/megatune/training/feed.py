@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.folder import cache_dir
 from megatune.data.cache.key import streamed_key
 from megatune.data.encode import load_tokenizer
+from megatune.data.mismatched import MismatchedRows
 from megatune.data.pictures import PictureCounts
 from megatune.data.pipeline import Pipeline
 from megatune.data.prepare import Prepared, open_prepared, prepare
@@ -34,6 +36,7 @@ from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
 from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
+from megatune.training.objective import has_kl
 from megatune.training.quarantine import Quarantine
 from megatune.training.run_schedule import RunSchedule
 
@@ -48,6 +51,9 @@ class Feed:
     follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
     quarantine: Quarantine | None = None  # on rank 0, where on_bad_row asks for it
     has_pictures: bool = True  # whether rows may have some
+    # Of KTO, the same rows with answers to other prompts: of each step, and of the evaluation.
+    mismatched: PreparedSteps | None = None
+    mismatched_evaluation: TokenRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,13 @@ def _prepared_feed(
         lines.append(f"the rows left out are in {Path(settings.run.output_dir or '') / BAD_ROWS_FILE}")
     rows = PreparedSteps.from_settings(prepared.train, settings, schedule.global_batch_size)
     has_pictures = any(part.pictures.tokens for part in parts)
-    return Feed(rows, prepared.evaluation, lines, quarantine=quarantine, has_pictures=has_pictures)
+    feed = Feed(rows, prepared.evaluation, lines, quarantine=quarantine, has_pictures=has_pictures)
+    if not has_kl(settings):
+        return feed
+    size = settings.data.cutoff_len
+    steps = replace(rows, rows=MismatchedRows(prepared.train.directory, size), ordered_by=prepared.train)
+    evaluation = None if prepared.evaluation is None else MismatchedRows(prepared.evaluation.directory, size)
+    return replace(feed, mismatched=steps, mismatched_evaluation=evaluation)
 
 
 def _streamed_feed(
@@ -124,7 +136,7 @@ def _streamed_feed(
     lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]
     if stream.held_out is not None:
         lines += stream.held_out.lines()
-    steps = stream.steps(size, is_packed=settings.packing, is_pairs=settings.run.stage == "dpo")
+    steps = stream.steps(size, is_packed=settings.packing, is_pairs=settings.run.stage in PAIR_STAGES)
     return Feed(steps, evaluation, lines, follower, quarantine)
 
 

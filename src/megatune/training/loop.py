@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,8 +15,10 @@ from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Unreadable
 from megatune.data.batches import Batch
 from megatune.engine import device, groups
+from megatune.engine.step import StepTotals
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
+from megatune.objectives.kto import KTO, with_margins
 from megatune.objectives.language_model import CrossEntropy
 from megatune.objectives.preference import Preference, RunningReward
 from megatune.plan.catalogue import device_by_driver_name
@@ -30,6 +32,8 @@ from megatune.training.first_step import check_first_step
 from megatune.training.joint_losses import with_joint_losses
 from megatune.training.learning_rate import LearningRateSchedule
 from megatune.training.loaders import Loaders
+from megatune.training.mismatched import with_kl
+from megatune.training.objective import Loss
 from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule
@@ -57,7 +61,7 @@ class Trainer:
 
     settings: Settings
     assembly: Assembly
-    objective: CrossEntropy | Preference
+    objective: Loss
     reference: Reference | None
     feed: Feed
     loaders: Loaders
@@ -117,6 +121,7 @@ class Trainer:
         performance, interval = self.settings.performance, self.settings.run.check_agreement_interval
         steps = range(self.state.step, self.schedule.total_steps)
         batches = iter(self.loaders.training(self.feed.rows, steps))
+        mismatched = None if self.feed.mismatched is None else iter(self.loaders.training(self.feed.mismatched, steps))
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             profiler.begin(self.state.step)
             began = time.monotonic()  # of the step: when the work of the one before had ended
@@ -126,9 +131,10 @@ class Trainer:
                     self.context.beat("data", step + 1)
                     self.feed.follower.before(step)
                 _, micro_batches = next(batches)
+                others = [] if mismatched is None else [next(mismatched)]
                 waited = time.monotonic() - waiting
                 self.context.beat("train", step + 1)
-                objective = self._objective
+                objective = self._objective_with(others)
                 micro_batches, unreadable = self._prepared(micro_batches, objective)
                 result = train_step(
                     self.assembly,
@@ -140,7 +146,7 @@ class Trainer:
                 )
                 ended = time.monotonic()
                 if step == 0:
-                    self._check_first(result)
+                    self._check_first(result, objective)
                 if isinstance(objective, Preference) and result.updated:
                     self.running_reward.add(result.totals)
                 self._report(step, micro_batches, result, ended - began, waited, unreadable)
@@ -162,20 +168,28 @@ class Trainer:
                     return "stopped"
         return "finished"
 
-    @property
-    def _objective(self) -> CrossEntropy | Preference:
-        """The loss of the next step."""
+    def _objective_with(
+        self, mismatched: Iterable[tuple[int, list[Batch]]], on_step: Callable[[int], None] = lambda index: None
+    ) -> Loss:
+        """Return the loss of the next step, or of an evaluation; of KTO with z, from answers to other prompts."""
+        if isinstance(self.objective, KTO) and self.objective.has_kl:
+            model, steps = self.assembly.model, (self._readable(batches)[0] for _, batches in mismatched)
+            return with_kl(model, steps, self.objective, on_step=on_step)
         if isinstance(self.objective, Preference) and "bco_pair" in self.objective.losses:
             return self.running_reward.of_next_step(self.objective)
         return self.objective
 
-    def _prepared(self, batches: list[Batch], objective: CrossEntropy | Preference) -> tuple[list[Batch], int]:
-        """Return micro-batches with what the objective needs beside rows, and without labels of documents that have
-        unreadable pictures; and how many pictures these are."""
-        unreadable: list[Unreadable] = []
-        if self.loaders.vision is not None:
-            refuse = self.settings.data.on_bad_row == "error"
-            batches, unreadable = without_unreadable(batches, self.assembly.place, refuse=refuse)
+    def _readable(self, batches: list[Batch]) -> tuple[list[Batch], list[Unreadable]]:
+        """Return micro-batches without labels of documents that have unreadable pictures, and these pictures."""
+        if self.loaders.vision is None:
+            return batches, []
+        refuse = self.settings.data.on_bad_row == "error"
+        return without_unreadable(batches, self.assembly.place, refuse=refuse)
+
+    def _prepared(self, batches: list[Batch], objective: Loss) -> tuple[list[Batch], int]:
+        """Return micro-batches with what the objective needs beside rows, of those that are readable; and how many
+        pictures are not."""
+        batches, unreadable = self._readable(batches)
         if unreadable:
             self.callbacks.on_unreadable(unreadable)
         if self.reference is not None and self.feed.follower is not None:
@@ -184,14 +198,14 @@ class Trainer:
             batches = with_joint_losses(self.assembly.model, batches, objective)
         return batches, len(unreadable)
 
-    def _check_first(self, result: StepResult) -> None:
+    def _check_first(self, result: StepResult, objective: Loss) -> None:
         """Hold the first step against a policy that is its reference, where training starts from it."""
         if self.reference is None or not self.reference.is_start or not result.updated or not result.totals.normalizer:
             return
-        assert isinstance(self.objective, Preference)
+        assert isinstance(objective, Preference | KTO)
         if self.settings.preference.ld_alpha is not None:
             return  # weighs the tokens of the policy alone
-        line = check_first_step(self.objective, result.totals, self.settings.precision)
+        line = check_first_step(objective, result.totals, self.settings.precision)
         if self.context.rank == 0:
             print(line, flush=True)
 
@@ -226,7 +240,7 @@ class Trainer:
             model_tflops=flops / 1e12,
             mfu=flops / peak if peak else None,
             memory_gib=device.peak_memory_bytes() / 2**30,
-            metrics=result.totals.metrics,
+            metrics=self._metrics(result.totals),
             row_tokens=sum(rows) / len(rows),
             longest_row=math.ceil(max(rows)),
             document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
@@ -234,6 +248,10 @@ class Trainer:
             skipped=skipped,
         )
         self.callbacks.on_step_end(report)
+
+    def _metrics(self, totals: StepTotals) -> dict[str, float]:
+        """Return what is reported of a step or an evaluation."""
+        return with_margins(totals.metrics) if isinstance(self.objective, KTO) else totals.metrics
 
     @property
     def _epoch(self) -> float | None:
@@ -259,7 +277,14 @@ class Trainer:
         self.context.beat("evaluate", step)
         began = time.monotonic()
         loader = self.loaders.evaluation(self.feed.evaluation)
-        unreadable, objective = 0, self._objective
+        others = self.feed.mismatched_evaluation
+        mismatched = () if others is None else self.loaders.evaluation(others)
+        unreadable = 0
+
+        def on_step(index: int) -> None:
+            self.context.beat(f"evaluate batch {index}", step)
+
+        objective = self._objective_with(mismatched, on_step)
 
         def prepared() -> Iterator[list[Batch]]:
             nonlocal unreadable
@@ -268,12 +293,7 @@ class Trainer:
                 unreadable += number
                 yield batches
 
-        found = evaluate(
-            self.assembly.model,
-            prepared(),
-            objective,
-            on_step=lambda index: self.context.beat(f"evaluate batch {index}", step),
-        )
+        found = evaluate(self.assembly.model, prepared(), objective, on_step=on_step)
         if self.state.best_loss is None or found.loss < self.state.best_loss:
             self.state.best_loss, self.state.best_step = found.loss, step
         report = EvalReport(
@@ -284,7 +304,7 @@ class Trainer:
             num_tokens=found.num_tokens,
             seconds=time.monotonic() - began,
             unreadable_pictures=unreadable,
-            metrics=found.metrics,
+            metrics=self._metrics(found),
         )
         self.callbacks.on_evaluate(report)
 

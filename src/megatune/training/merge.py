@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 from megatune.bridge.merged_model import MergedModel
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import read_config
+from megatune.hub.models import CONFIG
 from megatune.training.storage.files import amount, ensure_room, sync, writing
-from megatune.training.storage.model_files import small_files
+from megatune.training.storage.model_files import reward_config, small_files
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -52,6 +55,8 @@ def merge_adapters(
         for file in small_files(model_dir):
             shutil.copyfile(file, partial / file.name)
             sync(partial / file.name)
+        if model.becomes_reward_model:
+            _write_reward_config(partial)
         sync(partial)
         if target.exists():
             os.rename(target, replaced)
@@ -63,6 +68,13 @@ def merge_adapters(
         f"merged {count} adapter{'s' * (count > 1)} into {merged.num_changed} of {merged.num_tensors} tensors: "
         f"{amount(merged.num_bytes)} in {files}, {time.perf_counter() - began:.1f} s, in {target}"
     )
+
+
+def _write_reward_config(folder: Path) -> None:
+    """Make a language model's config.json that of a reward model."""
+    config = reward_config(read_config(folder), folder)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync(folder / CONFIG)
 
 
 def merge_run(settings: Settings, model_dir: Path, output_dir: Path) -> str:

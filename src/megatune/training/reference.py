@@ -91,9 +91,11 @@ class Reference:
         if not isinstance(steps, PreparedSteps):
             line = "log-probabilities of the reference: of the model without its adapters, before each step"
             return replace(feed, lines=[*feed.lines, line]), load()
-        parts = [steps.rows, *([feed.evaluation] if feed.evaluation is not None else [])]
+        mismatched = None if feed.mismatched is None else feed.mismatched.rows
+        optional = (feed.evaluation, mismatched, feed.mismatched_evaluation)
+        parts = [steps.rows, *(rows for rows in optional if rows is not None)]
         missing = [rows for rows in parts if groups.total(int(not self._is_kept(rows)))]
-        kept = {rows.directory: self._path(rows) for rows in parts}
+        kept = {rows.digest: self._path(rows) for rows in parts}
         began = time.monotonic()
         if missing and not self.is_loaded:
             with _same_random_numbers():
@@ -103,11 +105,20 @@ class Reference:
             with _same_random_numbers(), without_adapters(loaded.model):
                 kept |= self._computed(loaded.model, missing, loaders)
         how = f"computed in {time.monotonic() - began:.1f} s" if missing else "as an earlier run computed them"
-        line = f"log-probabilities of the reference: {how}, in {kept[steps.rows.directory].parent.parent}"
-        with_values = {rows.directory: rows.with_column(REFERENCE, kept[rows.directory]) for rows in parts}
-        training = replace(steps, rows=with_values[steps.rows.directory])
-        evaluation = with_values[feed.evaluation.directory] if feed.evaluation is not None else None
-        return replace(feed, rows=training, evaluation=evaluation, lines=[*feed.lines, line]), loaded
+        line = f"log-probabilities of the reference: {how}, in {kept[steps.rows.digest].parent.parent}"
+
+        def added(rows: TokenRows) -> TokenRows:
+            return rows.with_column(REFERENCE, kept[rows.digest])
+
+        with_values = replace(
+            feed,
+            rows=replace(steps, rows=added(steps.rows)),
+            evaluation=feed.evaluation and added(feed.evaluation),
+            mismatched=feed.mismatched and replace(feed.mismatched, rows=added(feed.mismatched.rows)),
+            mismatched_evaluation=feed.mismatched_evaluation and added(feed.mismatched_evaluation),
+            lines=[*feed.lines, line],
+        )
+        return with_values, loaded
 
     def of_step(self, model: list[Chunk], batches: Sequence[Batch]) -> list[Batch]:
         """Return micro-batches with the reference's log-probabilities, of the model without its adapters. Collective.
@@ -133,7 +144,7 @@ class Reference:
             return values.shape == (len(rows.spans),) and values.dtype == np.float32
         return False
 
-    def _computed_by_another(self, parts: Sequence[TokenRows], loaders: Loaders) -> dict[Path, Path]:
+    def _computed_by_another(self, parts: Sequence[TokenRows], loaders: Loaders) -> dict[str, Path]:
         self.context.beat("load the reference", 0, limit=self.settings.run.ddp_timeout)
         other = load_model(self.model_dir, self.settings, loaders.place, trained=False)
         with without_adapters(other.model):
@@ -143,8 +154,8 @@ class Reference:
         torch.cuda.empty_cache()
         return kept
 
-    def _computed(self, model: list[Chunk], parts: Sequence[TokenRows], loaders: Loaders) -> dict[Path, Path]:
-        """Compute and keep the values of some parts; return where they are, by folder of the part."""
+    def _computed(self, model: list[Chunk], parts: Sequence[TokenRows], loaders: Loaders) -> dict[str, Path]:
+        """Compute and keep the values of some parts; return where they are, by digest of the part."""
         refuse, has_pictures = self.settings.data.on_bad_row == "error", loaders.vision is not None
 
         def readable(batches: list[Batch]) -> list[Batch]:
@@ -164,7 +175,7 @@ class Reference:
                 what = f"the reference gives {number} of {len(values)} answers no finite log-probability"
                 why = f"{self.model_dir} overflows in {self.settings.precision.params_dtype}, or holds damaged weights"
                 raise MegatuneError(Finding(what, why=why, fix="write bf16: true"), ExitCode.NOT_FINITE)
-            kept[rows.directory] = self._keep(rows, values)
+            kept[rows.digest] = self._keep(rows, values)
         return kept
 
     def _keep(self, rows: TokenRows, values: np.ndarray) -> Path:

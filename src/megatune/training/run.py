@@ -12,7 +12,7 @@ from typing import Any
 
 from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
 from megatune.config.settings import Settings
-from megatune.data.encode import load_tokenizer
+from megatune.data.encode import load_tokenizer, padding_token
 from megatune.data.pictures import PictureCounts
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
@@ -80,7 +80,7 @@ def _train(
     resumed, notes = choose_checkpoint(context, settings, output_dir)
     on_rank_0(lambda: _note_plan(output_dir, case, resumed))
     source = model_on_node(context, settings, model_dir, resumed)
-    finetuning = as_adapter(settings.finetuning, load_architecture(source))
+    finetuning = as_adapter(settings.finetuning, load_architecture(source, settings.run.stage))
     settings = settings.model_copy(update={"finetuning": finetuning})
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
@@ -129,7 +129,10 @@ def _build_trainer(
     place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
     schedule = RunSchedule.plan(settings, data.num_rows, place.dp_size)
     check_profiled_steps(settings, schedule.total_steps)
-    models = [load_architecture(source), *([reference.architecture] if reference is not None else [])]
+    models = [
+        load_architecture(source),
+        *([reference.architecture] if reference is not None else []),
+    ]
     feed = data.feed(schedule, min(model.vocab_size for model in models))
     loaders, note = _loaders(context, settings, source, place, feed)
 
@@ -171,12 +174,9 @@ def _loaders(
 ) -> tuple[Loaders, str | None]:
     """Return what makes micro-batches, and what to say of its processes."""
     tokenizer = load_tokenizer(source)
-    # Any token does for padding: it is on the right, no real token attends to it, and none of it is trained.
-    paddings = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
     vision = load_vision_input(source, tokenizer, settings.data)
     num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
-    pad_token_id = next(int(token) for token in paddings if token is not None)
-    return Loaders(settings, place, pad_token_id, vision, num_workers), note
+    return Loaders(settings, place, padding_token(tokenizer), vision, num_workers), note
 
 
 def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:

@@ -26,6 +26,8 @@ from megatune.data.rows import Document
 from megatune.engine import groups, step
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
+from megatune.engine.sequences import LocalBatch
+from megatune.engine.step import ObjectiveOutput
 from megatune.engine.traces import tracing
 from megatune.families.weights import Role
 from megatune.launch.context import RankContext
@@ -155,7 +157,16 @@ def measure(
 
 def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
     """Mean loss over all trained tokens of all ranks; its gradient is left in the parameters."""
-    return step.forward_backward(assembly.model, batches, CrossEntropy()).loss
+    objective = _SquaredScores() if assembly.architecture.num_labels else CrossEntropy()
+    return step.forward_backward(assembly.model, batches, objective).loss
+
+
+class _SquaredScores(CrossEntropy):
+    """The mean squared score of trained tokens, of a reward model: rewards are trained in pairs, which samples are
+    not."""
+
+    def __call__(self, scores: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        return super().__call__(scores.square(), batch)
 
 
 def measure_logits(
@@ -176,7 +187,10 @@ def measure_logits(
 
 
 def _whole_vocabulary(assembly: Assembly, mine: Tensor) -> Tensor:
-    """Put the tensor-parallel ranks' parts [T, padded vocabulary / tp] together, without padding, on the CPU."""
+    """Put the tensor-parallel ranks' parts [T, padded vocabulary / tp] together, without padding, on the CPU; scores
+    [T] are whole: [T, 1]."""
+    if assembly.architecture.num_labels:
+        return mine[:, None].cpu()
     parts = [torch.empty_like(mine) for _ in range(assembly.place.tp_size)]
     torch.distributed.all_gather(parts, mine.contiguous(), group=groups.tensor_parallel_group())
     return torch.cat(parts, -1)[:, : assembly.architecture.vocab_size].cpu()

@@ -13,9 +13,11 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.data.media.positions import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX
-from megatune.families import FAMILIES, read_architecture, read_config
+from megatune.families import FAMILIES, as_trained, read_architecture, read_config
 from megatune.families.adapters import LORA_A, LORA_B, module_path
 from megatune.families.forms import FileTensor, find_form
+from megatune.families.peft_config import has_score
+from megatune.families.scores import STAGE, num_labels
 from megatune.families.weights import experts_of, layers_of
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
@@ -28,24 +30,34 @@ if TYPE_CHECKING:
 
 class Reference(NamedTuple):
     """Transformers' logits [s, vocabulary] of each sample, on the CPU, mean loss over all trained tokens of all
-    samples, and gradients by Hugging Face name, if any were asked for."""
+    samples, and gradients by Hugging Face name, if any were asked for. Of a reward model the logits are scores of
+    tokens [s, 1], and the loss is the mean of their squares: rewards are trained in pairs, which these are not."""
 
     logits: list[Tensor]
     loss: float
     gradients: dict[str, Tensor]
 
 
-def load_reference_model(model_dir: str | Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Return the checkpoint as Transformers loads it, on the CPU."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+def load_reference_model(
+    model_dir: str | Path, dtype: torch.dtype, *, as_reward_model: bool = False
+) -> torch.nn.Module:
+    """Return the checkpoint as Transformers loads it, on the CPU.
+
+    Args:
+        as_reward_model: whatever it says itself; a language model's score then is random.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    has_vision = FAMILIES[str(read_config(model_dir)["model_type"])].vision is not None
-    model = (AutoModelForImageTextToText if has_vision else AutoModelForCausalLM).from_pretrained(
-        model_dir, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
-    )
-    return model.eval()
+    config = read_config(model_dir)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "experts_implementation": "eager"}
+    kind = AutoModelForCausalLM
+    if as_reward_model or num_labels(config):
+        kind, options["num_labels"] = AutoModelForSequenceClassification, 1
+    elif FAMILIES[str(config["model_type"])].vision is not None:
+        kind = AutoModelForImageTextToText
+    return kind.from_pretrained(model_dir, **options).eval()
 
 
 def _load_rounded(
@@ -55,11 +67,14 @@ def _load_rounded(
 
     Adapters before that are merged in fp32, before weights are rounded.
     """
-    model: Any = load_reference_model(model_dir, weights_dtype)
+    is_reward = {"as_reward_model": any(has_score(Path(each)) for each in adapters)}
+    model: Any = load_reference_model(model_dir, weights_dtype, **is_reward)
     if adapters[:-1]:
         from megatune.bridge.peft_model import merge_adapters
 
-        merged = merge_adapters(load_reference_model(model_dir, torch.float32), [Path(each) for each in adapters[:-1]])
+        merged = merge_adapters(
+            load_reference_model(model_dir, torch.float32, **is_reward), [Path(each) for each in adapters[:-1]]
+        )
         model.load_state_dict(merged.state_dict())
     # `to` rounds buffers, too, and Transformers keeps some in fp32: rotary frequencies, the bias of a router.
     model = model if dtype is weights_dtype else model.to(dtype)
@@ -105,7 +120,8 @@ def _cut(tensor: Tensor, place: FileTensor) -> Tensor:
 
 
 def _architecture(model: Any) -> Architecture:
-    return read_architecture(model.config.to_dict(), str(model.name_or_path))
+    architecture, where = read_architecture(model.config.to_dict(), str(model.name_or_path)), str(model.name_or_path)
+    return as_trained(architecture, STAGE, where) if hasattr(model, "score") else architecture
 
 
 def _arguments(sample: Sample, architecture: Architecture, device: torch.device) -> dict[str, Tensor]:
@@ -153,11 +169,7 @@ def compute_reference(
     logits, loss_sum = [], 0.0
     for sample in samples:
         with torch.set_grad_enabled(gradients):
-            output = model(**_arguments(sample, architecture, device)).logits[0]
-            labels = torch.tensor(sample.labels[1:], device=device)
-            loss = torch.nn.functional.cross_entropy(
-                output[:-1].float(), labels, reduction="sum", ignore_index=IGNORE_INDEX
-            )
+            output, loss = _output_and_loss(model, sample, architecture, device)
         if loss.requires_grad:  # a row without pictures trains nothing of a frozen decoder
             (loss * (loss_scale / total)).backward()
         logits.append(output.detach().cpu())
@@ -166,6 +178,20 @@ def compute_reference(
         return Reference(logits, loss_sum / total, adapter.gradients(_names_of_experts(architecture)))
     named = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None} if gradients else {}
     return Reference(logits, loss_sum / total, _canonical_tensors(checkpoint_tensors(model, named), architecture))
+
+
+def _output_and_loss(
+    model: Any, sample: Sample, architecture: Architecture, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return logits [s, vocabulary] and the sum of the loss over trained tokens; of a reward model scores of tokens
+    [s, 1], and the sum of their squares."""
+    arguments, labels = _arguments(sample, architecture, device), torch.tensor(sample.labels[1:], device=device)
+    if architecture.num_labels:
+        scores = model.score(model.model(**arguments).last_hidden_state)[0]
+        return scores, scores[:-1, 0][labels != IGNORE_INDEX].float().square().sum()
+    output = model(**arguments).logits[0]
+    losses = torch.nn.functional.cross_entropy(output[:-1].float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
+    return output, losses
 
 
 def _names_of_experts(architecture: Architecture) -> Iterator[str]:

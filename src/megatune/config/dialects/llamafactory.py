@@ -21,8 +21,7 @@ _GPTQ = "models are written in the dtype that they are trained in, and not quant
 _PISSA = "adapters start at zero beside the model as it is, and PiSSA changes the model itself"
 _OFT = "of adapters LoRA is built, with its variants rsLoRA, LoRA+ and DoRA"
 _OPTIMIZERS = "the key `optimizer` chooses the optimizer, of which there are adam (AdamW) and sgd"
-_NO_KTO = "KTO of single answers is not built; pref_loss: kto_pair is its loss of pairs"
-_NO_PPO = "PPO and reward models are not built; stage dpo trains on the pairs that a reward model would be trained on"
+_NO_PPO = "PPO is not built; stage dpo trains on pairs of answers, stage rm a reward model on them"
 _KERNELS = "the engine's own layers are used, whose kernels the keys of Megatron-Core choose"
 
 NOT_BUILT: dict[str, Refused] = {
@@ -39,9 +38,9 @@ NOT_BUILT: dict[str, Refused] = {
         off=(True,),
     ),
     "stage": Refused(
-        "preference training on pairs of answers is built; KTO of single answers, reward models and PPO are not",
-        values=("kto", "rm", "ppo"),
-        fix="write stage: dpo, with pref_loss: kto_pair for KTO's loss of pairs; PPO's place is `megatune rl`",
+        "preference training and reward models are built; PPO is not",
+        values=("ppo",),
+        fix="write stage: dpo; PPO's place is `megatune rl`",
     ),
     # Data.
     "preprocessing_batch_size": Refused(
@@ -73,8 +72,6 @@ NOT_BUILT: dict[str, Refused] = {
     "export_legacy_format": Refused(_EXPORT, off=(False,)),
     **{f"export_quantization_{name}": Refused(_GPTQ) for name in ("bit", "dataset", "nsamples", "maxlen")},
     # Preferences.
-    "kto_chosen_weight": Refused(_NO_KTO, off=(1.0, 1)),
-    "kto_rejected_weight": Refused(_NO_KTO, off=(1.0, 1)),
     "ref_model_quantization_bit": Refused(
         "a reference has the form of the model that is trained, and is loaded before it and only until its "
         "log-probabilities are computed"

@@ -33,7 +33,7 @@ class DataSettings(Group):
     rows."""
     cutoff_len: Annotated[int, Field(ge=2), "tokens"] = 2048
     """The longest sample, and the length of packed rows; truncation_strategy says what becomes of longer samples. With
-    stage dpo each answer with its prompt is a sample, and packed rows are twice as long.
+    stages dpo and rm each answer with its prompt is a sample, and packed rows are twice as long.
     How: Without packing a micro-batch is as long as its longest row, so this is only its bound; with packing, and in
     stage pt, rows are filled to it. Memory of activations grows in proportion, time of attention with the square of a
     document's length.

@@ -11,7 +11,8 @@ from megatune.config.setting import Count, Group, NonNegative, Positive
 
 class BatchSettings(Group):
     per_device_train_batch_size: Annotated[Count, "rows"] = 8
-    """Rows of one micro-batch: what one process computes at once. With stage dpo a row is a pair, of two sequences.
+    """Rows of one micro-batch: what one process computes at once. With stages dpo and rm a row is a pair, of two
+    sequences.
     How: Activations grow in proportion to it. The global batch is this times gradient_accumulation_steps times the
     data-parallel size.
     When: Raise it while memory lasts and rows are short: larger products use a GPU better. With packed or long rows 1

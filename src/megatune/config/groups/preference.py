@@ -67,13 +67,14 @@ class PreferenceSettings(Group):
     How: The loss is the sum of the terms times their weights, and is not divided by their sum.
     When: Set it to mix losses, as in MPO: sigmoid and bco_pair with 0.8 and 0.2, and pref_ftx: 1."""
     pref_beta: Positive = 0.1
-    """With stage dpo: β, by which log-ratios are multiplied before they are compared.
+    """With stages dpo and kto: β, by which log-ratios are multiplied before they are compared.
     How: The smaller it is, the further the model may go from the reference. Rewards in the logs are multiplied by it,
     too.
     When: 0.1 is usual for sigmoid, 0.01 to 0.5 for others; simpo takes 2 to 10, since means over tokens are small."""
     pref_ftx: NonNegative = 0.0
-    """With stage dpo: weight of the chosen answer's own loss, as in supervised fine-tuning, beside pref_loss.
-    How: It is the mean over the answer's tokens, of each pair, times this. orpo has this term with weight 1 already.
+    """With stages dpo and kto: weight of a chosen answer's own loss, as in supervised fine-tuning, beside the others.
+    How: It is the mean over the answer's tokens, times this, of each pair or of each desirable answer. orpo has this
+    term with weight 1 already.
     When: 0.1 to 1 keeps chosen answers likely, where logps/chosen falls; 1 with cpo is CPO as published."""
     pref_bco_weight: NonNegative = 0.0
     """With stage dpo: weight w of the loss bco_pair beside pref_loss.
@@ -98,9 +99,27 @@ class PreferenceSettings(Group):
     counts all tokens alike.
     How: It weighs the log-probabilities of the model that is trained, and not those of the reference.
     When: 0.3 to 0.6 where answers become longer in training without becoming better."""
+    kto_loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """With stage kto: the loss of an answer that is wanted or not.
+    How: Each answer is measured by how much likelier it is than under the reference. kto measures that from the mean
+    of prompts with answers to other prompts, an estimate of how far the model has gone at all: one more forward pass in
+    each step.
+    When: kto is where to start. apo_zero_unpaired where desirable answers are better than the model's own; it is
+    faster.
+    - kto: KTO, from the divergence of the model from its reference
+    - apo_zero_unpaired: APO-zero of single answers, from 0"""
+    kto_chosen_weight: Positive = 1.0
+    """With stage kto: weight of the loss of desirable answers.
+    How: It multiplies their loss; the sum is divided by the number of answers, whatever the weights.
+    When: Where there are fewer of them than of undesirable ones: so that weight times number of one kind is 1 to 1.33
+    times that of the other."""
+    kto_rejected_weight: Positive = 1.0
+    """With stage kto: weight of the loss of undesirable answers.
+    How: It multiplies their loss; the sum is divided by the number of answers, whatever the weights.
+    When: Where there are fewer of them than of desirable ones, as with kto_chosen_weight. Change one of the two."""
     ref_model: str | None = None
-    """With stage dpo: the reference, a folder with a Hugging Face checkpoint or the id of a model on a hub. null is the
-    model that training starts from; with lora, that model without the adapter that is trained.
+    """With stages dpo and kto: the reference, a folder with a Hugging Face checkpoint or the id of a model on a hub.
+    null is the model that training starts from; with lora, that model without the adapter that is trained.
     How: It is loaded before the model that is trained, in the same layout, and only until its log-probabilities are
     computed, so at no time are there two models in memory. It must have the same vocabulary.
     When: Set it to start from another model than the one that pairs are compared with."""
@@ -109,6 +128,11 @@ class PreferenceSettings(Group):
     How: They are merged in their order, as those of adapter_name_or_path.
     When: To train an adapter further, against the adapter as it was: name the base in ref_model, and the adapter
     here."""
+
+    center_rewards_coefficient: NonNegative = 0.0
+    """With stage rm: weight of the squared sum of a pair's two scores, beside the loss of their difference.
+    How: The loss sees differences alone, so scores may drift; this holds the mean of a pair's scores at 0.
+    When: 0.01 where scores are used as rewards and are to be comparable between prompts."""
 
     @property
     def losses(self) -> dict[str, float]:

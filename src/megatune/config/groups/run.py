@@ -8,18 +8,25 @@ from pydantic import Field
 
 from megatune.config.setting import Count, Group
 
+# They train on preference pairs.
+PAIR_STAGES = ("dpo", "rm")
+
 
 class RunSettings(Group):
-    stage: Literal["pt", "sft", "dpo"] = "sft"
+    stage: Literal["pt", "sft", "dpo", "kto", "rm"] = "sft"
     """What kind of training this is, and so which form of data it takes and which tokens are trained.
     How: The stage decides how a row becomes tokens and labels; model, optimizer and layout are the same in all stages.
-    The loss is the sum over trained tokens divided by their global number; of dpo the sum over pairs, divided by
-    theirs.
+    The loss is the sum over trained tokens divided by their global number; of dpo and rm the sum over pairs, divided
+    by theirs, of kto the sum over answers.
     When: pt teaches a language or a domain from plain text; sft teaches behaviour from conversations; dpo comes after
-    it, and teaches which of two answers is better. Rows of pt are packed unless packing says otherwise.
+    it, and teaches which of two answers is better; kto does so with answers that people liked or did not, one by one,
+    where there are no pairs; rm teaches a model to tell, for reinforcement learning or to choose among answers. Rows of
+    pt are packed unless packing says otherwise.
     - pt: trains on every token of plain text
     - sft: trains on the assistant's turns of conversations
-    - dpo: trains on pairs of answers, of which one is preferred, by the loss that pref_loss names"""
+    - dpo: trains on pairs of answers, of which one is preferred, by the loss that pref_loss names
+    - kto: trains on answers that are wanted or not, by the loss that kto_loss names
+    - rm: trains a reward model on pairs of answers: a score of answers in place of the output layer"""
     do_train: bool = True
     """Always true: training is what this command does.
     How: It is accepted so that files written for LLaMA-Factory run unchanged; false is refused.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.groups.data import DataSettings
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.rules.problem import Context, Problem
 
 _HELD_OUT = ("val_size", "eval_dataset")
@@ -106,14 +107,14 @@ def streaming(context: Context) -> Iterator[Problem]:
 
 
 def pairs(context: Context) -> Iterator[Problem]:
-    """A preference pair is two documents of one row."""
-    settings, data = context.settings, context.settings.data
-    if settings.run.stage != "dpo":
+    """Of rows that preference training has, answers alone are trained."""
+    stage, data = context.settings.run.stage, context.settings.data
+    if stage not in (*PAIR_STAGES, "kto"):
         return
     for key in ("train_on_prompt", "mask_history"):
         if getattr(data, key):
-            why = "only the two answers of a pair are trained"
-            yield Problem((key, "stage"), f"{key} with stage dpo", why, f"remove {key}")
+            trained = "a row's last answer is" if stage == "kto" else "the two answers of a pair are"
+            yield Problem((key, "stage"), f"{key} with stage {stage}", f"only {trained} trained", f"remove {key}")
 
 
 def without_effect(context: Context) -> Iterator[Problem]:
@@ -123,7 +124,8 @@ def without_effect(context: Context) -> Iterator[Problem]:
         what = f"buffer_size {data.buffer_size} without streaming"
         why = "prepared rows are shuffled all together"
         yield Problem(("buffer_size", "streaming"), what, why, "remove buffer_size, or write streaming: true")
-    if data.preserve_thinking and not data.mask_history and settings.run.stage != "dpo":
+    is_preference = settings.run.stage in (*PAIR_STAGES, "kto")
+    if data.preserve_thinking and not data.mask_history and not is_preference:
         what = "preserve_thinking: true without mask_history"
         why = "the reasoning of answers that are trained is always kept"
         names = ("preserve_thinking", "mask_history")

@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.config.groups.preference import SMOOTHED, WITHOUT_REFERENCE, PreferenceSettings
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.rules.problem import Context, Problem
 from megatune.config.settings import Settings
 from megatune.config.values import shown
 
 _DEFAULTS = PreferenceSettings()
 _LOSS, _WEIGHTS, _SMOOTHING = "pref_loss", "pref_loss_weights", "dpo_label_smoothing"
+# Settings of stage kto, and those that are of stage dpo, too.
+_OF_BOTH = ("pref_beta", "pref_ftx", "ref_model", "ref_model_adapters")
+_OF_KTO = ("kto_loss", "kto_chosen_weight", "kto_rejected_weight")
 _OTHER_LOSS = "name another pref_loss"
+_CENTERING = "center_rewards_coefficient"
 # The highest learning rates that preference training is known to bear: of all parameters, and of adapters.
 _HIGHEST, _HIGHEST_OF_ADAPTERS = 1e-5, 1e-4
 
@@ -22,11 +27,18 @@ _HIGHEST, _HIGHEST_OF_ADAPTERS = 1e-5, 1e-4
 def of_pairs(context: Context) -> Iterator[Problem]:
     """Another stage has no pairs to compare."""
     settings = context.settings
-    for name in PreferenceSettings.model_fields if settings.run.stage != "dpo" else ():
-        if getattr(settings.preference, name) != getattr(_DEFAULTS, name):
+    for name in PreferenceSettings.model_fields:
+        stages: tuple[str, ...] = ("dpo",)
+        why = "it says how the two answers of a pair are compared"
+        if name == _CENTERING:
+            stages, why = ("rm",), "it holds the scores of a reward model around 0"
+        elif name in _OF_KTO:
+            stages, why = ("kto",), "it says how answers are weighed that are wanted or not, one by one"
+        elif name in _OF_BOTH:
+            stages = ("dpo", "kto")
+        if settings.run.stage not in stages and getattr(settings.preference, name) != getattr(_DEFAULTS, name):
             what = f"{name} with stage {settings.run.stage}"
-            fix = f"write stage: dpo, or remove {name}"
-            yield Problem((name, "stage"), what, "it says how the two answers of a pair are compared", fix)
+            yield Problem((name, "stage"), what, why, f"write stage: {stages[0]}, or remove {name}")
 
 
 def losses(context: Context) -> Iterator[Problem]:
@@ -80,10 +92,8 @@ def numbers_of_losses(context: Context) -> Iterator[Problem]:
 
 def reference(context: Context) -> Iterator[Problem]:
     """A reference is named where something is compared with it, and by the model before its adapters."""
-    preference = context.settings.preference
-    if context.settings.run.stage != "dpo":
-        return
-    if preference.pref_loss and not preference.has_reference:
+    preference, stage = context.settings.preference, context.settings.run.stage
+    if stage == "dpo" and preference.pref_loss and not preference.has_reference:
         losses = ", ".join(preference.pref_loss)
         has = "have" if len(preference.pref_loss) > 1 else "has"
         for name in ("ref_model", "ref_model_adapters", "pref_bco_weight"):
@@ -91,7 +101,7 @@ def reference(context: Context) -> Iterator[Problem]:
                 why = f"{losses} {has} no reference to compare with"
                 what = f"{name} {shown(value)} with pref_loss {losses}"
                 yield Problem((name, _LOSS), what, why, f"remove {name}, or {_OTHER_LOSS}")
-    elif preference.ref_model_adapters and preference.ref_model is None:
+    elif stage in ("dpo", "kto") and preference.ref_model_adapters and preference.ref_model is None:
         what, why = "ref_model_adapters without ref_model", "adapters are merged into the model that ref_model names"
         fix = "write ref_model: FOLDER, which may be that of model_name_or_path, or remove ref_model_adapters"
         yield Problem(("ref_model_adapters", "ref_model"), what, why, fix)
@@ -120,22 +130,36 @@ def streaming(context: Context) -> Iterator[Problem]:
         yield Problem(("streaming", "additional_target", "stage"), what, why, fix)
 
 
-def experts(context: Context) -> Iterator[Problem]:
-    """Losses of routers are means over tokens, and the step divides by pairs."""
+def rows_of_kto(context: Context) -> Iterator[Problem]:
+    """An answer is a row, and all rows are known: each prompt is also computed with the answer of another row."""
     settings = context.settings
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if settings.run.stage == "dpo" else ():
+    if settings.run.stage != "kto":
+        return
+    if settings.packing:
+        why = "each row is also computed with its prompt and the answer of another row, which is of another length"
+        yield Problem(("packing", "stage"), "packing: true with stage kto", why, "remove packing")
+    if settings.data.streaming:
+        why = "the reference, and the other row whose answer a prompt gets, are known where all rows are prepared"
+        yield Problem(("streaming", "stage"), "streaming: true with stage kto", why, "remove streaming")
+
+
+def experts(context: Context) -> Iterator[Problem]:
+    """Losses of routers are means over tokens, and the step divides by pairs or answers."""
+    settings, stage = context.settings, context.settings.run.stage
+    counted = "pairs" if stage in PAIR_STAGES else "answers" if stage == "kto" else None
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if counted else ():
         if coefficient := getattr(settings.experts, name):
-            what = f"{name} {coefficient:g} with stage dpo"
-            why = "the loss is divided by the number of pairs, and this one is a mean over tokens"
+            what = f"{name} {coefficient:g} with stage {stage}"
+            why = f"the loss is divided by the number of {counted}, and this one is a mean over tokens"
             yield Problem((name, "stage"), what, why, f"write {name}: 0, or remove it")
 
 
 def warnings(settings: Settings) -> Iterator[str]:
     """Yield what a run may do, and hardly means to."""
     rate, is_lora = settings.optimizer.learning_rate, settings.finetuning.finetuning_type == "lora"
-    if settings.run.stage == "dpo" and rate > (_HIGHEST_OF_ADAPTERS if is_lora else _HIGHEST):
+    if settings.run.stage in ("dpo", "kto") and rate > (_HIGHEST_OF_ADAPTERS if is_lora else _HIGHEST):
         usual = "1e-6 to 5e-5 with adapters" if is_lora else "5e-7 to 5e-6"
         yield f"learning_rate {rate:g} is one of supervised fine-tuning: preference training usually takes {usual}"
 
 
-RULES = (of_pairs, losses, smoothing, numbers_of_losses, reference, streaming, experts)
+RULES = (of_pairs, losses, smoothing, numbers_of_losses, reference, streaming, rows_of_kto, experts)

@@ -8,13 +8,19 @@ A preference pair has one prompt, that of the row's form: alpaca's instruction, 
 Each answer is a string, a message, a list of one message, or a whole conversation whose last message it is; whole
 conversations must agree in all but that. Where the row has no chosen answer, the row's own is: the response, or the
 last message if it is the assistant's (ms-swift's form).
+
+A judged answer is a conversation with a boolean beside it. Messages may have their last one, the answer, in the column
+of a response (TRL's prompt and completion).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair
 from megatune.data.formats import messages
@@ -41,7 +47,7 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
     """Read one row as the stage trains it.
 
     Args:
-        stage: "pt" makes a text, "sft" a conversation, "dpo" a preference pair.
+        stage: "pt" makes a text, "sft" a conversation, "kto" one with a judgement, "dpo" and "rm" a preference pair.
         pictures: whether the model takes some.
 
     Raises:
@@ -59,14 +65,28 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
         raise UnsupportedRow(what, "write stage: pt")
-    if stage == "dpo":
-        return _preference_pair(row, form, pictures)
+    if stage in PAIR_STAGES:
+        pair = _preference_pair(row, form, pictures)
+        return replace(pair, margin=_margin(row, columns.margin)) if stage == "rm" else pair
+    desirable = _tag(row, columns.kto_tag or "label") if stage == "kto" else None
     if form.formatting in ("sharegpt", "openai"):
-        return messages.conversation(row, form, pictures=pictures)
+        answer = None
+        if stage == "kto" and (name := first_present(row, (columns.response,))) is not None:
+            answer = _pair_answer(row, name, form).message
+        return replace(messages.conversation(row, form, answer, pictures=pictures), desirable=desirable)
     # The history's answers are trained, too.
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
     found = pictures_of(row, columns, turns, {}, wanted=pictures)
-    return Conversation(turns, _system(row, form), tools(row, columns.tools), found)
+    return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
+
+
+def _tag(row: Mapping[str, Any], column: str) -> bool:
+    """Read whether the row's answer is one that is wanted."""
+    if column not in row:
+        raise RowError("missing-field", f"field {column!r} is missing", f"the row has {listed(row)}")
+    if not isinstance(row[column], bool):
+        raise RowError("bad-tag", f"field {column!r}: expected true or false", f"got {short(row[column])}")
+    return bool(row[column])
 
 
 def _prompt(row: Mapping[str, Any], form: Form) -> list[Message]:
@@ -210,6 +230,16 @@ def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> Pref
     if found:
         check_without(answers)
     return PreferencePair(prompt.messages, *answers, system, tools(row, columns.tools), found)
+
+
+def _margin(row: Mapping[str, Any], column: str | None) -> float:
+    """Read by how much the chosen answer is better, 0 where the row does not say it."""
+    value = row.get(column) if column is not None else None
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RowError("bad-margin", f"field {column!r}: expected a number", f"got {short(value)}")
+    return float(value)
 
 
 def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer:

@@ -16,6 +16,7 @@ RESPONSE_NAMES = ("response", "answer", "output", "target", "solution", "complet
 SYSTEM_NAMES = ("system", "system_prompt")
 TEXT_NAMES = ("text", "content")
 REJECTED_NAMES = ("rejected_response", "rejected_messages")  # ms-swift's
+TAG_NAMES = ("kto_tag", "label")  # LLaMA-Factory's, and ms-swift's and TRL's
 _MEDIA_NAMES = (("images", "image"), ("videos", "video"), ("audios", "audio"))
 
 
@@ -35,6 +36,8 @@ class Columns:
     audios: str | None = "audios"
     chosen: str | None = "chosen"
     rejected: str | None = "rejected"
+    kto_tag: str | None = None
+    margin: str | None = "margin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Form:
     """How the rows of a data set read.
 
     Attributes:
-        ranking: rows are preference pairs.
+        ranking: rows are preference pairs. Where `columns` has a kto_tag, rows are answers that are wanted or not.
     """
 
     formatting: Formatting = "alpaca"
@@ -84,13 +87,15 @@ def detect(fields: Mapping[str, object]) -> Form | None:
        (role or from, content or value) and from the roles of the row (human and gpt, or user and assistant).
     2. A rejected answer, and `chosen` or `prompt` a list of messages: the same, with `prompt` as messages if it is such
        a list; else each answer is a whole conversation, and a `prompt` beside it only repeats its beginning.
-    3. instruction, and not query or prompt without input and output: alpaca, its response under the first of output and
+    3. `prompt` a list of messages and a response under one of their names: the same, with `prompt` as messages.
+    4. instruction, and not query or prompt without input and output: alpaca, its response under the first of output and
        `RESPONSE_NAMES`.
-    4. A query and a response (or a rejected answer) under one of their names: query_response.
-    5. text or content: text.
-    6. A query or a response alone under one of their names: query_response.
+    5. A query and a response (or a rejected answer) under one of their names: query_response.
+    6. text or content: text.
+    7. A query or a response alone under one of their names: query_response.
 
-    The row is a preference pair where it has rejected, rejected_response or rejected_messages.
+    The row is a preference pair where it has rejected, rejected_response or rejected_messages. Its tag, for stage kto,
+    is kto_tag or label.
     """
     present = {name: value for name, value in fields.items() if value is not None}
     return _form(present) or _form(fields)
@@ -104,6 +109,8 @@ def _form(fields: Mapping[str, Any]) -> Form | None:
         return _chat_form(fields, "prompt", fields["prompt"], ranking)
     if ranking and _is_messages(fields.get("chosen"), at_least=2):
         return _chat_form(fields, None, fields["chosen"], ranking)
+    if _is_messages(fields.get("prompt")) and (response := _first(fields, RESPONSE_NAMES)):
+        return _chat_form(fields, "prompt", fields["prompt"], ranking, response)
     answers = (fields.get(name) for name in ("chosen", "rejected", *REJECTED_NAMES))
     listed = next((answer for answer in answers if isinstance(answer, (list, dict))), None)
     tags = Tags() if listed is None else _tags(listed, "messages")
@@ -119,10 +126,12 @@ def _form(fields: Mapping[str, Any]) -> Form | None:
     return by_name if query or response else None
 
 
-def _chat_form(fields: Mapping[str, Any], column: str | None, messages: object, ranking: bool) -> Form:
-    tags = _tags(messages, column or "messages")
+def _chat_form(
+    fields: Mapping[str, Any], column: str | None, messages: object, ranking: bool, response: str | None = None
+) -> Form:
+    tags, named = _tags(messages, column or "messages"), {} if response is None else {"response": response}
     formatting: Formatting = "openai" if (tags.role_tag, tags.user_tag) == ("role", "user") else "sharegpt"
-    return Form(formatting, _columns(fields, messages=column), tags, ranking)
+    return Form(formatting, _columns(fields, messages=column, **named), tags, ranking)
 
 
 def _columns(fields: Mapping[str, Any], **named: str | None) -> Columns:
@@ -130,7 +139,7 @@ def _columns(fields: Mapping[str, Any], **named: str | None) -> Columns:
     # What this row lacks keeps its usual name, for the rows that have it.
     system = _first(fields, SYSTEM_NAMES) or "system"
     rejected = _first(fields, ("rejected", *REJECTED_NAMES)) or "rejected"
-    return Columns(**media, system=system, rejected=rejected, **named)
+    return Columns(**media, system=system, rejected=rejected, kto_tag=_first(fields, TAG_NAMES), **named)
 
 
 def _tags(messages: object, column: str) -> Tags:

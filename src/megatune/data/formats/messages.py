@@ -38,8 +38,11 @@ class Messages(NamedTuple):
     inline: Inline
 
 
-def conversation(row: Mapping[str, Any], form: Form, *, pictures: bool) -> Conversation:
+def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = None, *, pictures: bool) -> Conversation:
     """Read the messages of a row, in turns that end with the assistant's.
+
+    Args:
+        answer: ends them where they end before it.
 
     Raises:
         RowError: they are not messages, or do not take turns.
@@ -47,6 +50,8 @@ def conversation(row: Mapping[str, Any], form: Form, *, pictures: bool) -> Conve
     """
     columns = form.columns
     chat = messages_of(row, columns.messages or "messages", form)
+    if answer is not None and chat.messages[-1].role != "assistant":
+        chat = chat._replace(messages=(*chat.messages, answer))
     check_turns(chat, form.tags)
     if chat.messages[-1].role != "assistant":
         detail = f"message {_number(chat, -1)} is {_word(chat.messages[-1].role, form.tags)!r}"

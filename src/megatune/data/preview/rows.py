@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
-from megatune.data.conversation import PLACEHOLDERS, texts
+from megatune.data.conversation import PLACEHOLDERS, Conversation, texts
 from megatune.data.encode import Encoder, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
 from megatune.data.report import counted
-from megatune.data.rows import Arrangement, Document
+from megatune.data.rows import DESIRABLE, Arrangement, Document
 from megatune.data.samples import read_samples
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates import stop_note
@@ -43,12 +44,14 @@ class RowDocument:
         where: file and line of its sample; "" where only prepared rows are left of it.
         start: tokens of its text before it, where a long text is cut into several documents.
         length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
+        desirable: whether the answer is one that is wanted; None but in stage kto.
     """
 
     where: str
     document: Document
     start: int = 0
     length: int = 0
+    desirable: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ def read_preview(
 
 def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
     """Take the wanted rows of every data set."""
-    preview = Preview("pairs" if settings.run.stage == "dpo" else "single")
+    preview = Preview("pairs" if settings.run.stage in PAIR_STAGES else "single")
     for source in sources:
         number = 0
         for documents in islice(_usable(settings, source, encoder, preview), MOST_READ):
@@ -153,7 +156,7 @@ def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
     """Pack the first samples of every data set, as all will be packed."""
     run = settings.run
     shape = RowShape(run.stage, settings.data.cutoff_len, True, run.seed)
-    preview = Preview("packed_pairs" if run.stage == "dpo" else "packed")
+    preview = Preview("packed_pairs" if run.stage in PAIR_STAGES else "packed")
     samples: list[tuple[RowDocument, ...]] = []
     most = max(1, MOST_PACKED // len(sources))
     is_cut_off = False
@@ -173,7 +176,7 @@ def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
     order = epoch_order(len(rows), run.seed, 0, not settings.data.disable_shuffling)
     preview.rows = [PreviewRow("", number, rows[i]) for number, i in enumerate(order, 1) if number in wanted]
     first = "the first " if is_cut_off else ""
-    what = counted(len(samples), "pair" if run.stage == "dpo" else "sample")
+    what = counted(len(samples), "pair" if run.stage in PAIR_STAGES else "sample")
     preview.notes.append(f"packed from {first}{what} into {counted(len(rows), 'row')}")
     if is_cut_off:
         preview.notes.append("a run packs all samples together, and so fills other rows")
@@ -216,7 +219,8 @@ def _usable(
         if isinstance(encoded, RowError):
             preview.bad.append((sample.where, encoded))
         else:
-            yield tuple(RowDocument(sample.where, document, length=encoded.length) for document in encoded.documents)
+            desirable = sample.example.desirable if isinstance(sample.example, Conversation) else None
+            yield tuple(RowDocument(sample.where, each, 0, encoded.length, desirable) for each in encoded.documents)
 
 
 def _held_out(
@@ -228,7 +232,10 @@ def _held_out(
     preview = Preview(rows.arrangement, total=len(rows))
     preview.notes.append(f"held out: {len(rows):,} of the rows; prepared rows do not know their lines")
     for number in range(wanted.start, min(wanted.stop, len(rows) + 1)):
-        preview.rows.append(PreviewRow("", number, tuple(RowDocument("", each) for each in rows[number - 1])))
+        tags = rows.extras([number - 1]).get(DESIRABLE)
+        desirable = None if tags is None else bool(tags.values[0])
+        documents = tuple(RowDocument("", each, desirable=desirable) for each in rows[number - 1])
+        preview.rows.append(PreviewRow("", number, documents))
     return preview
 
 

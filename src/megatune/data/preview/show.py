@@ -222,7 +222,9 @@ def title(row: PreviewRow, preview: Preview) -> str:
     cut = f", cut from {whole:,}" if whole > max(sizes) and not first.start else ""
     if preview.arrangement == "pairs":
         return f"{name}row {row.number}{_of(first)}: {sizes[0]:,} and {sizes[1]:,} tokens{cut}"
-    return f"{name}row {row.number}{_of(first)}: {counted(sizes[0], 'token')}, {trained:,} trained{cut}{_start(first)}"
+    tag = "" if first.desirable is None else f", {'' if first.desirable else 'un'}desirable"
+    tokens = f"{counted(sizes[0], 'token')}, {trained:,} trained{cut}"
+    return f"{name}row {row.number}{_of(first)}: {tokens}{_start(first)}{tag}"
 
 
 def _start(each: RowDocument) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.groups.data import DataSettings
+from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.formats import Form, detect
 from megatune.data.readers import Position, RawRow, data_suffix, read_rows
 from megatune.data.sources.data_files import hub_files, local_files
@@ -78,7 +79,8 @@ def resolve_datasets(names: Sequence[str], dataset_dir: str | Path, stage: str) 
     id. `parse_reference` has the syntax.
 
     Args:
-        stage: "dpo" takes preference pairs and nothing else; "sft" and "pt" take anything else.
+        stage: "dpo" and "rm" take preference pairs and nothing else, "kto" judged answers; "sft" and "pt" take anything
+            else.
 
     Raises:
         MegatuneError: every problem at once. Exit code 64: a name, entry, subset or split that is none; 65: rows of no
@@ -165,7 +167,10 @@ def _resolved(text: str, directory: _DatasetDir, stage: str) -> DatasetSource:
     if reference.hub is None and directory.where != ONLINE:
         if reference.name in directory.info:
             entry = parse_entry(directory.info[reference.name], f"{directory.where}: {reference.name}")
-            _check_stage(entry.form, stage, entry.where, 'add "ranking": true, if its rows have two answers')
+            missing = 'add "ranking": true, if its rows have two answers'
+            if stage == "kto":
+                missing = 'add "kto_tag" to its columns, if a column says whether an answer is wanted'
+            _check_stage(entry.form, stage, entry.where, missing)
             files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
             return _source(text, files, entry.form, reference.num_samples or entry.num_samples)
         if (path := directory.path(reference.name)) is not None:
@@ -197,6 +202,10 @@ def _detected(text: str, reference: DatasetReference, files: tuple[Path, ...], s
         finding = Finding(what, "dataset", fix=f"describe it in {DATASET_INFO}: formatting and columns")
         raise MegatuneError(finding, ExitCode.DATA)
     fix = f"name the two answers chosen and rejected, or describe them in {DATASET_INFO}"
+    if stage == "kto":
+        fix = f"name the field that says so label, or describe it in {DATASET_INFO}"
+    else:  # a label is no tag there
+        form = replace(form, columns=replace(form.columns, kto_tag=None))
     _check_stage(form, stage, f"dataset: {text}", fix)
     return _source(text, files, form, reference.num_samples)
 
@@ -207,12 +216,18 @@ def _source(name: str, files: tuple[Path, ...], form: Form, num_samples: int | N
 
 
 def _check_stage(form: Form, stage: str, where: str, fix: str) -> None:
-    if form.ranking and stage != "dpo":
+    if form.ranking and stage not in PAIR_STAGES:
         what = f"its rows are preference pairs, which stage {stage} does not train"
-        raise MegatuneError(Finding(what, where, fix="write stage: dpo"), ExitCode.SETTINGS)
-    if not form.ranking and stage == "dpo":
-        what = "its rows are no preference pairs, and stage dpo trains nothing else"
+        raise MegatuneError(Finding(what, where, fix="write stage: dpo, or rm"), ExitCode.SETTINGS)
+    if not form.ranking and stage in PAIR_STAGES:
+        what = f"its rows are no preference pairs, and stage {stage} trains nothing else"
         raise MegatuneError(Finding(what, where, fix=f"{fix}; else write stage: sft"), ExitCode.SETTINGS)
+    if form.columns.kto_tag is not None and stage == "sft":
+        what = "its rows are answers that are wanted or not, and stage sft would train them all"
+        raise MegatuneError(Finding(what, where, fix="write stage: kto, or remove kto_tag"), ExitCode.SETTINGS)
+    if form.columns.kto_tag is None and stage == "kto":
+        what = "its rows do not say whether an answer is wanted, which stage kto needs"
+        raise MegatuneError(Finding(what, where, fix=fix), ExitCode.SETTINGS)
 
 
 def _unknown(name: str, directory: _DatasetDir) -> MegatuneError:

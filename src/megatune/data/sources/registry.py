@@ -31,7 +31,7 @@ _REFUSED_PLACES = {
 }
 _STRINGS = (*_HUB_KEYS, *_REFUSED_PLACES, "file_name", "subset", "split", "folder")
 _KEYS = (*_STRINGS, "formatting", "ranking", "num_samples", "columns", "tags")
-_REFUSED_COLUMNS = {"kto_tag": "KTO is not built", "audios": "training on audio is not built"}
+_REFUSED_COLUMNS = {"audios": "training on audio is not built"}
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
 # A number after "#" is never written with these; a path that has a "#" in it often continues so.
 _PATH_CHARACTERS = re.compile(r"[/.\\]")
@@ -206,7 +206,7 @@ def _overridden(default: Any, block: Any, name: str, where: str, findings: list[
         findings.append(Finding(f"{name}: expected an object, got {json_type(block)}", where))
         return default
     known = [field.name for field in fields(default)]
-    wrong = _unknown_keys(block, [*known, "kto_tag"] if name == "columns" else known, f"{where}.{name}")
+    wrong = _unknown_keys(block, known, f"{where}.{name}")
     for key, value in block.items():
         if not (isinstance(value, str) or (value is None and name == "columns")):
             wrong.append(Finding(f"{name}.{key}: expected a string, got {json_type(value)}", where))

@@ -172,7 +172,7 @@ class MixedStream:
             for reader in self.sets:
                 reader.on_bad_row = bad_rows.add
             for encoded in samples:
-                progress(builder.add(encoded.documents) + 1)
+                progress(builder.add(encoded.documents, encoded.margin) + 1)
             tokens = builder.write_part(part, order(len(builder)))
         bad_rows.check(self._num_read() - before)
         return tokens

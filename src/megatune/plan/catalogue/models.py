@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import read_architecture, read_config
+from megatune.families import as_trained, read_architecture, read_config
 from megatune.hub.models import MAIN, is_hub_id, open_model
 from megatune.plan.case import PlannedModel
 
@@ -37,12 +37,15 @@ def _plain(name: str) -> str:
     return re.sub(r"[- ]", "", _VERSION.sub("", _FURTHER.sub("", short)))
 
 
-def find_model(name_or_path: str | Path, revision: str = MAIN, cache_dir: str | None = None) -> PlannedModel:
+def find_model(
+    name_or_path: str | Path, revision: str = MAIN, cache_dir: str | None = None, *, stage: str | None = None
+) -> PlannedModel:
     """Find a model by its folder, its config.json, its published name, with or without the organisation, "-Instruct"
     and the like, or its id on a hub, of which config.json is fetched.
 
     Args:
         revision, cache_dir: as `hub.models.open_model` takes them; another revision than the default asks the hub.
+        stage: of which the model that is trained is returned, see `families.as_trained`; None returns it as it is.
 
     Raises:
         MegatuneError: INPUT, with the nearest names; or with everything that keeps this engine from computing it; what
@@ -64,7 +67,10 @@ def find_model(name_or_path: str | Path, revision: str = MAIN, cache_dir: str | 
         except MegatuneError as error:
             raise _unknown(name, error) from error
         config, where = read_config(folder), f"{name}: config.json"
-    return PlannedModel(name=name, architecture=read_architecture(config, where))
+    architecture = read_architecture(config, where)
+    return PlannedModel(
+        name=name, architecture=architecture if stage is None else as_trained(architecture, stage, where)
+    )
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.rules import check
 from megatune.config.settings import Settings
 from megatune.config.values import shown
+from megatune.errors import MegatuneError
+from megatune.families import as_trained
 from megatune.plan.case import Case
 
 _MICRO_BATCH = "batch.per_device_train_batch_size"
@@ -51,12 +53,16 @@ def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case
         if case.global_batch_size // rows != settings.batch.gradient_accumulation_steps:
             changes[_ACCUMULATION] = case.global_batch_size // rows
             settings = with_settings(settings, {_ACCUMULATION: changes[_ACCUMULATION]})
-    architecture, world = case.model.architecture, case.world_size
+    try:
+        architecture = as_trained(case.model.architecture, settings.run.stage, case.model.name)
+    except MegatuneError:
+        return None
+    world = case.world_size
     # What the case itself lacks, such as a data set in a plan of a model, is not held against the change.
     problems = check(settings, architecture, world)
-    if problems and set(problems) - set(check(case.settings, architecture, world)):
+    if problems and set(problems) - set(check(case.settings, case.model.architecture, world)):
         return None
-    return changes, replace(case, settings=settings)
+    return changes, replace(case, settings=settings, model=replace(case.model, architecture=architecture))
 
 
 def smaller_micro_batch(case: Case) -> dict[str, Any]:

@@ -81,6 +81,8 @@ COMPANIONS_OF_PREFERENCE: tuple[Mapping[str, Any], ...] = (
     _DPO,
     {**_DPO, _LOSS: ["simpo"]},
     {**_DPO, _LOSS: ["discopop"]},
+    {"run.stage": "kto"},
+    {"run.stage": "rm"},
 )
 Assumed: TypeAlias = Literal["", "case", "machines"]
 
@@ -167,7 +169,7 @@ def ground_of_file(
     if name is None:
         return Ground(None, assumed, "model_name_or_path is missing")
     try:
-        model = find_model(name, settings.model.model_revision, settings.model.cache_dir)
+        model = find_model(name, settings.model.model_revision, settings.model.cache_dir, stage=settings.run.stage)
     except MegatuneError as error:
         return Ground(None, assumed, error.findings[0].what)
     world = asked or size * -(-DEFAULT_GPUS // size)

@@ -15,7 +15,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
-from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, OUTPUT_LAYER
+from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, output_weight
 from megatune.families.trained import first_trained_layer, is_trained, trained_weights
 from megatune.families.weights import Layers, Role, Slice, Stack, Weight, engine_shape, hf_shapes, layers_of
 from megatune.plan.case import PlannedModel
@@ -104,7 +104,7 @@ class HeldParameters:
     Attributes:
         first: what comes before the layers: the vision tower with its mergers, and the word embedding.
         layers: of a layer by whether it is sparse and whether it is trained.
-        last: what comes after the layers: the final norm and the output layer.
+        last: what comes after the layers: the final norm and the output layer, or the score of a reward model.
         embedding, output: elements of the word embedding and of the output layer; of the latter 0 where it is the
             same parameter.
         sparse_buffer_bytes: buffers of a sparse layer.
@@ -193,7 +193,7 @@ def held_parameters(
     # With both on one stage, tied embeddings are one parameter; a copy of it is reduced between two stages.
     tied = architecture.tie_word_embeddings
     embedding = replace(held(EMBEDDING), is_shared_embedding=tied and pipelined)
-    output = embedding if tied else held(OUTPUT_LAYER)
+    output = embedding if tied else held(output_weight(architecture))
     return HeldParameters(
         first=(*(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding),
         layers={

@@ -80,11 +80,13 @@ def embedding(shapes: Shapes) -> Operator:
 
 @lru_cache(maxsize=4096)
 def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
-    """Return the last norm, the output layer and the loss, if every token is trained.
+    """Return the last norm, the output layer and the loss, if every token is trained; or the score of a reward model.
 
     Fused, they are computed in chunks of tokens, and the backward pass makes the logits again: the third product of
     four. Passes over logits: fp32 sums of exponentials forward, probabilities and their rounding backward.
     """
+    if shapes.architecture.num_labels:
+        return layer_norm(shapes), *_score(shapes)
     size, hidden = shapes.size, shapes.architecture.hidden_size
     keeps = shapes.keeps | {"output_layer"} if shapes.output_trained else shapes.keeps - {"output_layer"}
     shapes = replace(shapes, weights_trained=shapes.output_trained, keeps=keeps)
@@ -97,6 +99,16 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
     output = Operator("output", memories[0], forward, backward, launches, weight)
     loss = Operator("loss", memories[1], *elementwise(shapes, shapes.tokens * columns, *passes, 20))
     return layer_norm(shapes), output, loss
+
+
+def _score(shapes: Shapes) -> tuple[Operator, Operator]:
+    """The score of a reward model and the loss of pairs: fp32 hidden states are kept, and a few numbers a token."""
+    numbers, tokens = shapes.part * shapes.architecture.hidden_size, shapes.tokens
+    narrow = shapes.hidden if shapes.wide else 0  # what fp32 ones are made of, and their gradient
+    memory = Memory(4 * numbers + 16 * tokens, narrow, 4 * numbers + narrow)
+    read = float(8 * numbers + narrow)
+    output = Operator("output", memory, (Moved(read),), (Moved(2 * read),), 4)
+    return output, Operator("loss", Memory(0, 8 * tokens, 8 * tokens), *elementwise(shapes, tokens, 12, 12, 20))
 
 
 def _in_chunks(shapes: Shapes) -> Memory:

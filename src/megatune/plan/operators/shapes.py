@@ -13,7 +13,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ExpertSettings, PerformanceSettings, Settings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
-from megatune.families.dense import EMBEDDING, ENGINE_LAYER, OUTPUT_LAYER
+from megatune.families.dense import EMBEDDING, ENGINE_LAYER, OUTPUT_LAYER, output_weight
 from megatune.families.quantized import form_of
 from megatune.families.trained import ALL_MODULES, is_trained, module_of
 from megatune.families.weights import Stack, Weight
@@ -151,9 +151,8 @@ def shapes_of(case: Case) -> Shapes:
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
     rows, length = case.micro_batch_size * case.sequences_per_row, case.sequence_length
     trained_linears, beside = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
-    tied = architecture.tie_word_embeddings
     embedding, output = (
-        is_trained(weight, 0, architecture, trainable) for weight in (EMBEDDING, EMBEDDING if tied else OUTPUT_LAYER)
+        is_trained(weight, 0, architecture, trainable) for weight in (EMBEDDING, output_weight(architecture))
     )
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
     return Shapes(

@@ -14,7 +14,7 @@ from megatune.plan.machine import Machine
 from megatune.plan.memory import StageMemory
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.memory.tensors import num_trained_parameters
-from megatune.plan.time.forward import computes_reference
+from megatune.plan.time.forward import num_reference_passes
 
 if TYPE_CHECKING:
     from megatune.plan.question import Question
@@ -233,10 +233,11 @@ def row_words(case: Case) -> str:
 
 def reference_words(planned: Estimate) -> str:
     """Say what comes before the first step of preference training; "" where nothing does."""
-    if not computes_reference(planned.case.settings):
+    if not (passes := num_reference_passes(planned.case.settings)):
         return ""
-    rows = f"{seconds(planned.time.forward)} for the rows of a step"
-    return f"before the first step the reference computes all rows once, without gradients: about {rows}"
+    times = "once" if passes == 1 else "twice, with their own answers and with others"
+    rows = f"{seconds(passes * planned.time.forward)} for the rows of a step"
+    return f"before the first step the reference computes all rows {times}, without gradients: about {rows}"
 
 
 def picture_words(case: Case) -> str:

@@ -79,7 +79,7 @@ def preflight(
     if path is not None:
         try:
             folder = model_dir(path)
-            architecture = load_architecture(folder) if folder is not None else None
+            architecture = load_architecture(folder, loaded.settings.run.stage) if folder is not None else None
             if architecture is not None:
                 loaded = with_adapters(loaded, architecture)
         except MegatuneError as error:

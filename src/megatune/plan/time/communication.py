@@ -216,9 +216,11 @@ def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float
     """Return the exchanges of the word embedding, or of the output layer and the loss.
 
     The embedding's ranks hold different words: sums forward, scattered along the sequence or not. Of the output layer
-    its inputs forward, their gradients backward, and two numbers a token for the loss.
+    its inputs forward, their gradients backward, and two numbers a token for the loss; of a reward model the scores.
     """
     whole = all_gather(group, shapes.whole_hidden)
+    if loss and shapes.architecture.num_labels:
+        return (all_gather(group, 4 * shapes.tokens) if shapes.sequence_parallel else 0.0), 0.0
     if loss:
         return whole + all_reduce(group, 8 * shapes.tokens), 2 * whole
     return (whole, whole) if shapes.sequence_parallel else (2 * whole, 0.0)

@@ -19,13 +19,18 @@ def forward_seconds(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches:
 
 
 def num_forward_passes(settings: Settings) -> int:
-    """Count those of each step: for losses of all its pairs together, and for the reference where rows are streamed."""
+    """Count those of each step: for losses of all its pairs together, for answers to other prompts, and for the
+    reference where rows are streamed."""
+    if settings.run.stage == "kto":
+        return num_reference_passes(settings) - 1
     if settings.run.stage != "dpo":
         return 0
     is_joint = not set(JOINT).isdisjoint(settings.preference.pref_loss)
     return is_joint + (settings.preference.has_reference and settings.data.streaming)
 
 
-def computes_reference(settings: Settings) -> bool:
-    """Return whether a forward pass over all rows comes before the first step."""
-    return settings.run.stage == "dpo" and settings.preference.has_reference and not settings.data.streaming
+def num_reference_passes(settings: Settings) -> int:
+    """Count forward passes over all rows before the first step; of KTO a second one, with answers to other prompts."""
+    if settings.run.stage == "kto":
+        return 2 if settings.preference.kto_loss == "kto" else 1
+    return int(settings.run.stage == "dpo" and settings.preference.has_reference and not settings.data.streaming)

@@ -125,7 +125,8 @@ def _merged(steps: list[StepReport], *, elapsed_seconds: float, eta_seconds: flo
             return values[-1] if None not in values else None
         return sum(value * step.seconds for value, step in zip(values, steps, strict=True)) / added["seconds"]
 
-    reported = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in last.metrics}
+    names = dict.fromkeys(name for step in steps for name in step.metrics)  # not every step need have all
+    reported = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in names}
     return LogReport(
         **{name: getattr(last, name) for name in ("step", "total_steps", "epoch", "learning_rate", "grad_norm")},
         **added,

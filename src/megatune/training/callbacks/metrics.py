@@ -30,7 +30,7 @@ _ALWAYS = {"load_balancing_loss": None, "z_loss": None}
 # The part of a line of metrics.jsonl that Transformers' log_history has, and its names there.
 _HISTORY = {key: key for key in ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")}
 _HISTORY["eval_seconds"] = "eval_runtime"
-_ACCURACY = "rewards/accuracies"  # what LLaMA-Factory logs as accuracy
+_ACCURACIES = ("rewards/accuracies", "accuracy")  # what LLaMA-Factory logs as accuracy
 
 _TRAIN_TAGS = (
     *("loss", "learning_rate", "grad_norm", "epoch", "data_seconds"),
@@ -97,8 +97,8 @@ class TrainerLog(_JsonLines):
             "remaining_time": str(timedelta(seconds=int(report.eta_seconds))),
         }
         values = {"loss": report.loss, "lr": report.learning_rate, "epoch": report.epoch}
-        if _ACCURACY in report.metrics:
-            values["accuracy"] = report.metrics[_ACCURACY]
+        if found := [report.metrics[name] for name in _ACCURACIES if name in report.metrics]:
+            values["accuracy"] = found[0]
         self._append(report.step, values)
 
     def on_evaluate(self, report: EvalReport) -> None:

@@ -20,7 +20,8 @@ PLOT_NAME = "training_loss.png"
 _PAUSE_SECONDS = 30.0
 _FIELDS = {each.name for each in fields(LogReport)}  # what else a record has is a metric
 _LARGEST_SHARE = 0.01  # of a run's time that drawing may take
-_BESIDE = ("rewards/accuracies", "rewards/margins")  # of preference training, drawn beside the loss
+# Of preference training, drawn beside the loss.
+_BESIDE = ("rewards/accuracies", "rewards/margins", "accuracy", "margin")
 _COLORS = ("tab:blue", "tab:orange")
 _Series = tuple[list[int], list[float]]  # steps and values
 
@@ -68,7 +69,8 @@ def draw(metrics: Path, image: Path) -> bool:
     axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
     _draw_curves(axes["loss"], loss, evaluation, "loss")
     axes["loss"].set_title("training loss")
-    axes["loss"].set_ylabel(f"loss (mean over {'pairs' if beside else 'trained tokens'})")
+    per = "trained tokens" if not beside else "pairs" if len(beside) > 1 else "answers"
+    axes["loss"].set_ylabel(f"loss (mean over {per})")
     for name in beside:
         _draw_curves(axes[name], _series(records, name), _series(records, f"eval_{name}"))
         axes[name].set_ylabel(name)
