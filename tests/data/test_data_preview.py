@@ -145,6 +145,11 @@ def test_a_pair_says_its_prompt_once() -> None:
     ]
 
 
+def test_a_pair_says_by_how_much_its_chosen_answer_is_better() -> None:
+    parts = [RowDocument("p.json:1", document(("q", False), (text, True)), margin=1.5) for text in ("a", "b")]
+    assert any("row 7 (p.json:1): 2 and 2 tokens, margin 1.5 ──" in line for line in shown("pairs", *parts))
+
+
 SIZES = {"chosen": len(TOKENIZER.encode("answer a<|im_end|>")), "rejected": len(TOKENIZER.encode("answer<|im_end|>"))}
 PAIR = (document(("question\n", False), ("answer a<|im_end|>", True)),
         document(("question\n", False), ("answer<|im_end|>", True)))  # fmt: skip

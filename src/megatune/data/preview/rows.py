@@ -20,6 +20,7 @@ from megatune.data.prepare import prepare
 from megatune.data.report import counted
 from megatune.data.rows import DESIRABLE, Arrangement, Document
 from megatune.data.samples import read_samples
+from megatune.data.scored_tokens import MARGIN
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates import stop_note
 from megatune.data.vision import VisionInput
@@ -45,6 +46,7 @@ class RowDocument:
         start: tokens of its text before it, where a long text is cut into several documents.
         length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
         desirable: whether the answer is one that is wanted; None but in stage kto.
+        margin: by how much its pair's chosen answer is better; 0 where nothing says it.
     """
 
     where: str
@@ -52,6 +54,7 @@ class RowDocument:
     start: int = 0
     length: int = 0
     desirable: bool | None = None
+    margin: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,8 @@ def _usable(
             preview.bad.append((sample.where, encoded))
         else:
             desirable = sample.example.desirable if isinstance(sample.example, Conversation) else None
-            yield tuple(RowDocument(sample.where, each, 0, encoded.length, desirable) for each in encoded.documents)
+            tags = encoded.length, desirable, encoded.margin
+            yield tuple(RowDocument(sample.where, each, 0, *tags) for each in encoded.documents)
 
 
 def _held_out(
@@ -232,9 +236,13 @@ def _held_out(
     preview = Preview(rows.arrangement, total=len(rows))
     preview.notes.append(f"held out: {len(rows):,} of the rows; prepared rows do not know their lines")
     for number in range(wanted.start, min(wanted.stop, len(rows) + 1)):
-        tags = rows.extras([number - 1]).get(DESIRABLE)
-        desirable = None if tags is None else bool(tags.values[0])
-        documents = tuple(RowDocument("", each, desirable=desirable) for each in rows[number - 1])
+        extras = rows.extras([number - 1])
+        desirable = bool(extras[DESIRABLE].values[0]) if DESIRABLE in extras else None
+        margins = extras[MARGIN].values if MARGIN in extras else [0.0] * len(rows[number - 1])
+        documents = tuple(
+            RowDocument("", each, desirable=desirable, margin=float(margin))
+            for each, margin in zip(rows[number - 1], margins, strict=True)
+        )
         preview.rows.append(PreviewRow("", number, documents))
     return preview
 

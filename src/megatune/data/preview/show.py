@@ -221,7 +221,8 @@ def title(row: PreviewRow, preview: Preview) -> str:
     whole = max(each.length for each in row.documents)
     cut = f", cut from {whole:,}" if whole > max(sizes) and not first.start else ""
     if preview.arrangement == "pairs":
-        return f"{name}row {row.number}{_of(first)}: {sizes[0]:,} and {sizes[1]:,} tokens{cut}"
+        margin = f", margin {first.margin:g}" if first.margin else ""
+        return f"{name}row {row.number}{_of(first)}: {sizes[0]:,} and {sizes[1]:,} tokens{cut}{margin}"
     tag = "" if first.desirable is None else f", {'' if first.desirable else 'un'}desirable"
     tokens = f"{counted(sizes[0], 'token')}, {trained:,} trained{cut}"
     return f"{name}row {row.number}{_of(first)}: {tokens}{_start(first)}{tag}"
