@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from pool import RankPool
 _NO_USER = tempfile.TemporaryDirectory()
 os.environ["XDG_CONFIG_HOME"] = _NO_USER.name
 os.environ.pop("MEGATUNE_DEVICES", None)
+
+# Started in a shell's background, this process ignores Ctrl-C, and what it starts would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine that others use, too, may take a second over what takes milliseconds; pools and runs have their own limits.
 settings.register_profile("megatune", deadline=None)

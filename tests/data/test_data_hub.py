@@ -199,7 +199,8 @@ REFUSED: list[tuple[Case, str, int]] = [
     (case("hf::team/dropped"), f"dataset: cannot get team/dropped from HOST\n    why: RemoteProtocolError{MIRROR}", 69),
     (
         case("team/pairs"),
-        "dataset: team/pairs: its rows are preference pairs, which stage sft does not train\n    fix: write stage: dpo",
+        "dataset: team/pairs: its rows are preference pairs, which stage sft does not train\n"
+        "    fix: write stage: dpo, or rm",
         64,
     ),
 ]
