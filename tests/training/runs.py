@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pool import RankPool
 from safetensors import safe_open
 
 from megatune.config.load import load
@@ -57,13 +58,14 @@ def train(settings: Settings, run_dir: Path, crash_at: int | None = None, case: 
     """
     from megatune.launch.context import RankContext
     from megatune.launch.world import RankEnv
-    from megatune.training import loop, run
+    from megatune.training import loop
+    from megatune.training import run as training
 
     os.environ["MEGATUNE_CACHE"] = str(run_dir / "cache")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     run_dir.mkdir(parents=True, exist_ok=True)
     context = RankContext(RankEnv(rank, rank, world, world, "localhost", 1, 0), run_dir)
-    run._quiet()
+    training._quiet()
     report = loop.Trainer._report
     if crash_at is not None:
 
@@ -74,11 +76,21 @@ def train(settings: Settings, run_dir: Path, crash_at: int | None = None, case: 
 
         loop.Trainer._report = report_and_crash  # type: ignore[method-assign]
     try:
-        return run._train(context, settings, "{}", case)
+        return training._train(context, settings, "{}", case)
     except CrashError:
         return -1
     finally:
         loop.Trainer._report = report  # type: ignore[method-assign]
+
+
+def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash_at: int | None = None) -> None:
+    """Train to the end, or until the crash that is asked for."""
+    assert pool.run(world_size, train, settings, folder, crash_at) == [0 if crash_at is None else -1] * world_size
+
+
+def reference_files(folder: Path) -> list[Path]:
+    """Where a run keeps what the reference gives its rows; `folder` is its own."""
+    return sorted(folder.glob("cache/rows/*/*/reference-*.npy"))
 
 
 def metrics(output_dir: Path) -> dict[int, Mapping[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from model_sizes import tiny_config
 from pool import RankPool
-from runs import assert_same_tensors, metrics, settings_of, tensors, train
+from runs import assert_same_tensors, metrics, run, settings_of, tensors, train
 
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
@@ -30,10 +30,6 @@ OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
-
-
-def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash_at: int | None = None) -> None:
-    assert pool.run(world_size, train, settings, folder, crash_at) == [0 if crash_at is None else -1] * world_size
 
 
 def names(folder: Path) -> set[str]:

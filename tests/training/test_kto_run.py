@@ -11,7 +11,7 @@ import pytest
 import torch
 from pictures_kit import draw, make_model, write_rows
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics, settings_of, train
+from runs import assert_same_tensors, evaluations, metrics, reference_files, run, settings_of
 from transformers import AutoModelForCausalLM
 
 from megatune.config.settings import Settings
@@ -63,14 +63,6 @@ def kto(model: Path, data: Path, output_dir: Path, **changes: Any) -> Settings:
         "gradient_accumulation_steps": 4,
     }
     return settings_of(model, output_dir, **values | changes)
-
-
-def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash_at: int | None = None) -> None:
-    assert pool.run(world_size, train, settings, folder, crash_at) == [0 if crash_at is None else -1] * world_size
-
-
-def reference_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("cache/rows/*/*/reference-*.npy"))
 
 
 RESUMED: dict[str, tuple[int, dict[str, Any]]] = {

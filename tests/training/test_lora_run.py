@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from pool import RankPool
-from runs import assert_same_runs, assert_same_tensors, settings_of, tensors, train
+from runs import assert_same_runs, assert_same_tensors, run, settings_of, tensors
 
-from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.training.storage.manifest import digest_file
 
@@ -27,10 +26,6 @@ OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {family: make_checkpoint(family, folder / family) for family in ("qwen3", "qwen3_moe")}
-
-
-def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash_at: int | None = None) -> None:
-    assert pool.run(world_size, train, settings, folder, crash_at) == [0 if crash_at is None else -1] * world_size
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics, settings_of, train
+from runs import assert_same_tensors, evaluations, metrics, reference_files, run, settings_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatune.config.settings import Settings
@@ -62,14 +62,6 @@ def preference(model: Path, data: Path, output_dir: Path, **changes: Any) -> Set
         "gradient_accumulation_steps": 4,
     }
     return settings_of(model, output_dir, **values | changes)
-
-
-def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash_at: int | None = None) -> None:
-    assert pool.run(world_size, train, settings, folder, crash_at) == [0 if crash_at is None else -1] * world_size
-
-
-def reference_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("cache/rows/*/*/reference-*.npy"))
 
 
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=("full", "lora"))

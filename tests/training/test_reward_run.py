@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics
-from test_preference_run import LORA, PP2, TP2, data, models, preference, run
+from runs import assert_same_tensors, evaluations, metrics, run
+from test_preference_run import LORA, PP2, TP2, data, models, preference
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatune.config.settings import Settings

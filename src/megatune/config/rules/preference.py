@@ -24,8 +24,8 @@ _CENTERING = "center_rewards_coefficient"
 _HIGHEST, _HIGHEST_OF_ADAPTERS = 1e-5, 1e-4
 
 
-def of_pairs(context: Context) -> Iterator[Problem]:
-    """Another stage has no pairs to compare."""
+def of_another_stage(context: Context) -> Iterator[Problem]:
+    """To another stage than its own a setting says nothing."""
     settings = context.settings
     for name in PreferenceSettings.model_fields:
         stages: tuple[str, ...] = ("dpo",)
@@ -162,4 +162,4 @@ def warnings(settings: Settings) -> Iterator[str]:
         yield f"learning_rate {rate:g} is one of supervised fine-tuning: preference training usually takes {usual}"
 
 
-RULES = (of_pairs, losses, smoothing, numbers_of_losses, reference, streaming, rows_of_kto, experts)
+RULES = (of_another_stage, losses, smoothing, numbers_of_losses, reference, streaming, rows_of_kto, experts)
