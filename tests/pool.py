@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-_PRELOAD = ["megatune.verify.measure", "megatune.verify.reference", "transformers.models.auto.modeling_auto"]
+_PRELOAD = ["megatune.training.run", "megatune.verify.measure", "megatune.verify.reference"]
 
 COLLECTIVE_SECONDS = 300  # on a busy machine a peer may be slow; one that hangs is noticed sooner, by its idleness
 LOOK_SECONDS = 1.0  # between looks at what the ranks use
