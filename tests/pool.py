@@ -89,7 +89,8 @@ class RankPool:
         for _ in range(self._size - len(self._workers)):
             ours, theirs = self._context.Pipe()
             stack = os.path.join(self._stacks.name, str(len(self._workers)))
-            process = self._context.Process(target=_serve, args=(theirs, stack), daemon=True)
+            # A rank may have processes of its own, which load its data; it ends with its pipe.
+            process = self._context.Process(target=_serve, args=(theirs, stack), daemon=False)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -48,7 +48,7 @@ class CommandLine:
         run_dir.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
         call = target, payload, world, run_dir, environment
-        ended = self._pool.run(world.nproc_per_node, _run_rank, *call, limit=120)
+        ended = self._pool.run(world.nproc_per_node, _run_rank, *call, limit=60)
         print(ended[0].stdout, end="")
         failed = [each for each in ended if each.returncode != ExitCode.DONE]
         print(failed[0].stderr if failed else ended[0].stderr, end="", file=sys.stderr)
