@@ -31,16 +31,19 @@ from megatune.data.formats.form import (
     RESPONSE_NAMES,
     SYSTEM_NAMES,
     TEXT_NAMES,
+    USUAL_NAMES,
     Columns,
     Form,
     Tags,
     detect,
+    detect_named,
+    own_names,
 )
 from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
 from megatune.data.formats.pictures import check_without, pictures_of
 from megatune.data.readers import json_type
 
-__all__ = ["Columns", "Form", "Tags", "detect", "to_example"]
+__all__ = ["USUAL_NAMES", "Columns", "Form", "Tags", "detect", "detect_named", "own_names", "to_example"]
 
 
 def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool = False) -> Example:
