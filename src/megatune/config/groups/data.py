@@ -27,8 +27,8 @@ class DataSettings(Group):
     When: Set false where the order of a data set means something. The order of training is disable_shuffling's."""
     columns: dict[str, str] = Field(default={})
     """The columns of data sets that dataset_info.json does not describe: their own name, then the usual one.
-    How: {question_text: query, reply: response} reads these two columns as a query and its response; the form of the
-    rows is told as if they had the usual names. A column that no data set has is refused.
+    How: The form of the rows is told as if they had the usual names: {question_text: query, reply: response} reads
+    these two columns as a query and its response. A column that no data set has is refused.
     When: Set it where the form of a file is not told, or told wrongly, and an entry of dataset_info.json is not worth
     writing."""
     eval_dataset: list[str] = Field(default=[])
