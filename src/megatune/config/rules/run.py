@@ -13,6 +13,19 @@ _BEST = "load_best_model_at_end"
 _HELD_OUT = ("val_size", "eval_dataset")
 
 
+def unbuilt(context: Context) -> Iterator[Problem]:
+    """What is declared and does not work yet."""
+    settings = context.settings
+    wrong = {
+        "mcore_model": settings.model.mcore_model is not None,
+        "no_load_optim": settings.run.no_load_optim,
+        "no_load_rng": settings.run.no_load_rng,
+        "save_format": settings.checkpoint.save_format != "hf",
+    }
+    for name in (name for name, is_set in wrong.items() if is_set):
+        yield Problem((name,), f"{name} is not built yet", "", f"remove {name}")
+
+
 def output(context: Context) -> Iterator[Problem]:
     """A run leaves something behind."""
     if not context.settings.run.output_dir:
@@ -238,6 +251,6 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 
 RULES = (
-    *(output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
+    *(unbuilt, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
     *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
 )
