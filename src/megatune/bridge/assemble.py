@@ -20,7 +20,7 @@ from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import ModelFolder, SafetensorsFolder, TensorSource
 from megatune.bridge.score import InitialScore
-from megatune.bridge.torch_dist.source import TorchDistFolder
+from megatune.bridge.torch_dist.source import TorchDistFolder, torch_dist_files
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine.groups import RankCoordinates, build
@@ -136,6 +136,15 @@ def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[
     _check_keys(folder, architecture, form, is_made=is_made)
     folder.places = form.locate_all(weights, architecture)
     return folder, form
+
+
+def weight_files(model_dir: str | Path) -> list[Path]:
+    """List the files of a model's weights.
+
+    Raises:
+        MegatuneError: INPUT, when there are none.
+    """
+    return torch_dist_files(model_dir) if is_torch_dist(model_dir) else SafetensorsFolder(model_dir).files()
 
 
 def _check_keys(folder: SafetensorsFolder, architecture: Architecture, form: CheckpointForm, *, is_made: bool) -> None:

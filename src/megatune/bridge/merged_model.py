@@ -77,6 +77,11 @@ class MergedModel:
             self.entries += [TensorEntry(name, shape, own_dtype) for name, shape in new.items()]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the first weight, and usually of all."""
+        return self.entries[0].dtype
+
+    @property
     def num_bytes(self) -> int:
         """Of the weights that `write` writes."""
         return sum(entry.num_bytes for entry in self.entries)

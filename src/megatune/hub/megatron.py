@@ -76,10 +76,13 @@ def described_by(folder: str | Path) -> str | None:
     return None
 
 
-def no_config(folder: str | Path) -> MegatuneError:
-    """Return what is said where nothing describes the model."""
+def no_config(folder: str | Path, described: str | None) -> MegatuneError:
+    """Return what is said where nothing describes the model, or what does, `described`, is not here."""
     why = f"neither a config.json nor an {ARGS} is beside the weights"
-    return _refused(Path(folder), "does not say what the model is", why, "name its Hugging Face model, too")
+    if described is not None:
+        why = f"its {ARGS} names {described!r}, which is not here"
+    fix = "name the Hugging Face model that it was made from, beside it: model_name_or_path and mcore_model"
+    return _refused(Path(folder), "does not say what the model is", why, fix)
 
 
 def _refused(path: Path, what: str, why: str = "", fix: str = "") -> MegatuneError:

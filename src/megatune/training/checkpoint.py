@@ -33,7 +33,7 @@ from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.agreement import on_rank_0
 from megatune.training.storage.files import ensure_room, write_atomically, writing
-from megatune.training.storage.model_files import reward_config, small_files
+from megatune.training.storage.model_files import reward_config, small_files, with_dtype
 from megatune.training.storage.store import CheckpointStore, rotate
 
 _TRAINING = "training"
@@ -137,10 +137,7 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings, architectu
         write_adapter_config(folder, architecture, finetuning, base or str(source), dropout=finetuning.lora_dropout)
         return [*(folder / name for name in names), folder / ADAPTER_CONFIG]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
-    config.setdefault("dtype" if "torch_dtype" not in config else "torch_dtype", None)
-    for part in (config, config.get("text_config") or {}, config.get("vision_config") or {}):
-        part |= {key: settings.precision.params_dtype for key in ("dtype", "torch_dtype") if key in part}
+    config = with_dtype(config, settings.precision.params_dtype)
     if architecture.num_labels:
         config = reward_config(config, source)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -96,7 +96,15 @@ def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
                 raise _refused(chunk, tensor, "its bytes are in another order than this machine's")
             header = load_tensor_header(archive.read(infos["data.pkl"]), where)
             info = infos[f"data/{header[1]}"]
-        except (zipfile.BadZipFile, KeyError, NotImplementedError, ValueError, struct.error, EOFError, OSError) as error:
+        except (
+            zipfile.BadZipFile,
+            KeyError,
+            NotImplementedError,
+            ValueError,
+            struct.error,
+            EOFError,
+            OSError,
+        ) as error:
             raise _refused(chunk, tensor, f"it is no tensor as torch.save writes it ({type(error).__name__})") from None
         dtype, _, first, sizes, stride = header
         if (dtype, sizes) != (tensor.dtype, chunk.sizes) or len(stride) != len(sizes):

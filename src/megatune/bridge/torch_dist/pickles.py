@@ -127,7 +127,9 @@ def _load(data: bytes, find: Callable[[str, str], Any], where: str) -> Any:
     except _Refused as refused:
         what = f"names {refused.args[0][:120]!r}, which no weights need"
         why = "a pickle can run what it names; nothing of this one was run"
-        raise MegatuneError(Finding(what, where, why, "do not use this file: find out who wrote it"), ExitCode.INPUT) from None
+        raise MegatuneError(
+            Finding(what, where, why, "do not use this file: find out who wrote it"), ExitCode.INPUT
+        ) from None
     except MemoryError:
         raise _no_pickle(where, "it asks for more memory than there is") from None
     except Exception as error:  # noqa: BLE001  (an untrusted pickle fails in any way)

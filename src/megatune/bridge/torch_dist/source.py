@@ -78,11 +78,13 @@ class TorchDistFolder(ModelFolder):
         return TensorEntry(name, self._file_shapes[name], self._pieces[self._first_of[name]][0].stored.dtype)
 
     def files(self) -> list[Path]:
-        return [self.folder / METADATA, *sorted(self.folder.glob("*.distcp"))]
+        return torch_dist_files(self.folder)
 
     def check_files(self) -> None:
         """Hold what every chunk says of itself against the table, before any weight is read."""
-        for stored in {piece.stored.name: piece.stored for pieces in self._pieces.values() for piece in pieces}.values():
+        for stored in {
+            piece.stored.name: piece.stored for pieces in self._pieces.values() for piece in pieces
+        }.values():
             self._reader.check(stored)
 
     def has(self, name: str) -> bool:
@@ -146,7 +148,9 @@ class TorchDistFolder(ModelFolder):
             elif stored.dtype not in _DTYPES:
                 yield f"{stored.name} is {stored.dtype}, and weights are read in 16 or 32 bits"
 
-    def _add(self, weight: Weight, layer: int, part: Slice, way: Sequence[Part], table: dict[str, StoredTensor]) -> None:
+    def _add(
+        self, weight: Weight, layer: int, part: Slice, way: Sequence[Part], table: dict[str, StoredTensor]
+    ) -> None:
         """Note where the rows of a weight's Hugging Face tensors are."""
         shapes = hf_shapes(weight, self._architecture, layer, part)
         position = 0
@@ -179,6 +183,12 @@ class TorchDistFolder(ModelFolder):
         findings += [Finding(each, where) for each in dict.fromkeys(wrong)]
         if findings:
             raise MegatuneError(findings, ExitCode.INPUT)
+
+
+def torch_dist_files(folder: str | Path) -> list[Path]:
+    """List the files of a checkpoint's tensors, and of the table of them."""
+    found = iteration_folder(folder)
+    return [found / METADATA, *sorted(found.glob("*.distcp"))]
 
 
 def _some(names: Iterable[str]) -> str:

@@ -137,7 +137,9 @@ class _Table:
         self._files[file] = path.stat().st_size
         return self._files[file]
 
-    def _refused(self, what: str, why: str = "", fix: str = "copy the checkpoint again, or do not use it") -> MegatuneError:
+    def _refused(
+        self, what: str, why: str = "", fix: str = "copy the checkpoint again, or do not use it"
+    ) -> MegatuneError:
         return MegatuneError(Finding(what[:300], self._where, why, fix), ExitCode.INPUT)
 
 

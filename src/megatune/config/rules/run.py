@@ -17,7 +17,6 @@ def unbuilt(context: Context) -> Iterator[Problem]:
     """What is declared and does not work yet."""
     settings = context.settings
     wrong = {
-        "mcore_model": settings.model.mcore_model is not None,
         "no_load_optim": settings.run.no_load_optim,
         "no_load_rng": settings.run.no_load_rng,
         "save_format": settings.checkpoint.save_format != "hf",
