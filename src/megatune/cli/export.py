@@ -104,7 +104,7 @@ def _convert(export: Export) -> int:
     found = adapted_model(export.model_name_or_path or source, adapters=export.adapter_name_or_path)
     model = open_model(found.base, export.model_revision, export.cache_dir, export.mcore_model)
     weights = export.mcore_model or found.base
-    if export.to_hf and not is_torch_dist(weights):
+    if export.to_hf and export.mcore_model is None and not is_torch_dist(weights):
         why, fix = (
             f"{weights} is a Hugging Face model as it is",
             "name the folder of Megatron-Core: --mcore_model FOLDER",
@@ -127,7 +127,8 @@ def _convert(export: Export) -> int:
         print(to_mcore(folder, found.adapters, target, name=source, **options), flush=True)
     if not export.test_convert_precision:
         return ExitCode.DONE
-    return _compare(export, folder, target)
+    # What says itself what it is goes by its name in what is printed.
+    return _compare(export, folder if export.model_name_or_path else Path(source), target)
 
 
 def _default_target(source: str, export: Export) -> str:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatune import __version__
+from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.merged import MergedFolder
 from megatune.bridge.merged_model import MergedModel
+from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.bridge.save import MAX_FILE_BYTES
 from megatune.bridge.torch_dist.export import MegatronModel
 from megatune.bridge.torch_dist.source import TorchDistFolder
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import load_architecture, read_config
+from megatune.families import FAMILIES, load_architecture, read_config
+from megatune.families.forms import CheckpointForm
 from megatune.hub.megatron import ARGS, TRACKER, iteration_folder, iteration_name
 from megatune.hub.models import CONFIG
 from megatune.training.storage.files import amount
@@ -45,7 +49,7 @@ def to_mcore(
     *,
     name: str,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int,
+    max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> str:
     """Write a model in Megatron-Core's format, with tokenizer and configuration beside it.
@@ -89,7 +93,7 @@ def to_hf(
     target: Path,
     *,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int,
+    max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> str:
     """Write a model that is in Megatron-Core's format as a Hugging Face checkpoint.
@@ -118,6 +122,22 @@ def to_hf(
         _copy_small_files(model_dir, partial, model.dtype)
     files = f"{written.num_files} file{'s' * (written.num_files > 1)}"
     return f"{_merging(adapters)}{weights} to Hugging Face: {_amount(model.num_bytes, began)} in {files}, in {target}"
+
+
+def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm, step: int) -> Iterator[Path]:
+    """Write the weights in a checkpoint's safetensors in Megatron-Core's format as well; yield the files.
+
+    Args:
+        form: of the safetensors, all of which are there.
+    """
+    source = SafetensorsFolder(folder)
+    source.places = form.locate_all(FAMILIES[architecture.model_type].weight_map(architecture), architecture)
+    iteration = folder / iteration_name(step)
+    iteration.mkdir()
+    MegatronModel(source, source, form, architecture).write(iteration, step)
+    yield from iteration.iterdir()
+    (folder / TRACKER).write_text(str(step), encoding="utf-8")
+    yield folder / TRACKER
 
 
 def check_digests(folder: Path) -> None:

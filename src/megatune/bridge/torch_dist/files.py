@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 from megatune.hub.megatron import METADATA
 
 _BACKENDS = {
-    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1,
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+    "common_backend": "torch", "common_backend_version": 1,
 }  # fmt: skip
 # Layers and experts are parts of one tensor, which any layout cuts anew.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}

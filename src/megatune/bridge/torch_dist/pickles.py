@@ -13,7 +13,20 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 DTYPES = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    for name in (
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
 }
 # Of a checkpoint's metadata. Plans of the processes that saved it are noise, and become records, too.
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
@@ -132,7 +145,7 @@ def _load(data: bytes, find: Callable[[str, str], Any], where: str) -> Any:
         ) from None
     except MemoryError:
         raise _no_pickle(where, "it asks for more memory than there is") from None
-    except Exception as error:  # noqa: BLE001  (an untrusted pickle fails in any way)
+    except Exception as error:
         raise _no_pickle(where, f"{type(error).__name__}: {str(error)[:120]}") from None
 
 

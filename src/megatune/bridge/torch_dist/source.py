@@ -14,7 +14,6 @@ from megatune.bridge.safetensors_files import ModelFolder, TensorEntry
 from megatune.bridge.torch_dist.chunks import ChunkReader
 from megatune.bridge.torch_dist.table import StoredTensor, read_table
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import FAMILIES
 from megatune.families.forms import CheckpointForm
 from megatune.families.megatron_names import LANGUAGE_MODEL, Part, candidates
 from megatune.families.weights import (

@@ -17,8 +17,8 @@ from megatune.hub.megatron import METADATA
 
 Box = tuple[int, ...]
 _MOST_DIMENSIONS = 8
-# Besides weights: what the optimizer keeps, random numbers, the state of quantized layers and of what counts faults, and
-# layers that predict further tokens, which take no part in training.
+# Besides weights: what the optimizer keeps, random numbers, the state of quantized layers and of what counts faults,
+# and layers that predict further tokens, which take no part in training.
 _IGNORED = re.compile(
     r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer(\..*)?|opt_param_scheduler.*|rng_state.*|rerun_state.*|mtp\..*"
 )

@@ -72,7 +72,7 @@ class CheckpointSettings(Group):
     """Whether the model is written in Megatron-Core's format, too.
     How: One process writes it from the safetensors, tensor by tensor, after those are whole, and the others wait: a
     checkpoint takes the model's size once more on disk, and the time of reading and writing it. Resuming does not need
-    it; of adapters it holds nothing.
+    it; adapters alone have no such form.
     When: torch_dist, to hand on to Megatron-LM or Megatron-SWIFT; `megatune export --to_mcore true` makes the same of
     any checkpoint later.
     - hf: a Hugging Face model only
