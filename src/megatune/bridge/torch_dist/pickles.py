@@ -11,23 +11,11 @@ import torch
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-    )
-}
+_DTYPE_NAMES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+    "uint8", "bool",
+)  # fmt: skip
+_DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 # Of a checkpoint's metadata. Plans of the processes that saved it are noise, and become records, too.
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 _VALUES: dict[tuple[str, str], Any] = {
@@ -38,7 +26,7 @@ _VALUES: dict[tuple[str, str], Any] = {
     ("builtins", "dict"): dict,
     ("builtins", "set"): set,
     ("builtins", "int"): int,
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
 }
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
