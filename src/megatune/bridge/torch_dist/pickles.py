@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +37,13 @@ _STORAGES = {
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
+
+
+_MOST_COMMON_BYTES = 1 << 28
+_COMMANDS = (
+    "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "pty", "runpy", "importlib", "ctypes", "code",
+)  # fmt: skip
+_BUILTINS, _CALLS = ("builtins", "__builtin__"), ("eval", "exec", "compile", "__import__", "open", "breakpoint")
 
 
 class Record:
@@ -120,6 +131,39 @@ def load_tensor_header(data: bytes, where: str) -> tuple[torch.dtype, str, int, 
     if not isinstance(dtype, torch.dtype) or not all(type(number) is int and number >= 0 for number in numbers):
         raise _no_pickle(where, "it is no tensor")
     return dtype, str(key), first, size, stride
+
+
+def check_unread(path: Path) -> None:
+    """Refuse a `common.pt` that attacks whoever loads it. Nothing here does; Megatron-Core unpickles it.
+
+    It may hold any settings, so that only names are refused that run commands. They are read without loading it.
+
+    Raises:
+        MegatuneError: INPUT, naming what it would run.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (info,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+            names = list(_names(archive.read(info) if info.file_size < _MOST_COMMON_BYTES else b"."))
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return  # nothing that is read here
+    for module, name in names:
+        if module.partition(".")[0] in _COMMANDS or (module in _BUILTINS and name in _CALLS):
+            what = f"names {f'{module}.{name}'[:120]!r}, which no settings need"
+            why = "Megatron, which unpickles this file, would run it; nothing of it was run here"
+            raise MegatuneError(Finding(what, str(path), why, "do not use this checkpoint"), ExitCode.INPUT)
+
+
+def _names(data: bytes) -> Iterator[tuple[str, str]]:
+    """Yield the modules and names that a pickle asks for; those that are texts before their use as pairs in order."""
+    texts: list[str] = []
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("GLOBAL", "INST"):
+            module, _, name = str(argument).partition(" ")
+            yield module, name
+        elif isinstance(argument, str):
+            texts.append(argument)
+    yield from pairwise(texts)
 
 
 def _load(data: bytes, find: Callable[[str, str], Any], where: str) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.safetensors_files import ModelFolder, TensorEntry
 from megatune.bridge.torch_dist.chunks import ChunkReader
+from megatune.bridge.torch_dist.pickles import check_unread
 from megatune.bridge.torch_dist.table import StoredTensor, read_table
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import CheckpointForm
@@ -66,6 +67,7 @@ class TorchDistFolder(ModelFolder):
         self._reader = ChunkReader()
         self._pieces: dict[str, list[_Piece]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        check_unread(self.folder / "common.pt")
         self._locate(read_table(self.folder))
         self._file_shapes = form.all_shapes(weights, architecture)
         self._first_of = {place.name: name for name, place in form.locate_all(weights, architecture).items()}

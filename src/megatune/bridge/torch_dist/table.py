@@ -97,14 +97,15 @@ class _Table:
         shape = _box(entry.get("size"))
         if not isinstance(dtype, torch.dtype):
             raise self._refused(f"{name!r} has no dtype")
-        chunks = [self._chunk(name, _box(each.get("offsets")), _box(each.get("sizes"))) for each in entry.get("chunks")]
+        boxes = [(_box(each.get("offsets")), _box(each.get("sizes"))) for each in entry.get("chunks")]
+        if problem := cover_problem(shape, boxes):
+            raise self._refused(f"{name!r} {list(shape)}: {problem}")
+        chunks = [self._chunk(name, *box) for box in boxes]
         by_first: dict[int | None, list[Chunk]] = {None: chunks}
-        if shape and len(shape) > 1 and all(chunk.sizes[0] == 1 for chunk in chunks if chunk.sizes):
+        if len(shape) > 1 and all(chunk.sizes[0] == 1 for chunk in chunks):
             by_first = {}
             for chunk in chunks:
                 by_first.setdefault(chunk.offsets[0], []).append(chunk)
-        if problem := cover_problem(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
-            raise self._refused(f"{name!r} {list(shape)}: {problem}")
         for chunk in chunks:
             if math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
                 raise self._refused(f"{name!r} has {list(chunk.sizes)} of {dtype} in {chunk.length} bytes")
