@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from megatune.errors import ExitCode, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Flag, type, help. What is left out has the default of the setting of training.
 _PICTURE_SETTINGS = (
@@ -112,9 +112,14 @@ def run(args: argparse.Namespace) -> int:
 def _model_dir(name: str, args: argparse.Namespace) -> Path:
     """Return the folder that is named, or that a model on a hub is fetched into."""
     from megatune.generation.inputs import nearest_folder
+    from megatune.hub.megatron import is_torch_dist
     from megatune.hub.models import is_hub_id, open_model
 
     path = Path(name)
+    if path.is_dir() and is_torch_dist(path):
+        what, why = f"{name} is in Megatron-Core's format", "answers are generated with Transformers"
+        fix = f"megatune export --to_hf true --mcore_model {name} --output_dir OUT, then megatune infer OUT"
+        raise MegatuneError(Finding(what, "MODEL", why, fix), ExitCode.INPUT)
     if not is_hub_id(name) and not path.is_dir():
         return path  # `find_model` says what is wrong with it
     try:

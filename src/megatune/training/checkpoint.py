@@ -32,8 +32,9 @@ from megatune.families.weights import hf_shapes
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.training.agreement import on_rank_0
+from megatune.training.megatron import write_beside
 from megatune.training.storage.files import ensure_room, write_atomically, writing
-from megatune.training.storage.model_files import reward_config, small_files
+from megatune.training.storage.model_files import reward_config, small_files, with_dtype
 from megatune.training.storage.store import CheckpointStore, rotate
 
 _TRAINING = "training"
@@ -109,6 +110,8 @@ def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainSta
         yield from save_adapters(folder, *model, settings.finetuning)
     else:
         yield from save_weights(folder, *model, form=assembly.form)
+    if settings.checkpoint.save_format == "torch_dist" and assembly.place.rank == 0:
+        yield from write_beside(folder, assembly.architecture, assembly.form, state.step)
     if settings.checkpoint.save_only_model:
         return
     training = folder / _TRAINING
@@ -137,10 +140,7 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings, architectu
         write_adapter_config(folder, architecture, finetuning, base or str(source), dropout=finetuning.lora_dropout)
         return [*(folder / name for name in names), folder / ADAPTER_CONFIG]
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
-    config.setdefault("dtype" if "torch_dtype" not in config else "torch_dtype", None)
-    for part in (config, config.get("text_config") or {}, config.get("vision_config") or {}):
-        part |= {key: settings.precision.params_dtype for key in ("dtype", "torch_dtype") if key in part}
+    config = with_dtype(config, settings.precision.params_dtype)
     if architecture.num_labels:
         config = reward_config(config, source)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -152,6 +152,7 @@ def _bytes_needed(assembly: Assembly, settings: Settings) -> int:
     trained = num_trained_parameters(assembly.architecture, settings.finetuning)
     parameters = trained if _has_adapters(settings) else num_parameters(assembly.architecture)
     model = parameters * (4 if settings.precision.params_dtype == "float32" else 2)
+    model *= 2 if settings.checkpoint.save_format == "torch_dist" else 1
     if settings.checkpoint.save_only_model:
         return model
     kinds = {"adam": 2, "sgd": 1}[settings.optimizer.optimizer] + (settings.precision.params_dtype != "float32")
@@ -194,15 +195,18 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     content = json.loads((training / _STATE).read_text(encoding="utf-8"))
     counters, layout = content.pop("optimizer"), content.pop("layout")
     state = TrainState(**content)
-    findings = [*_changed(checkpoint, state, expected), *_trained_otherwise(training, assembly, settings)]
+    findings = list(_changed(checkpoint, state, expected))
+    if not settings.run.no_load_optim:
+        findings += _trained_otherwise(training, assembly, settings)
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    shards = main_shards(assembly.optimizer)
-    load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
-    load_scalars(assembly.optimizer, counters)
+    if not settings.run.no_load_optim:
+        shards = main_shards(assembly.optimizer)
+        load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
+        load_scalars(assembly.optimizer, counters)
     path = training / f"rng-{assembly.place.rank:05d}.safetensors"
     # Another layout has other ranks; no number is drawn in training that their states could change.
-    if layout == _layout(assembly, settings) and path.is_file():
+    if layout == _layout(assembly, settings) and path.is_file() and not settings.run.no_load_rng:
         device.set_rng_state(safetensors.torch.load_file(path))
     return state
 

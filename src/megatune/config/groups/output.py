@@ -68,6 +68,15 @@ class CheckpointSettings(Group):
     from.
     How: Only the Hugging Face model is written.
     When: Where every checkpoint is to be evaluated and none will be resumed."""
+    save_format: Literal["hf", "torch_dist"] = "hf"
+    """Whether the model is written in Megatron-Core's format, too.
+    How: One process writes it from the safetensors, tensor by tensor, after those are whole, and the others wait: a
+    checkpoint takes the model's size once more on disk, and the time of reading and writing it. Resuming does not need
+    it; adapters alone have no such form.
+    When: torch_dist, to hand on to Megatron-LM or Megatron-SWIFT; `megatune export --to_mcore true` makes the same of
+    any checkpoint later.
+    - hf: a Hugging Face model only
+    - torch_dist: iter_N and latest_checkpointed_iteration.txt beside it"""
     save_hf_model: bool = True
     """Always true: every checkpoint is a Hugging Face model as it is.
     How: Weights are written as safetensors with the checkpoint's own keys.
