@@ -61,9 +61,9 @@ class CheckpointSettings(Group):
     When: Such that a save comes every 15 to 60 minutes."""
     async_save: bool = False
     """Write checkpoints in the background: training waits only until they are copied to the host's memory.
-    How: Each process copies what it will write, about 14 bytes a parameter in bf16 over all of them. One checkpoint at a
-    time is written, the next waits for it, the end of the run for the last; where memory is short, a save is not in the
-    background, with a warning.
+    How: Each process copies what it will write, about 14 bytes a parameter in bf16 over all of them. One checkpoint at
+    a time is written: the next waits for it. The last save of a run is not in the background, nor is one for which
+    memory is short.
     When: Where a save takes much longer than a step and the machines have that much memory free."""
     save_total_limit: Annotated[Count, "checkpoints"] | None = None
     """Keep only this many checkpoints, the newest ones. null keeps all of them.

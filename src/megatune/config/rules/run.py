@@ -13,12 +13,6 @@ _BEST = "load_best_model_at_end"
 _HELD_OUT = ("val_size", "eval_dataset")
 
 
-def not_yet(context: Context) -> Iterator[Problem]:
-    """Saving in the background does not work yet."""
-    if context.settings.checkpoint.async_save:
-        yield Problem(("async_save",), "async_save is not built yet", "", "remove async_save")
-
-
 def output(context: Context) -> Iterator[Problem]:
     """A run leaves something behind."""
     if not context.settings.run.output_dir:
@@ -244,6 +238,6 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 
 RULES = (
-    *(not_yet, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
+    *(output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
     *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
 )
