@@ -13,7 +13,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "training")]
 
-from pool import COLLECTIVE_SECONDS, _PRELOAD  # noqa: E402
+from pool import _PRELOAD, COLLECTIVE_SECONDS  # noqa: E402
 from runs import assert_same_tensors, settings_of, train  # noqa: E402
 
 from megatune.config.settings import Settings  # noqa: E402
@@ -44,31 +44,31 @@ def kill_at_random(model: Path, folder: Path, num_kills: int, world_size: int, s
         A line for each kill.
     """
     chance = random.Random(seed)
-    steps = 3 * num_kills + 3
+    steps = 6 * num_kills
     changes = {"max_steps": steps, "save_steps": 1, "gradient_accumulation_steps": 2 // world_size}
-    settings = settings_of(model, folder / "killed", **changes, async_save=True)
+    settings = settings_of(model, folder / "killed", **changes, async_save=True, save_total_limit=2)
     lines, newest = [], 0
     for number in range(num_kills):
-        begun = set(_saves(settings))
+        begun = _begun(settings)
         ranks = _start(folder, f"killed-{number}", world_size, settings)
         # It trains and writes once it has begun a checkpoint of its own.
-        while set(_saves(settings)) <= begun and all(rank.is_alive() for rank in ranks):
+        while _begun(settings) <= begun and all(rank.is_alive() for rank in ranks):
             time.sleep(0.002)
         assert all(rank.is_alive() for rank in ranks), "the run ended by itself"
-        time.sleep(chance.uniform(0, 0.15))
+        time.sleep(chance.uniform(0, 0.5))
         first = chance.randrange(world_size)
         for rank in (ranks[first], *ranks):
             rank.kill()
         for rank in ranks:
             rank.join()
-        seen = _saves(settings)
         for checkpoint in list_checkpoints(folder / "killed"):
             problems = [problem_of(checkpoint, file) for file in read_manifest(checkpoint).files]
             assert not any(problems), (checkpoint, problems)
         steps_there = [checkpoint_step(path) or 0 for path in list_checkpoints(folder / "killed")]
         assert max(steps_there, default=0) >= newest, f"checkpoint-{newest} is lost"
         newest = max(steps_there, default=0)
-        lines.append(f"kill {number + 1}: newest whole checkpoint-{newest}, {', '.join(seen[-2:])}")
+        names = (path.name for path in (folder / "killed").glob("*checkpoint-*"))
+        lines.append(f"kill {number + 1}: {', '.join(sorted(names, key=lambda name: (len(name), name)))}")
     straight = settings_of(model, folder / "straight", **{**changes, "save_strategy": "no"})
     for name, each in (("killed", settings), ("straight", straight)):
         ranks = _start(folder, f"{name}-end", world_size, each)
@@ -80,8 +80,9 @@ def kill_at_random(model: Path, folder: Path, num_kills: int, world_size: int, s
     return lines
 
 
-def _saves(settings: Settings) -> list[str]:
-    return sorted(path.name for path in Path(str(settings.run.output_dir)).glob(".checkpoint-*.partial"))
+def _begun(settings: Settings) -> set[str]:
+    """The saves that have begun and not ended."""
+    return {path.name for path in Path(str(settings.run.output_dir)).glob(".checkpoint-*.partial")}
 
 
 def _start(

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from runs import assert_same_runs, metrics, run, settings_of, train
 from megatune.bridge import file_set
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.families import load_architecture
 from megatune.launch.failure import describe_failure
+from megatune.plan.case import Case, PlannedModel
+from megatune.plan.catalogue import cpu_machine
+from megatune.plan.memory.estimate import workspace_bytes
 from megatune.training import loop, saving
 from megatune.training.storage.manifest import read_manifest
 from megatune.training.storage.store import CheckpointStore, list_checkpoints
@@ -75,6 +80,15 @@ def save_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving.CheckpointSaver, "save", save_twice)
 
 
+def planned_copies(settings: Settings) -> int:
+    """What the planner adds for copies to the memory of a CPU."""
+    architecture = load_architecture(Path(str(settings.model.model_name_or_path)))
+    model = PlannedModel(name="tuna", architecture=architecture)
+    case = Case(model=model, settings=settings, world_size=1, machine=cpu_machine(2**34, 2))
+    waits = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"async_save": False})})
+    return workspace_bytes(case, 0).framework - workspace_bytes(replace(case, settings=waits), 0).framework
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, evaluated": (1, EVALUATED),
     "bf16, tp2 sp dp2, overlaps": (4, {**TP2, **OVERLAPS, "bf16": True}),
@@ -96,6 +110,9 @@ def test_a_checkpoint_is_that_of_a_save_that_training_waits_for(
         ours, beside = (read_manifest(tmp_path / folder / step) for folder in ("out", "beside"))
         assert len(ours.files) > 3
         assert ours == beside
+    if world_size == 1:
+        written = sum(file.size for file in ours.files if file.name.startswith(("model.", "training/optimizer.")))
+        assert planned_copies(settings) == pytest.approx(written, rel=0.01)  # but for the files' headers
 
 
 def test_a_resume_goes_on_as_if_nothing_had_happened(pool: RankPool, model: Path, tmp_path: Path) -> None:
