@@ -167,12 +167,21 @@ def test_a_run_that_fails_by_its_numbers_keeps_the_checkpoint_before(
 
 
 def ends_on_a_full_disk(settings: Settings, folder: Path) -> tuple[int, str, list[str]]:
-    """On a rank, of which the second finds the disk full at the second save: exit code, kind of failure, and what is
-    left."""
+    """On a rank, of which the second finds the disk full at the second save, and has found it so when step 8 begins:
+    exit code, kind of failure, and what is left."""
+    report = loop.Trainer._report
+
+    def report_and_wait(trainer: loop.Trainer, *args: Any) -> None:
+        report(trainer, *args)
+        if trainer.state.step == 7:
+            assert trainer._saver._in_flight is not None
+            trainer._saver._in_flight.join()
 
     def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loop.Trainer, "_report", report_and_wait)
+
         def refuse() -> None:
-            if (folder / "out/checkpoint-2").exists() and os.environ.get("RANK_OF_TEST") == "1":
+            if (folder / "out/checkpoint-3").exists() and os.environ.get("RANK_OF_TEST") == "1":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         on_writing(monkeypatch, refuse)
@@ -190,13 +199,14 @@ def ends_on_a_full_disk(settings: Settings, folder: Path) -> tuple[int, str, lis
 
 
 def test_a_full_disk_ends_the_run_as_it_does_otherwise(pool: RankPool, model: Path, tmp_path: Path) -> None:
-    settings = background(model, tmp_path / "out", max_steps=12, save_steps=2, gradient_accumulation_steps=2)
+    settings = background(model, tmp_path / "out", max_steps=12, gradient_accumulation_steps=2)
     for (code, text, left), kind in zip(
         pool.run(2, ends_on_a_full_disk, settings, tmp_path), ("RELAYED", "ERROR"), strict=True
     ):
         assert code == 73
-        assert text.startswith(f"{kind}: megatune.errors.MegatuneError: no room to write {tmp_path}/out/.checkpoint-4")
-        assert left == [".checkpoint-4.partial", "checkpoint-2"]
+        assert text.startswith(f"{kind}: megatune.errors.MegatuneError: no room to write {tmp_path}/out/.checkpoint-6")
+        assert left == [".checkpoint-6.partial", "checkpoint-3"]
+    assert max(metrics(tmp_path / "out")) == 8  # not at the next save
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
