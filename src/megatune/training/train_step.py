@@ -41,20 +41,23 @@ def train_step(
     *,
     learning_rate: float,
     stop_requested: bool = False,
+    save_ended: bool = False,
     checked_step: int | None = None,
 ) -> StepResult:
     """Run forward, backward and update over one step's micro-batches; collective.
 
     Args:
         batches: this data-parallel rank's micro-batches.
-        stop_requested: whether this rank was asked to stop; sent along with the loss.
+        stop_requested: whether this rank was asked to stop; sent along with the loss, as is
+            `save_ended`, for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
 
     Raises:
         MegatuneError: NOT_FINITE, where copies differ.
     """
-    totals = forward_backward(assembly.model, batches, objective, stop_requested=stop_requested)
+    flags = {"stop_requested": stop_requested, "save_ended": save_ended}
+    totals = forward_backward(assembly.model, batches, objective, **flags)
     if checked_step is not None:
         check_gradients(assembly, checked_step)
     updated, grad_norm = optimizer.step(assembly.optimizer, learning_rate)

@@ -59,6 +59,12 @@ class CheckpointSettings(Group):
     How: At most this many steps are lost when a machine fails. Each save takes the time to write the model and its
     training state, about 14 bytes a parameter in bf16.
     When: Such that a save comes every 15 to 60 minutes."""
+    async_save: bool = False
+    """Write checkpoints in the background: training waits only until they are copied to the host's memory.
+    How: Each process copies what it will write, about 14 bytes a parameter in bf16 over all of them. One checkpoint at
+    a time is written: the next waits for it. The last save of a run is not in the background, nor is one for which
+    memory is short.
+    When: Where a save takes much longer than a step and the machines have that much memory free."""
     save_total_limit: Annotated[Count, "checkpoints"] | None = None
     """Keep only this many checkpoints, the newest ones. null keeps all of them.
     How: Older ones are deleted after a new one is whole. The best one is kept with load_best_model_at_end.
