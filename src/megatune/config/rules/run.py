@@ -100,10 +100,7 @@ def not_yet(context: Context) -> Iterator[Problem]:
     """Refuse by name what is declared and does nothing so far."""
     logs, checkpoint = context.settings.logging, context.settings.checkpoint
     for names, found in (
-        (("report_to",), {"wandb", "swanlab", "mlflow", "all"} & {*logs.report_to}),
-        *(((name,), getattr(logs, name)) for name in ("use_swanlab", "log_params_norm", "log_timers", "log_memory")),
-        *(((name,), not getattr(logs, name)) for name in ("log_throughput", "log_validation_ppl")),
-        (("tensorboard_dir",), logs.tensorboard_dir is not None),
+        *(((name,), getattr(logs, name)) for name in ("log_params_norm", "log_timers", "log_memory")),
         (("push_to_hub",), checkpoint.push_to_hub),
     ):
         if found:
