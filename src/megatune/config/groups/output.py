@@ -75,8 +75,8 @@ class LoggingSettings(Group):
     When: To see whether weights grow or shrink, such as with another weight_decay."""
     log_timers: bool = False
     """Log the seconds of a step that forward and backward, the optimizer and waiting for data take on rank 0.
-    How: time_forward_backward, time_optimizer and time_data are means over the steps of a line. Clocks are read where
-    the program waits for the device anyway, so that nothing becomes slower.
+    How: time_forward_backward, time_optimizer and time_data are means over the steps of a line. The device is waited
+    for between the parts, which costs little.
     When: To see which part of a step is slow; profile says why."""
     log_memory: bool = False
     """Log what memory rank 0 holds at the end of a step, beside the peak of all ranks, in GiB.

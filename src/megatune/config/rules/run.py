@@ -98,11 +98,8 @@ def reports(context: Context) -> Iterator[Problem]:
 
 def not_yet(context: Context) -> Iterator[Problem]:
     """Refuse by name what is declared and does nothing so far."""
-    logs, checkpoint = context.settings.logging, context.settings.checkpoint
-    for names, found in (
-        *(((name,), getattr(logs, name)) for name in ("log_params_norm", "log_timers", "log_memory")),
-        (("push_to_hub",), checkpoint.push_to_hub),
-    ):
+    checkpoint = context.settings.checkpoint
+    for names, found in ((("push_to_hub",), checkpoint.push_to_hub),):
         if found:
             yield Problem(names, f"{names[0]} is not built so far", "", f"remove {names[0]}")
 
