@@ -26,8 +26,8 @@ from megatune.families import load_architecture
 from megatune.families.adapters import adapter_weights, scaling
 from megatune.families.weights import hf_shapes, layers_of
 from megatune.generation.adapters import adapted_model
-from megatune.generation.infer import Generator
-from megatune.generation.inputs import GenerationOptions
+from megatune.generation.generator import Generator
+from megatune.generation.options import GenerationOptions
 from megatune.verify.adapters import write_random_adapter
 from megatune.verify.reference import checkpoint_tensors
 

@@ -11,8 +11,8 @@ from tiny_models import CONTEXT, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatune.errors import ExitCode, MegatuneError
-from megatune.generation.infer import Generator
-from megatune.generation.inputs import GenerationOptions, check_options
+from megatune.generation.generator import Generator
+from megatune.generation.options import GenerationOptions, check_options
 
 QUESTION = [{"role": "user", "content": "Who are you? 你是谁？"}]
 
@@ -29,7 +29,7 @@ def generator(qwen3: Path) -> Generator:
 
 def with_options(generator: Generator, **changes: Any) -> Generator:
     options = dataclasses.replace(generator.options, **changes)
-    return Generator(generator.model, generator.tokenizer, options, generator.source)
+    return Generator(generator.backend, generator.tokenizer, options, generator.source)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_r1_distill_llama"])
@@ -70,7 +70,7 @@ def test_top_k_one_is_greedy(generator: Generator) -> None:
 def test_a_repetition_penalty_reaches_the_model(generator: Generator) -> None:
     punished = with_options(generator, repetition_penalty=5.0, max_new_tokens=30, raw=True).complete("a b c")
     inputs = generator.tokenizer("a b c", return_tensors="pt")
-    generated = generator.model.generate(**inputs, max_new_tokens=30, do_sample=False, repetition_penalty=5.0)
+    generated = generator.backend.model.generate(**inputs, max_new_tokens=30, do_sample=False, repetition_penalty=5.0)
     new_ids = generated[0, inputs["input_ids"].shape[1] :]
     assert punished.text == generator.tokenizer.decode(new_ids, skip_special_tokens=True)
     assert punished.text != with_options(generator, max_new_tokens=30, raw=True).complete("a b c").text
@@ -79,7 +79,7 @@ def test_a_repetition_penalty_reaches_the_model(generator: Generator) -> None:
 def test_raw_continues_the_text_itself(generator: Generator) -> None:
     raw = with_options(generator, raw=True)
     inputs = generator.tokenizer("The river", return_tensors="pt")
-    generated = generator.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    generated = generator.backend.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert raw.reply("The river").text == generator.tokenizer.decode(generated, skip_special_tokens=True)
 
 
@@ -96,17 +96,17 @@ def test_the_system_message_and_the_thinking_switch_reach_the_model(generator: G
 def test_stopped_says_whether_the_model_ended_by_itself(generator: Generator) -> None:
     reply = generator.answer(QUESTION)
     assert (reply.num_tokens, reply.stopped) == (8, False)
-    first = generator.model.generation_config.eos_token_id
+    first = generator.backend.model.generation_config.eos_token_id
     inputs = generator.tokenizer.apply_chat_template(
         QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    third = generator.model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -1].item()
+    third = generator.backend.model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -1].item()
     try:
-        generator.model.generation_config.eos_token_id = third
+        generator.backend.model.generation_config.eos_token_id = third
         reply = generator.answer(QUESTION)
         assert (reply.num_tokens <= 3, reply.stopped) == (True, True)
     finally:
-        generator.model.generation_config.eos_token_id = first
+        generator.backend.model.generation_config.eos_token_id = first
 
 
 def test_the_context_bounds_prompt_and_answer(generator: Generator) -> None:

@@ -87,9 +87,10 @@ def run(args: argparse.Namespace) -> int:
             refuses the model with.
     """
     from megatune.generation.adapters import adapted_model
-    from megatune.generation.inputs import GenerationOptions, PictureFile, check_options, find_model
+    from megatune.generation.inputs import find_model
+    from megatune.generation.options import GenerationOptions, PictureFile, check_options
 
-    given = {each.name: getattr(args, each.name) for each in fields(GenerationOptions)}
+    given = {each.name: getattr(args, each.name) for each in fields(GenerationOptions) if hasattr(args, each.name)}
     given["pictures"] = tuple(PictureFile(*each) for each in args.pictures or ())
     options = GenerationOptions(**given)
     check_options(options)  # before the seconds that loading takes
@@ -97,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     named = adapted_model(args.model, args.model_name_or_path, args.adapter_name_or_path)
     folder = find_model(_model_dir(named.base, args))
 
-    from megatune.generation.infer import Generator, answer_prompts, chat, print_reply
+    from megatune.generation.chat import answer_prompts, chat, print_reply
+    from megatune.generation.generator import Generator
 
     generator = Generator.load(folder, options, named.adapters)
     if args.prompt is not None:

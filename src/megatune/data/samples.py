@@ -49,7 +49,7 @@ def read_samples(
             end, for all of them).
     """
     unfilled: dict[str, str] = {}
-    for sample, missing in _samples(islice(_drawn(source, seed), max_samples), source, stage, placeholders, pictures):
+    for sample, missing in _samples(islice(drawn_rows(source, seed), max_samples), source, stage, placeholders, pictures):
         for placeholder in missing:
             unfilled.setdefault(placeholder, sample.where)
         yield sample
@@ -117,7 +117,7 @@ def _unfilled(where: Mapping[str, str]) -> MegatuneError:
     return MegatuneError(findings, ExitCode.SETTINGS)
 
 
-def _drawn(source: DatasetSource, seed: int) -> Iterator[_Row]:
+def drawn_rows(source: DatasetSource, seed: int) -> Iterator[_Row]:
     """Yield rows with their number of copies: num_samples draws without replacement, as many rounds as it needs."""
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
