@@ -79,7 +79,9 @@ def test_a_repetition_penalty_reaches_the_model(generator: Generator) -> None:
 def test_raw_continues_the_text_itself(generator: Generator) -> None:
     raw = with_options(generator, raw=True)
     inputs = generator.tokenizer("The river", return_tensors="pt")
-    generated = generator.backend.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    generated = generator.backend.model.generate(**inputs, max_new_tokens=8, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ]
     assert raw.reply("The river").text == generator.tokenizer.decode(generated, skip_special_tokens=True)
 
 

@@ -49,7 +49,9 @@ def read_samples(
             end, for all of them).
     """
     unfilled: dict[str, str] = {}
-    for sample, missing in _samples(islice(drawn_rows(source, seed), max_samples), source, stage, placeholders, pictures):
+    for sample, missing in _samples(
+        islice(drawn_rows(source, seed), max_samples), source, stage, placeholders, pictures
+    ):
         for placeholder in missing:
             unfilled.setdefault(placeholder, sample.where)
         yield sample

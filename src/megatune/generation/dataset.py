@@ -19,9 +19,10 @@ from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates.chat_template import CallForm, as_dicts
 from megatune.data.templates.tools import tool_schema
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.generator import Generator, Message
+from megatune.generation.generator import Generator
 from megatune.generation.pictures import Picture
 from megatune.generation.prompt import Prompt, Reply
+from megatune.generation.prompter import Message
 from megatune.generation.results import ResultFile
 
 _SEED = 42  # of the rows that NAME#N draws, as in training

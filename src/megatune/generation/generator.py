@@ -1,35 +1,25 @@
-"""Conversations and texts to prompts, and prompts to answers, by whichever backend."""
+"""Answers: conversations and texts that a backend continues."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import check_writes, find_model
 from megatune.generation.options import GenerationOptions, Sampling, check_options
-from megatune.generation.pictures import Picture, PromptPictures, check_placeholders, read_pictures
-from megatune.generation.prompt import Backend, IsStopped, OnText, Prompt, Reply
+from megatune.generation.pictures import Picture, PromptPictures, read_pictures
+from megatune.generation.prompt import Backend, IsStopped, OnText, Reply
+from megatune.generation.prompter import Message, Prompter
 from megatune.generation.transformers_backend import TransformersBackend, load_tokenizer
 
-Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": text}
 LoadBackend = Callable[[Path, PreTrainedTokenizerBase, Sequence[Path], Any], Backend]
 
 
-class Generator:
-    """A model with its tokenizer, ready to write.
-
-    Args:
-        source: the folder it came from, for messages.
-        pictures: of the first message of every conversation; None for a model that takes none.
-
-    Raises:
-        MegatuneError: (SETTINGS) options that don't hold; (INPUT) a chat is asked for and there is no chat template.
-    """
+class Generator(Prompter):
+    """A model with its tokenizer, ready to write; see `Prompter`."""
 
     def __init__(
         self,
@@ -39,14 +29,8 @@ class Generator:
         source: str,
         pictures: PromptPictures | None = None,
     ) -> None:
-        self.backend, self.tokenizer, self.options, self.source = backend, tokenizer, options, source
-        self.pictures = pictures
-        template = tokenizer.chat_template
-        if not options.raw and template is None:
-            why = "it may be a base model, which continues text and doesn't chat"
-            raise MegatuneError(Finding("the tokenizer has no chat template", source, why, "add --raw"), ExitCode.INPUT)
-        if options.enable_thinking is not None:
-            self.check_thinking()
+        super().__init__(tokenizer, options, source, backend.context, pictures)
+        self.backend = backend
 
     @classmethod
     def load(
@@ -122,50 +106,6 @@ class Generator:
             return self.complete(prompt, on_text)
         return self.answer([*history, {"role": "user", "content": prompt}], on_text)
 
-    def chat_prompt(
-        self,
-        messages: Sequence[Message],
-        pictures: tuple[Picture, ...] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
-        enable_thinking: bool | None = None,
-    ) -> Prompt:
-        """Write a conversation by the chat template, with the options' system message where it has none.
-
-        Args:
-            messages: in whose contents the placeholders of the pictures stand.
-            enable_thinking: in place of the options'.
-
-        Raises:
-            MegatuneError: (INPUT) the chat template refuses the messages; (DATA) they fill the model's context.
-        """
-        switch = self.options.enable_thinking if enable_thinking is None else enable_thinking
-        given: dict[str, Any] = {} if switch is None else {"enable_thinking": switch}
-        if self.options.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.options.system}, *messages]
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=True, **given
-            )["input_ids"]
-        except TemplateError as error:
-            finding = Finding(f"the chat template refuses the messages: {error}", self.source, fix="try --raw")
-            raise MegatuneError(finding, ExitCode.INPUT) from error
-        return self._checked(Prompt(ids, pictures))
-
-    def text_prompt(self, text: str, pictures: tuple[Picture, ...] = ()) -> Prompt:
-        """Make a prompt of a text, in which the placeholders of the pictures stand.
-
-        Raises:
-            MegatuneError: (DATA) it is empty, or fills the model's context.
-        """
-        return self._checked(Prompt(self.tokenizer(text)["input_ids"], pictures))
-
-    def check_thinking(self) -> None:
-        """Refuse the thinking switch where the chat template has none (SETTINGS)."""
-        if "enable_thinking" not in str(self.tokenizer.chat_template):
-            why = f"the chat template of {self.source} has no such switch"
-            finding = Finding("has no effect", "--enable_thinking", why, "leave it out")
-            raise MegatuneError(finding, ExitCode.SETTINGS)
-
     def _shown(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[Picture, ...]]:
         """Place the pictures in the user's first message; return them in the order of their tokens."""
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
@@ -173,18 +113,3 @@ class Generator:
             return messages, ()
         text, shown = self.pictures.placed(messages[first]["content"])
         return [*messages[:first], {**messages[first], "content": text}, *messages[first + 1 :]], shown
-
-    def _checked(self, prompt: Prompt) -> Prompt:
-        """Refuse a prompt that is empty, leaves no room for an answer, or has tokens of pictures that it lacks."""
-        num_tokens, context = len(prompt.token_ids), self.backend.context
-        if num_tokens == 0:
-            raise MegatuneError(Finding("the prompt is empty", "--prompt", fix="give some text"), ExitCode.DATA)
-        if context is not None and num_tokens >= context:
-            what, why = f"the prompt has {num_tokens:,} tokens", f"the model reads {context:,} tokens at most"
-            fix = "shorten it; in a chat, 'clear' forgets what was said"
-            if prompt.pictures:
-                fix = "shorten it, or make the pictures smaller with --image_max_pixels or --video_max_pixels"
-            raise MegatuneError(Finding(what, "--prompt", f"{why}, its answer included", fix), ExitCode.DATA)
-        if self.pictures is not None:
-            check_placeholders(self.pictures.vision, prompt)
-        return prompt

@@ -59,5 +59,7 @@ class ResultFile:
         self.add({"response": response, "messages": [*messages, {"role": "assistant", "content": response}]})
 
     def _unwritten(self, error: OSError) -> MegatuneError:
-        finding = Finding("cannot write the answers", str(self.path), error.strerror or str(error), "--result_path FILE")
+        finding = Finding(
+            "cannot write the answers", str(self.path), error.strerror or str(error), "--result_path FILE"
+        )
         return MegatuneError(finding, ExitCode.CANNOT_WRITE)

@@ -157,9 +157,7 @@ def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
     """
     longest = max(len(each.token_ids) for each in prompts)
     missing = [longest - len(each.token_ids) for each in prompts]
-    ids = [
-        [each.token_ids[0]] * count + each.token_ids for each, count in zip(prompts, missing, strict=True)
-    ]
+    ids = [[each.token_ids[0]] * count + each.token_ids for each, count in zip(prompts, missing, strict=True)]
     mask = [[0] * count + [1] * (longest - count) for count in missing]
     return torch.tensor(ids), torch.tensor(mask)
 
