@@ -204,7 +204,7 @@ def _line(question: Question, reply: Reply) -> dict[str, Any]:
 def _name(picture: RowPicture) -> str | None:
     """Return the path of a picture, None of one that the row holds itself."""
     value = picture.value.get("path") if isinstance(picture.value, dict) else picture.value
-    return value if isinstance(value, str | Path) and len(str(value)) < 4096 else None  # longer ones are base64
+    return str(value) if isinstance(value, str | Path) and len(str(value)) < 4096 else None  # longer ones are base64
 
 
 def _leave_out(where: str, why: object, outcome: Outcome) -> None:

@@ -19,7 +19,11 @@ LoadBackend = Callable[[Path, PreTrainedTokenizerBase, Sequence[Path], Any], Bac
 
 
 class Generator(Prompter):
-    """A model with its tokenizer, ready to write; see `Prompter`."""
+    """A model with its tokenizer, ready to write; see `Prompter`.
+
+    Raises:
+        MegatuneError: (INPUT) also where a chat is asked for and there is no chat template.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,8 @@ class Generator(Prompter):
     ) -> None:
         super().__init__(tokenizer, options, source, backend.context, pictures)
         self.backend = backend
+        if not options.raw:
+            self.check_template()
 
     @classmethod
     def load(

@@ -16,6 +16,10 @@ from megatune.generation.prompt import Prompt
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": text}
 
 
+class TooLongError(MegatuneError):
+    """A prompt that leaves no room for an answer in the model's context."""
+
+
 class Prompter:
     """A model's tokenizer and chat template, with what the options say of them.
 
@@ -25,8 +29,7 @@ class Prompter:
         pictures: of the first message of every conversation; None for a model that takes none.
 
     Raises:
-        MegatuneError: (SETTINGS) a thinking switch that the chat template lacks; (INPUT) there is no chat template, and
-            the options don't say raw.
+        MegatuneError: (SETTINGS) a thinking switch that the chat template lacks.
     """
 
     def __init__(
@@ -39,9 +42,6 @@ class Prompter:
     ) -> None:
         self.tokenizer, self.options, self.source = tokenizer, options, source
         self.context, self.pictures = context, pictures
-        if not options.raw and tokenizer.chat_template is None:
-            why = "it may be a base model, which continues text and doesn't chat"
-            raise MegatuneError(Finding("the tokenizer has no chat template", source, why, "add --raw"), ExitCode.INPUT)
         if options.enable_thinking is not None:
             self.check_thinking()
 
@@ -61,6 +61,7 @@ class Prompter:
         Raises:
             MegatuneError: (INPUT) the chat template refuses the messages; (DATA) they fill the model's context.
         """
+        self.check_template()
         switch = self.options.enable_thinking if enable_thinking is None else enable_thinking
         given: dict[str, Any] = {} if switch is None else {"enable_thinking": switch}
         if self.options.system is not None and messages[0]["role"] != "system":
@@ -82,6 +83,12 @@ class Prompter:
         """
         return self._checked(Prompt(self.tokenizer(text)["input_ids"], pictures))
 
+    def check_template(self) -> None:
+        """Refuse a tokenizer without a chat template (INPUT)."""
+        if self.tokenizer.chat_template is None:
+            what, why = "the tokenizer has no chat template", "it may be a base model, which continues text"
+            raise MegatuneError(Finding(what, self.source, f"{why} and doesn't chat", "add --raw"), ExitCode.INPUT)
+
     def check_thinking(self) -> None:
         """Refuse the thinking switch where the chat template has none (SETTINGS)."""
         if "enable_thinking" not in str(self.tokenizer.chat_template):
@@ -99,7 +106,7 @@ class Prompter:
             fix = "shorten it; in a chat, 'clear' forgets what was said"
             if prompt.pictures:
                 fix = "shorten it, or make the pictures smaller with --image_max_pixels or --video_max_pixels"
-            raise MegatuneError(Finding(what, "--prompt", f"{why}, its answer included", fix), ExitCode.DATA)
+            raise TooLongError(Finding(what, "--prompt", f"{why}, its answer included", fix), ExitCode.DATA)
         if self.pictures is not None:
             check_placeholders(self.pictures.vision, prompt)
         return prompt

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,9 @@ class VllmStreams:
         self.context = self._defaults.context
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
 
-    async def stream(self, make: Callable[[], Prompt], sampling: Sampling) -> AsyncIterator[Prompt | str | Reply]:
+    async def stream(
+        self, make: Callable[[], Prompt], sampling: Sampling
+    ) -> AsyncGenerator[Prompt | str | Reply, None]:
         """Yield the prompt, pieces of text, and the whole answer."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
