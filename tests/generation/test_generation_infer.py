@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions, check_options
+from megatune.generation.stopping import HeldText
 
 QUESTION = [{"role": "user", "content": "Who are you? 你是谁？"}]
 
@@ -153,3 +154,39 @@ def test_a_thinking_switch_that_the_template_lacks_is_refused(tmp_path_factory: 
     with pytest.raises(MegatuneError, match="no such switch") as raised:
         Generator.load(tiny_model(tmp_path_factory, "llama"), GenerationOptions(enable_thinking=False))
     assert raised.value.exit_code == ExitCode.SETTINGS
+
+
+def test_a_stop_word_ends_an_answer_and_streams_no_further(generator: Generator) -> None:
+    whole = generator.answer(QUESTION).text
+    word = whole[3:5]
+    for keep in (True, False):
+        sampling = dataclasses.replace(generator.options, stop_words=("never", word, word + "x"), keep_stop_word=keep)
+        pieces: list[str] = []
+        reply = generator.answer(QUESTION, pieces.append, sampling)
+        end = whole.index(word) + len(word) * keep
+        assert (reply.text, "".join(pieces), reply.stopped) == (whole[:end], whole[:end], True)
+        assert reply.num_tokens < 8
+
+
+def test_text_waits_while_it_may_begin_a_stop_word() -> None:
+    sampling = GenerationOptions(stop_words=("</end>", "STOP"), keep_stop_word=False)
+    for pieces, shown in (
+        (["a<", "/en", "x"], ["a", "</enx"]),
+        (["a<", "/end", ">b", "c"], ["a"]),
+        (["ST", "ST", "OPS"], ["ST"]),
+        (["12</"], ["12", "</"]),
+    ):
+        seen: list[str] = []
+        held = HeldText(sampling, seen.append)
+        for piece in pieces:
+            held.add(piece)
+        held.add("", is_last=True)
+        assert seen == shown
+
+
+def test_an_answer_can_be_ended_from_outside(generator: Generator) -> None:
+    seen: list[str] = []
+    sampling = dataclasses.replace(generator.options, max_new_tokens=40)
+    reply = generator.answer(QUESTION, seen.append, sampling, is_stopped=lambda: bool(seen))
+    assert reply.num_tokens < 10
+    assert not reply.stopped

@@ -114,7 +114,7 @@ class App:
                 raise ApiError(403, "without an API key, only this machine's own names are answered: localhost")
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._api_key.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self._api_key.encode()):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _check_model(self, name: str) -> None:
