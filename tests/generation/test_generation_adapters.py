@@ -28,6 +28,7 @@ from megatune.families.weights import hf_shapes, layers_of
 from megatune.generation.adapters import adapted_model
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions
+from megatune.generation.transformers_backend import TransformersBackend
 from megatune.verify.adapters import write_random_adapter
 from megatune.verify.reference import checkpoint_tensors
 
@@ -217,14 +218,18 @@ def test_infer_answers_with_an_adapter(tmp_path_factory: pytest.TempPathFactory,
     shutil.copy(model / "tokenizer.json", adapter)  # as runs write them, here without a chat template
     truth = merged(model, [tensors_one_by_one(model, settings)], scaling(settings), tmp_path / "merged")
     generator = Generator.load(model, options)
-    expected = Generator(truth, generator.tokenizer, options, "").complete("Who").text
+    expected = (
+        Generator(TransformersBackend(truth, generator.tokenizer), generator.tokenizer, options, "")
+        .complete("Who")
+        .text
+    )
     assert expected != generator.complete("Who").text
 
     def infer(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megatune", "infer", *words, "--max_new_tokens", "12", "--prompt", "Who"]
         return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    for words in ([str(adapter)], [str(model), "--adapter_name_or_path", str(adapter)]):
+    for words in (["--adapters", str(adapter)], ["--adapter_name_or_path", str(adapter), str(model)]):
         ended = infer(*words, "--raw")
         assert (ended.returncode, ended.stdout.strip()) == (0, expected.strip())
         assert [line for line in ended.stderr.splitlines() if "cut after" not in line] == []

@@ -64,6 +64,17 @@ def test_the_seed_decides_a_sampled_answer(generator: Generator) -> None:
     assert answers[0] == answers[1] != answers[2]
 
 
+def test_the_temperature_can_be_left_to_the_model(generator: Generator) -> None:
+    assert with_options(generator, temperature=None).answer(QUESTION) == generator.answer(QUESTION)
+    config = generator.backend.model.generation_config
+    try:
+        config.do_sample, config.temperature = True, 2.0
+        left = with_options(generator, temperature=None, seed=1, max_new_tokens=20).answer(QUESTION)
+        assert left == with_options(generator, temperature=2.0, seed=1, max_new_tokens=20).answer(QUESTION)
+    finally:
+        config.do_sample, config.temperature = None, None
+
+
 def test_top_k_one_is_greedy(generator: Generator) -> None:
     assert with_options(generator, temperature=5.0, top_k=1).answer(QUESTION) == generator.answer(QUESTION)
 

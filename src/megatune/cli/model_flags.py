@@ -63,16 +63,16 @@ _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-class ModelAction(argparse.Action):
-    """`--model M` names what the positional MODEL else does."""
+class InPlaceOfModel(argparse.Action):
+    """A flag that lets the positional MODEL be left out: it names the model, or an adapter, which names its base."""
 
     def __init__(self, *args: Any, positional: argparse.Action, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._positional = positional
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Take the model, and let the positional be left out."""
-        namespace.named_model = values
+        """Take the value."""
+        setattr(namespace, self.dest, values)
         self._positional.required = False
 
 
@@ -94,10 +94,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument("model", metavar="MODEL", nargs=None,
                                 help="a Hugging Face model, a checkpoint-N, a run's output_dir, each with a model or "
                                 "an adapter, or an id on a hub; or --model MODEL")  # fmt: skip
-    parser.add_argument("--model", dest="named_model", action=ModelAction, positional=model, metavar="MODEL",
+    parser.add_argument("--model", dest="named_model", action=InPlaceOfModel, positional=model, metavar="MODEL",
                         help=argparse.SUPPRESS)  # fmt: skip
-    add_flag(parser, "adapters", "adapter_name_or_path", nargs="+", type=_names, default=[], metavar="A",
-             help="folders of adapters on MODEL, applied in this order, with spaces or commas between")  # fmt: skip
+    add_flag(parser, "adapters", nargs="+", action=InPlaceOfModel, positional=model, default=[], metavar="A",
+             help="folders of adapters on MODEL, applied in this order; without MODEL, on the base that they name; "
+             "--adapter_name_or_path A,B is the same")  # fmt: skip
+    add_flag(parser, "adapter_name_or_path", dest="adapters", action=InPlaceOfModel, positional=model, type=_names,
+             metavar="A[,B]", help=argparse.SUPPRESS)  # fmt: skip
     add_flag(parser, "model_name_or_path", metavar="BASE",
              help="where MODEL is an adapter: its base (what its adapter_config.json names)")  # fmt: skip
     add_flag(parser, "model_revision", default="main", metavar="REVISION",
@@ -124,8 +127,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Declare how answers are written."""
     group = parser.add_argument_group("how to write (what is left out is the model's generation_config.json's)")
     add_flag(group, "max_new_tokens", type=int, default=512, metavar="N", help="tokens of an answer at most (512)")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                       help="0 takes the likeliest token at every step (0)")  # fmt: skip
+    group.add_argument("--temperature", type=_temperature, default=0.0, metavar="T",
+                       help="0 takes the likeliest token at every step; model: as its file says (0)")  # fmt: skip
     add_flag(group, "top_p", type=float, metavar="P",
              help="sample from the likeliest tokens that reach this probability together")  # fmt: skip
     add_flag(group, "top_k", type=int, metavar="K", help="sample from the K likeliest tokens")
@@ -169,19 +172,16 @@ def check(args: argparse.Namespace, *, brings_pictures: bool = False) -> Checked
         MegatuneError: (SETTINGS) flags; (INPUT) an adapter, a picture or a file of the system message that is missing;
             (UNAVAILABLE) a backend that is not installed.
     """
-    from megatune.generation.adapters import adapted_model
     from megatune.generation.options import GenerationOptions, PictureFile, check_options
 
     if findings := [*_model_findings(args), *_refusals(args), *_backend_findings(args)]:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    name = args.named_model or args.model
     given = {each.name: getattr(args, each.name) for each in fields(GenerationOptions) if hasattr(args, each.name)}
     given |= {"stop_words": tuple(args.stop_words), "system": _system(args.system)}
     given["pictures"] = tuple(PictureFile(*each) for each in getattr(args, "pictures", None) or ())
     options = GenerationOptions(**given)
     check_options(options, brings_pictures=brings_pictures)
-    adapters = [each for names in args.adapters for each in names]
-    adapted = adapted_model(name, args.model_name_or_path, adapters)
+    name, adapted = _adapted(args)
     vllm = None
     if args.infer_backend == "vllm":
         vllm = {each: value for each in _VLLM if (value := getattr(args, f"vllm_{each}")) is not None}
@@ -189,6 +189,20 @@ def check(args: argparse.Namespace, *, brings_pictures: bool = False) -> Checked
 
         check_vllm(options, adapted.adapters)
     return Checked(name, options, adapted, vllm)
+
+
+def _adapted(args: argparse.Namespace) -> tuple[str, AdaptedModel]:
+    """Return the name of what is asked, and what it is: a model with its adapters, or adapters that name their base."""
+    from megatune.generation.adapters import adapted_model
+
+    name, base = args.named_model or args.model, args.model_name_or_path
+    if name is not None:
+        return name, adapted_model(name, base, args.adapters)
+    first, *more = args.adapters
+    adapted = adapted_model(first, base)
+    if more or not adapted.adapters:  # which refuses those that are none
+        adapted = adapted_model(adapted.base, adapters=args.adapters)
+    return first, adapted
 
 
 _VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
@@ -259,6 +273,10 @@ def _system(value: str | None) -> str | None:
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         finding = Finding(f"{value} cannot be read", "--system", why, "name a text file of UTF-8, or write the text")
         raise MegatuneError(finding, ExitCode.INPUT) from error
+
+
+def _temperature(text: str) -> float | None:
+    return None if text == "model" else float(text)
 
 
 def _names(text: str) -> list[str]:

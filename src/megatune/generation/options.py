@@ -34,7 +34,7 @@ class Sampling:
 
     Attributes:
         max_new_tokens: tokens of an answer at most; the model's context ends it sooner.
-        temperature: 0 takes the likeliest token at every step.
+        temperature: 0 takes the likeliest token at every step; None samples, or does not, as the model says.
         top_p: sample from the likeliest tokens that reach this probability together, in (0, 1].
         top_k: sample from this many of the likeliest tokens.
         repetition_penalty: above 1 makes tokens that have occurred less likely.
@@ -44,7 +44,7 @@ class Sampling:
     """
 
     max_new_tokens: int = 512
-    temperature: float = 0.0
+    temperature: float | None = 0.0
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
@@ -99,7 +99,7 @@ def out_of_range(sampling: Sampling) -> Iterator[Finding]:
     penalty = sampling.repetition_penalty
     if sampling.max_new_tokens < 1:
         yield Finding(f"{sampling.max_new_tokens} is too small", "--max_new_tokens", fix="--max_new_tokens 1 or more")
-    if not 0 <= sampling.temperature < float("inf"):
+    if sampling.temperature is not None and not 0 <= sampling.temperature < float("inf"):
         yield Finding(f"{sampling.temperature} is out of range", "--temperature", fix="--temperature 0 or more")
     if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
         yield Finding(f"{sampling.top_p} is out of range", "--top_p", fix="a probability above 0, at most 1")

@@ -164,8 +164,10 @@ def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _arguments(sampling: Sampling) -> dict[str, Any]:
     """Return the arguments of `generate` that are not left to the model's generation config."""
-    chosen = {"do_sample": sampling.temperature > 0, "repetition_penalty": sampling.repetition_penalty}
-    if sampling.temperature > 0:
+    temperature = sampling.temperature
+    do_sample = None if temperature is None else temperature > 0
+    chosen = {"do_sample": do_sample, "repetition_penalty": sampling.repetition_penalty}
+    if do_sample is not False:
         chosen |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return {name: value for name, value in chosen.items() if value is not None}
 

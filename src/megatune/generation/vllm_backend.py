@@ -57,15 +57,18 @@ class _Defaults:
         room = sampling.max_new_tokens
         if self.context is not None:
             room = min(room, self.context - len(prompt.token_ids))
+        temperature = sampling.temperature
+        if temperature is None:
+            temperature = (self.generation.temperature or 1.0) if self.generation.do_sample else 0.0
         chosen = {
             "max_tokens": room,
-            "temperature": sampling.temperature,
+            "temperature": temperature,
             "repetition_penalty": sampling.repetition_penalty or self.generation.repetition_penalty,
             "seed": sampling.seed,
             "stop": list(sampling.stop_words) or None,
             "include_stop_str_in_output": sampling.keep_stop_word,
         }
-        if sampling.temperature > 0:
+        if temperature > 0:
             chosen["top_p"] = sampling.top_p or self.generation.top_p
             chosen["top_k"] = sampling.top_k or self.generation.top_k
         return {name: value for name, value in chosen.items() if value is not None}
