@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from megatune.config.dialects import swift_meaning, swift_run_meaning
-from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.dialect import Dialect, Refused
 from megatune.config.dialects.swift_command import MEANT, Command, by_current_name
 from megatune.config.dialects.swift_defaults import DEFAULTS, VERSION_3
 from megatune.config.dialects.swift_ignored import IGNORED
@@ -35,8 +35,16 @@ NEGATABLE = (
 def _keys(newest_first: bool) -> dict[str, Any]:
     """Return the keys of settings, those of one version before those of the other."""
     keys = {**{name: setting_paths()[name] for name in SAME if name in setting_paths()}, **KEYS}
+    keys = {
+        name: meaning for name, meaning in keys.items() if not isinstance(meaning, str) or meaning in all_settings()
+    }
     ordered = sorted(keys, key=lambda name: (name in VERSION_3) is newest_first)
     return {name: keys[name] for name in ordered}
+
+
+def _refused() -> dict[str, Refused]:
+    missing = {name for name in (*SAME, *KEYS) if name not in _keys(True)} - MEANT.keys()
+    return {**{name: Refused("it is not built yet") for name in missing}, **REFUSED}
 
 
 @cache
@@ -45,7 +53,7 @@ def dialect_of(generation: int) -> Dialect:
     return Dialect(
         name=f"Megatron-SWIFT {generation}",
         keys=_keys(generation == 4),
-        not_built=REFUSED,
+        not_built=_refused(),
         prefix="--",
         separator=" ",
     )
@@ -55,7 +63,7 @@ def dialect_of(generation: int) -> Dialect:
 def kinds() -> dict[str, type]:
     """Return every flag that is known, and our own names, with the type of its value."""
     found: dict[str, type] = {name: _kind_of_setting(path) for name, path in setting_paths().items()}
-    for name, refused in REFUSED.items():
+    for name, refused in _refused().items():
         found[name] = type(refused.off[0]) if refused.off else str
     found |= {name: kind for name, (kind, _) in IGNORED.items()}
     for name in dialect_of(4).keys:

@@ -6,7 +6,6 @@ from megatune.config.dialects.dialect import Chooses, GlobalBatchSize, Meaning, 
 
 _BATCH = Sets(("batch.per_device_train_batch_size", "batch.per_device_eval_batch_size"))
 _MERGERS = ("finetuning.freeze_multi_modal_projector", "finetuning.freeze_deepstack_mergers")
-_SHUFFLE = negated("data.disable_shuffling")
 _DTYPES = {
     "bfloat16": {"precision.bf16": True},
     "float16": {"precision.fp16": True},
@@ -32,7 +31,9 @@ SAME = (
     *("lora_dropout", "use_rslora", "merge_lora", "center_rewards_coefficient", "save_steps", "save_strategy"),
     *("save_total_limit", "logging_steps", "eval_steps", "report_to", "dataset", "model_name", "model_author"),
     *("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "ref_model"),
-    *("preserve_thinking", "template"),
+    *("preserve_thinking", "template", "columns", "dataset_shuffle", "mcore_model", "async_save"),
+    *("tensorboard_dir", "wandb_project", "wandb_save_dir", "swanlab_project", "swanlab_workspace", "swanlab_mode"),
+    *("log_throughput", "log_params_norm", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_token"),
 )
 
 # The first of several for one setting is the one that messages name.
@@ -98,8 +99,6 @@ KEYS: dict[str, Meaning] = {
     "system": "data.default_system",
     "dataset_num_proc": "data.preprocessing_num_workers",
     "load_from_cache_file": negated("data.overwrite_cache"),
-    "dataset_shuffle": _SHUFFLE,
-    "train_dataloader_shuffle": _SHUFFLE,
     "shuffle_buffer_size": "data.buffer_size",
     "interleave_prob": "data.interleave_probs",
     "stopping_strategy": Sets(
@@ -118,4 +117,7 @@ KEYS: dict[str, Meaning] = {
     # Logging, evaluation.
     "log_interval": "logging.logging_steps",
     "eval_interval": "evaluation.eval_steps",
+    "log_timers_to_tensorboard": "logging.log_timers",
+    "log_memory_to_tensorboard": "logging.log_memory",
+    "log_validation_ppl_to_tensorboard": "logging.log_validation_ppl",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatune.config.dialects.dialect import Refused
+from megatune.config.dialects.swift_rollouts import DEFAULTS, WITHOUT_DEFAULT
 
 _FP8 = "training in 8 or 4 bits is not built; bf16 is"
 _MUON = "of optimizers there are adam (AdamW) and sgd"
@@ -40,7 +41,6 @@ REFUSED: dict[str, Refused] = {
         values=("grpo", "gkd"),
         fix="write --rlhf_type dpo, kto or rm",
     ),
-    "report_to": Refused("only TensorBoard is built", values=("wandb", "swanlab"), fix="write --report_to tensorboard"),
     # Training.
     "cross_entropy_fusion_impl": Refused(_KERNEL, off=("native",)),
     "optimizer_cuda_graph": Refused(_KERNEL, off=(False,)),
@@ -137,6 +137,15 @@ REFUSED: dict[str, Refused] = {
     "norm_bbox": Refused("boxes in texts are left as they are"),
     "add_non_thinking_prefix": Refused("--enable_thinking says how answers without reasoning are written", off=(True,)),
     "max_pixels": Refused("bounds of pictures are settings", fix="write --image_max_pixels"),
+    "max_model_len": Refused("config.json of the model says it", fix="write --max_length"),
+    "init_strategy": Refused(_RANDOM),
+    "local_repo_path": Refused(_PLUGINS),
+    "is_binary_loss_scale": Refused("answers are trained, and what is not answered is not"),
+    "disable_ignore_empty_think": Refused("an empty thought is trained as the rest of an answer", off=(False,)),
+    "disable_auto_column_mapping": Refused("--columns says what columns are called", off=(False,)),
+    "sequence_parallel_size": Refused("it is of Transformers' training", off=(1,), fix="write --context_parallel_size"),
+    "tuner_backend": Refused("adapters are in peft's form", off=("peft",)),
+    "load_data_args": Refused("data sets are named on the command line", off=(False,)),
     "new_special_tokens": Refused("a model keeps its vocabulary"),
     "external_plugins": Refused(_PLUGINS),
     "custom_register_path": Refused(_PLUGINS),
@@ -144,36 +153,6 @@ REFUSED: dict[str, Refused] = {
     # Preferences.
     "reference_free": Refused("a loss without a reference is chosen by name: orpo, simpo, cpo", off=(False,)),
     "f_divergence_type": Refused("the link of the losses is the reverse KL divergence", off=("reverse_kl",)),
-    **{
-        name: Refused(_ROLLOUTS)
-        for name in (
-            *("teacher_model", "teacher_model_server", "reward_funcs", "reward_weights", "reward_model"),
-            *("generation_batch_size", "steps_per_generation", "vllm_mode", "vllm_server_host", "epsilon_high"),
-            *("multi_turn_scheduler", "gkd_logits_topk", "soft_max_length", "max_turns", "delta"),
-        )
-    },
-    "num_generations": Refused(_ROLLOUTS, off=(8,)),
-    "max_completion_length": Refused(_ROLLOUTS, off=(512,)),
-    "temperature": Refused(_ROLLOUTS, off=(0.9,)),
-    "use_vllm": Refused(_ROLLOUTS, off=(True,)),
-    "vllm_gpu_memory_utilization": Refused(_ROLLOUTS, off=(0.9,)),
-    "vllm_tensor_parallel_size": Refused(_ROLLOUTS, off=(1,)),
-    "vllm_max_model_len": Refused(_ROLLOUTS),
-    "sleep_level": Refused(_ROLLOUTS, off=(0,)),
-    "offload_model": Refused(_ROLLOUTS, off=(False,)),
-    "offload_optimizer": Refused(_ROLLOUTS, off=(False,)),
-    "offload_bridge": Refused(_ROLLOUTS, off=(False,)),
-    "epsilon": Refused(_ROLLOUTS, off=(0.2,)),
-    "lmbda": Refused(_ROLLOUTS, off=(0.5,)),
-    "seq_kd": Refused(_ROLLOUTS, off=(False,)),
-    "sft_alpha": Refused(_ROLLOUTS, off=(0.0,)),
-    "dynamic_sample": Refused(_ROLLOUTS, off=(False,)),
-    "overlong_filter": Refused(_ROLLOUTS, off=(False,)),
-    "importance_sampling_level": Refused(_ROLLOUTS, off=("token",)),
-    "scale_rewards": Refused(_ROLLOUTS, off=("group",)),
-    "advantage_estimator": Refused(_ROLLOUTS, off=("grpo",)),
-    "log_completions": Refused(_ROLLOUTS, off=(False,)),
-    "num_iterations": Refused(_ROLLOUTS, off=(1,)),
-    "sync_ref_model": Refused(_ROLLOUTS, off=(False,)),
-    "async_generate": Refused(_ROLLOUTS, off=(False,)),
+    **{name: Refused(_ROLLOUTS) for name in WITHOUT_DEFAULT},
+    **{name: Refused(_ROLLOUTS, off=(default,)) for name, default in DEFAULTS.items()},
 }

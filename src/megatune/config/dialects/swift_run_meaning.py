@@ -8,13 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatune.config.dialects.swift_command import Command
+from megatune.config.settings import setting_paths
 
 
 def model(command: Command) -> None:
     """Where the weights come from: --load and --mcore_model name a checkpoint of Megatron-Core, or of Transformers."""
     source = command.value("mcore_model")
     if isinstance(source, str):
-        if holds_torch_dist(Path(source)):
+        if holds_torch_dist(Path(source)) and "mcore_model" in setting_paths():
+            entry = command.flags["mcore_model"]
+            command.flags["mcore_model"] = replace(entry, key="mcore_model")
+            command.whys[entry.where] = "a checkpoint of Megatron-Core"
+        elif holds_torch_dist(Path(source)):
             why = "reading checkpoints of Megatron-Core for training is not built"
             command.refuse("mcore_model", why, "write --model with the Hugging Face model that it was made from")
         else:
@@ -53,10 +58,14 @@ def output(command: Command) -> None:
         command.ignore("add_version", "output_dir is as it is written")
     if command.value("save_safetensors", True):
         command.ignore("save_safetensors", "checkpoints are Hugging Face models")
+    elif "save_format" in setting_paths():
+        command.sets("save_safetensors", "save_format", "torch_dist", "beside the Hugging Face model")
+        command.flags.pop("save_safetensors")
     command.refuse("save_safetensors", "checkpoints are Hugging Face models", "`megatune export` writes other forms")
-    if not command.value("async_save", False):
-        command.ignore("async_save", "checkpoints are written between steps")
-    command.refuse("async_save", "checkpoints are written between steps", "remove --async_save")
+    if "async_save" not in setting_paths():
+        if not command.value("async_save", False):
+            command.ignore("async_save", "checkpoints are written between steps")
+        command.refuse("async_save", "checkpoints are written between steps", "remove --async_save")
 
 
 def _add_version(command: Command) -> None:
@@ -136,17 +145,16 @@ def evaluation(command: Command) -> None:
 
 def rows(command: Command) -> None:
     """How rows are shuffled, mixed and cut."""
-    shuffles = [name for name in ("dataset_shuffle", "train_dataloader_shuffle") if command.given(name)]
-    wanted = {command.value(name) for name in shuffles}
-    if wanted == {True} or (wanted == {False} and len(shuffles) < 2):
-        for name in shuffles:
-            why = "rows are shuffled" if wanted == {True} else "the other shuffle still is on, and there is one here"
-            command.ignore(name, why)
-    elif len(wanted) == 2:
-        off = next(name for name in shuffles if command.value(name) is False)
-        command.ignore(off, "the other shuffle still is on, and there is one here")
-        for name in shuffles:
-            command.ignore(name, "rows are shuffled")
+    if command.value("train_dataloader_shuffle") is False and command.value("dataset_shuffle") is False:
+        command.sets("train_dataloader_shuffle", "disable_shuffling", True)
+        command.flags.pop("train_dataloader_shuffle")
+    why = "rows are shuffled once" if command.value("train_dataloader_shuffle") else "dataset_shuffle still is on"
+    command.ignore("train_dataloader_shuffle", why)
+    if "dataset_shuffle" not in setting_paths():
+        command.ignore("dataset_shuffle", "it orders rows before they are shuffled for training")
+    system = command.value("system")
+    if isinstance(system, str) and system.endswith(".txt") and Path(system).is_file():
+        command.becomes("system", Path(system).read_text(encoding="utf-8"), "the text of the file")
     if not command.given("interleave_prob"):
         command.ignore("stopping_strategy", "it is of interleave_prob")
     elif not command.given("stopping_strategy"):
