@@ -70,6 +70,7 @@ KEYS: dict[str, Meaning] = {
     "wandb_exp_name": "run.run_name",
     "swanlab_exp_name": "run.run_name",
     # Distribution.
+    "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
     "distributed_timeout_minutes": Sets(("run.ddp_timeout",), factor=60),
     "moe_router_dtype": Sets(("experts.moe_router_dtype",), values={"none": None}),
     # What is trained.

@@ -13,6 +13,7 @@ from megatune.config.settings import all_settings, setting_value
 from megatune.config.values import shown
 
 _WIDEST = 44  # of the first column
+_SECRET = ("hub_token",)
 
 
 def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:
@@ -37,7 +38,7 @@ def _version(run: SwiftRun) -> tuple[str, str]:
 
 def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
     for entry in run.typed:
-        left = f"--{entry.key} {entry.value.text or _words(entry.value.data)}"
+        left = f"--{entry.key} {'***' if entry.key in _SECRET else entry.value.text or _words(entry.value.data)}"
         why = run.command.whys.get(entry.where, "")
         if entry.where in run.command.ignored:
             yield left, f"ignored: {run.command.ignored[entry.where]}"
@@ -66,7 +67,8 @@ def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
 
 
 def _said(loaded: Loaded, paths: list[str]) -> list[str]:
-    return [f"{path.partition('.')[2]}: {_words(setting_value(loaded.settings, path))}" for path in paths]
+    named = {path.partition(".")[2]: setting_value(loaded.settings, path) for path in paths}
+    return [f"{name}: {'***' if name in _SECRET else _words(value)}" for name, value in named.items()]
 
 
 def _words(value: Any) -> str:

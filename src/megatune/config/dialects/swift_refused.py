@@ -128,6 +128,7 @@ REFUSED: dict[str, Refused] = {
     "mrl_dims": Refused(_HEAD),
     # Data.
     "custom_dataset_info": Refused("data sets are registered in dataset_info.json", fix="name the file in --dataset"),
+    "download_mode": Refused("what was fetched of a hub is not fetched again", off=("reuse_dataset_if_exists",)),
     "cached_dataset": Refused(_CACHED),
     "cached_val_dataset": Refused(_CACHED),
     "packing_length": Refused("a packed row is as long as max_length", fix="write --max_length"),

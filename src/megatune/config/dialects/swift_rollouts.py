@@ -1,4 +1,4 @@
-"""Megatron-SWIFT's flags of grpo and gkd, which are no preference stages: refused, but at the defaults they have there."""
+"""Megatron-SWIFT's flags of grpo and gkd, which are no preference stages: refused, but at their defaults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WITHOUT_DEFAULT = (
 )
 
 DEFAULTS: dict[str, Any] = {
-    "teacher_tag_key": '"dataset"',
+    "teacher_tag_key": "dataset",
     "lmbda": 0.5,
     "seq_kd": False,
     "offload_teacher_model": False,
@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "temperature": 0.9,
     "num_generations": 8,
     "max_completion_length": 512,
-    "importance_sampling_level": '"token"',
+    "importance_sampling_level": "token",
     "tau_pos": 1.0,
     "tau_neg": 1.05,
     "real_tau": 0.5,
@@ -76,7 +76,7 @@ DEFAULTS: dict[str, Any] = {
     "offload_optimizer": False,
     "offload_model": False,
     "offload_bridge": False,
-    "vllm_server_port": "[8000]",
+    "vllm_server_port": ["8000"],
     "vllm_server_timeout": 240.0,
     "cosine_min_len_value_wrong": -0.5,
     "cosine_max_len_value_wrong": 0.0,
@@ -87,20 +87,20 @@ DEFAULTS: dict[str, Any] = {
     "dynamic_sample": False,
     "max_resample_times": 3,
     "overlong_filter": False,
-    "scale_rewards": '"group"',
-    "advantage_estimator": '"grpo"',
+    "scale_rewards": "group",
+    "advantage_estimator": "grpo",
     "kl_in_reward": False,
     "log_completions": False,
     "rollout_importance_sampling_threshold": 2.0,
     "log_rollout_offpolicy_metrics": False,
     "log_entropy": False,
     "top_entropy_quantile": 1.0,
-    "router_replay_mode": '"disabled"',
+    "router_replay_mode": "disabled",
     "sync_ref_model": False,
     "ref_model_sync_steps": 512,
     "ref_model_mixup_alpha": 0.6,
     "async_generate": False,
-    "completion_length_limit_scope": '"per_round"',
+    "completion_length_limit_scope": "per_round",
     "vllm_server_pass_dataset": False,
     "num_iterations": 1,
 }

@@ -10,6 +10,21 @@ from pathlib import Path
 from megatune.config.dialects.swift_command import Command
 from megatune.config.settings import setting_paths
 
+_OURS = "training/manifest.json"  # what a checkpoint of this program has
+# Version 3's names of the shape -> those of config.json.
+_SHAPE = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "rotary_base": "rope_theta",
+    "norm_epsilon": "rms_norm_eps",
+    "num_experts": "num_experts",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+
 
 def model(command: Command) -> None:
     """Where the weights come from: --load and --mcore_model name a checkpoint of Megatron-Core, or of Transformers."""
@@ -27,9 +42,13 @@ def model(command: Command) -> None:
                 command.ignore("model", f"the weights are those of {command.typed('mcore_model')}")
             entry = command.flags.pop("mcore_model")
             command.flags["model"] = replace(entry, key="model")
-            command.whys[entry.where] = "a Hugging Face model"
+            command.whys.setdefault(entry.where, "a Hugging Face model")
     for name in ("no_load_optim", "no_load_rng"):
         command.ignore(name, "a run starts with the weights alone")
+    start = command.value("model")
+    if command.value("finetune") is False and isinstance(start, str) and (Path(start) / _OURS).is_file():
+        command.sets("finetune", "resume_from_checkpoint", start, "a checkpoint of this program")
+        command.flags.pop("finetune")
     if command.value("finetune"):
         command.ignore("finetune", "a run starts with the weights alone, at step 0")
     elif command.given("finetune"):
@@ -91,7 +110,7 @@ def hub(command: Command) -> None:
     command.variables.setdefault("USE_MODELSCOPE_HUB", "0" if on_hugging_face else "1")
     if command.given("use_hf"):
         host = "Hugging Face" if on_hugging_face else "ModelScope"
-        command.ignore("use_hf", f"what is no folder or file here is taken from {host}")
+        command.whys[command.flags.pop("use_hf").where] = f"what is no folder or file here is taken from {host}"
         return
     names = [command.value("model"), *(command.value("dataset") or ())]
     if not on_hugging_face and any(isinstance(name, str) and not Path(name.split("#")[0]).exists() for name in names):
@@ -200,6 +219,15 @@ def parallel(command: Command) -> None:
         command.becomes("attention_backend", "auto", "a CPU has neither")
 
 
+def shape(command: Command) -> None:
+    """Version 3 can give a model another shape than its config.json, which its weights would not fit."""
+    for name, key in _SHAPE.items():
+        wanted, found = command.value(name), command.model_config.get(key)
+        if wanted is not None and found is not None and wanted != found:
+            why = f"{key} is {found} in the model's config.json, and its weights are made for that"
+            command.refuse(name, why, f"remove --{name}")
+
+
 def experts(command: Command) -> None:
     """Mixtures of experts have defaults of their own."""
     if not command.has_experts:
@@ -214,4 +242,4 @@ def experts(command: Command) -> None:
             command.default("moe_aux_loss_coeff", float(found), "config.json's router_aux_loss_coef")
 
 
-MEANINGS = (model, hub, output, precision, length, evaluation, rows, parallel, experts)
+MEANINGS = (model, hub, output, precision, length, evaluation, rows, parallel, shape, experts)
