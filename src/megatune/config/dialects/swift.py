@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -117,6 +118,7 @@ def read_swift(
     flags = {by_current_name(entry.key): entry for entry in typed}
     env = {**line.variables, **env}
     command = Command(verb, generation, flags, config or {}, env, on_cpu)
+    command.findings, command.variables = list(line.findings), dict(line.variables)
     for key, value in DEFAULTS[generation].items():
         command.default(key, value)
     _set_processes(command)
@@ -141,6 +143,14 @@ def _set_processes(command: Command) -> None:
     machines, each = env.get("NNODES") or "1", env.get("NPROC_PER_NODE") or "1"
     if (env.get("RANK") and env.get("WORLD_SIZE")) or not (machines.isdigit() and each.isdigit()):
         return  # what is no number is found where the processes are decided
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    copy = math.prod(int(command.number(name)) or 1 for name in sizes)
+    if not env.get("NPROC_PER_NODE") and int(machines) % copy:
+        what = f"NPROC_PER_NODE is not set, and one process cannot hold what is spread over {copy}"
+        why = "without it each machine has one process"
+        fix = f"write NPROC_PER_NODE={max(copy // int(machines), 1)} before the command"
+        command.findings.append(Finding(what, "environment", why, fix))
+        return
     command.default("num_processes", int(machines) * int(each))
     if env.get("NPROC_PER_NODE"):
         entry = command.defaults["num_processes"]

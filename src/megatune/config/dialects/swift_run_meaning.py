@@ -158,7 +158,7 @@ def evaluation(command: Command) -> None:
         strategy = "epoch" if command.value("save_strategy") == "epoch" else "steps"
         command.default("eval_strategy", strategy, "there is an evaluation set")
         if not command.given("eval_steps"):
-            command.default("eval_steps", command.value("save_steps", 500), "it is save_steps")
+            command.default("eval_steps", command.value("save_steps", 500) or 500, "it is save_steps")
     command.ignore("eval_iters", "an evaluation takes the whole set")
 
 
