@@ -1,4 +1,4 @@
-"""No flag of Megatron-SWIFT is dropped in silence: each is translated, ignored with a line that says why, or refused."""
+"""No flag of Megatron-SWIFT is dropped in silence: each is translated, ignored with its reason, or refused."""
 
 from __future__ import annotations
 

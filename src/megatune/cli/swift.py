@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -63,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
     verb = verb.replace("_", "-")
     if verb not in _VERBS[args.program]:
         raise _no_verb(args.program, verb)
-    if verb in _TRAINING:
-        return _train(verb, words)
-    raise _no_verb(args.program, verb)
+    return _train(verb, words) if verb in _TRAINING else _hand_over(verb, words)
 
 
 def _no_verb(program: str, verb: str) -> MegatuneError:
@@ -91,11 +90,36 @@ def _train(verb: str, words: Sequence[str]) -> int:
     from megatune.launch.devices import count_gpus
 
     asked = read_swift(verb, words, env=os.environ)
-    for name, value in asked.command.variables.items():
-        os.environ.setdefault(name, value)
-    config = _config(asked.loaded.settings)
-    found = read_swift(verb, words, env=os.environ, config=config, on_cpu=count_gpus() == 0)
-    return start(found.loaded, lambda loaded: swift_lines(found, loaded))
+    with _environment(asked.command.variables):
+        config = _config(asked.loaded.settings)
+        found = read_swift(verb, words, env=os.environ, config=config, on_cpu=count_gpus() == 0)
+        return start(found.loaded, lambda loaded: swift_lines(found, loaded))
+
+
+def _hand_over(verb: str, words: Sequence[str]) -> int:
+    """Call `megatune export` or `megatune infer` with the same flags."""
+    from megatune.cli.main import main
+    from megatune.config.dialects.swift_other_verbs import export_words, hub_variables, infer_words
+
+    found = export_words(words) if verb == "export" else infer_words(words)
+    if found.findings:
+        raise MegatuneError(found.findings, ExitCode.SETTINGS)
+    if found.lines:
+        print("\n".join(found.lines), flush=True)
+    with _environment(hub_variables(found, os.environ)):
+        return main([verb, *found.words])
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set, for this process and those that it starts, and take them back."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
 
 
 def _config(settings: Settings) -> dict[str, object]:

@@ -66,9 +66,8 @@ def holds_torch_dist(folder: Path) -> bool:
 def output(command: Command) -> None:
     """The folder of the run, and what is saved there."""
     if not command.given("output_dir"):
-        name = str(command.value("model", "")).rstrip("/")
-        if name:
-            command.default("output_dir", f"megatron_output/{name.rpartition('/')[2]}")
+        name = str(command.value("model") or command.value("mcore_model", "model")).rstrip("/")
+        command.default("output_dir", f"megatron_output/{name.rpartition('/')[2]}")
     if command.value("add_version"):
         _add_version(command)
     elif not command.given("add_version"):
