@@ -17,8 +17,8 @@ from megatune.errors import ExitCode
 
 # The published quick start of version 3.4; only model, data, lengths and numbers of steps are others.
 QUICK_START = """sft --load {model} --dataset {data}#40 {data}#20 --tensor_model_parallel_size 2
---sequence_parallel true --micro_batch_size 4 --global_batch_size 16 --recompute_granularity selective --train_iters 3 --eval_iters 5
---finetune true --cross_entropy_loss_fusion true --lr 1e-5 --lr_warmup_iters 1 --min_lr 1e-6 --save {out}
+--sequence_parallel true --micro_batch_size 4 --global_batch_size 16 --recompute_granularity selective --train_iters 3
+--eval_iters 5 --finetune true --cross_entropy_loss_fusion true --lr 1e-5 --lr_warmup_iters 1 --min_lr 1e-6 --save {out}
 --save_interval 100 --max_length 128 --num_workers 0 --no_save_optim true --no_save_rng true --dataset_num_proc 1
 --model_author swift --model_name swift-robot"""
 

@@ -215,6 +215,8 @@ MEANINGS = [
     ("--attention_backend flash_3", "performance.attention_backend", "flash"),
     ("--torch_dtype float32", "precision.fp16", True),
     ("--fp16 false --bf16 false", "precision.bf16", False),
+    ("--accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", True),
+    ("--fp16 --accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", False),
     ("--truncation_strategy delete", "data.truncation_strategy", "drop"),
     ("--dataset_shuffle false --train_dataloader_shuffle false", "data.disable_shuffling", True),
     ("--train_dataloader_shuffle false", "data.disable_shuffling", False),
@@ -301,6 +303,14 @@ def test_add_version_names_a_new_folder(tmp_path):
     run = read(f"--output_dir {tmp_path} --add_version")
     assert value(run, "run.output_dir").startswith(f"{tmp_path}/v4-")
     assert value(read(f"--output_dir {tmp_path}"), "run.output_dir") == str(tmp_path)
+
+
+def test_finetune_false_resumes_from_a_checkpoint_of_this_program(tmp_path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "manifest.json").touch()
+    for flags in (f"--load {tmp_path} --finetune false", f"--model {tmp_path} --no_finetune"):
+        assert value(read(flags), "run.resume_from_checkpoint") == str(tmp_path)
+    assert value(read("--load m --finetune false"), "run.resume_from_checkpoint") is None
 
 
 def test_run_yaml_trains_the_same(tmp_path):

@@ -118,16 +118,17 @@ def hub(command: Command) -> None:
 
 def precision(command: Command) -> None:
     """Without a flag the model's own dtype decides, and float32 becomes fp16 as float16 does."""
-    if command.given("torch_dtype") or command.given("fp16") or command.given("bf16"):
-        if command.value("fp16") is False and command.value("bf16") is False:
-            command.whys[command.flags["bf16"].where] = "fp32"
-            return
-        if command.given("torch_dtype") or command.value("fp16") or command.value("bf16"):
-            return
-    dtype = command.model_config.get("dtype") or command.model_config.get("torch_dtype")
-    key = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(dtype).removeprefix("torch."))
-    if key is not None and not command.given(key):
-        command.default(key, True, f"config.json's dtype is {dtype}")
+    is_said = any(command.given(name) for name in ("torch_dtype", "fp16", "bf16"))
+    is_fp32 = command.value("fp16") is False and command.value("bf16") is False
+    if is_fp32:
+        command.whys[command.flags["bf16"].where] = "fp32"
+    elif not is_said or not (command.given("torch_dtype") or command.value("fp16") or command.value("bf16")):
+        dtype = command.model_config.get("dtype") or command.model_config.get("torch_dtype")
+        key = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(dtype).removeprefix("torch."))
+        if key is not None and not command.given(key):
+            command.default(key, True, f"config.json's dtype is {dtype}")
+    if command.value("accumulate_allreduce_grads_in_fp32") is False and (is_fp32 or command.value("bf16")):
+        command.ignore("accumulate_allreduce_grads_in_fp32", "main_grads_dtype says it of bf16, and fp32 is fp32")
 
 
 def length(command: Command) -> None:
