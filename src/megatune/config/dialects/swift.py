@@ -130,7 +130,7 @@ def read_swift(
     for name, entry in list(command.flags.items()):
         if entry.key in IGNORED:
             command.ignore(name, IGNORED[entry.key][1])
-        elif entry.key in MEANT and entry.key not in dialect_of(generation).keys:
+        elif entry.key in MEANT and dialect_of(generation).meaning_of(entry.key) is None:
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
     loaded = load_entries(places, dialect_of(generation), command.findings)

@@ -59,7 +59,7 @@ def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
         paths = [path for path, each in loaded.entries.items() if each is entry]
         others = [path for path in paths if setting_value(loaded.settings, path) != all_settings()[path].default]
         said, why = _said(loaded, others), run.command.whys.get(entry.where, "")
-        if said:
+        if said and key != "stage":
             left = (
                 entry.origin if "=" in entry.origin or entry.origin.isupper() else f"({key} {_words(entry.value.data)})"
             )

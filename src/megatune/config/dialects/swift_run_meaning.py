@@ -43,12 +43,13 @@ def model(command: Command) -> None:
             entry = command.flags.pop("mcore_model")
             command.flags["model"] = replace(entry, key="model")
             command.whys.setdefault(entry.where, "a Hugging Face model")
-    for name in ("no_load_optim", "no_load_rng"):
-        command.ignore(name, "a run starts with the weights alone")
     start = command.value("model")
     if command.value("finetune") is False and isinstance(start, str) and (Path(start) / _OURS).is_file():
         command.sets("finetune", "resume_from_checkpoint", start, "a checkpoint of this program")
         command.flags.pop("finetune")
+    for name in ("no_load_optim", "no_load_rng"):
+        if not command.given("resume_from_checkpoint") or name not in setting_paths():
+            command.ignore(name, "a run starts with the weights alone")
     if command.value("finetune"):
         command.ignore("finetune", "a run starts with the weights alone, at step 0")
     elif command.given("finetune"):
@@ -74,6 +75,9 @@ def output(command: Command) -> None:
         command.whys["add_version"] = "off: --add_version true adds vN-DATE-TIME to output_dir"
     else:
         command.ignore("add_version", "output_dir is as it is written")
+    wants_wandb = command.generation == 3 and command.value("wandb_exp_name") and not command.given("report_to")
+    if wants_wandb and "wandb_project" in setting_paths():
+        command.default("report_to", ["tensorboard", "wandb"], "wandb_exp_name is given")
     if command.value("save_safetensors", True):
         command.ignore("save_safetensors", "checkpoints are Hugging Face models")
     elif "save_format" in setting_paths():
@@ -112,7 +116,8 @@ def hub(command: Command) -> None:
         command.whys[command.flags.pop("use_hf").where] = f"what is no folder or file here is taken from {host}"
         return
     names = [command.value("model"), *(command.value("dataset") or ())]
-    if not on_hugging_face and any(isinstance(name, str) and not Path(name.split("#")[0]).exists() for name in names):
+    ids = [name for name in names if isinstance(name, str) and "/" in name and not Path(name.split("#")[0]).exists()]
+    if ids and not on_hugging_face:
         command.whys["hub"] = "what is no folder or file here is taken from ModelScope; --use_hf: from Hugging Face"
 
 
