@@ -256,6 +256,12 @@ def test_rlhf_is_a_preference_stage(flags, path, expected):
     assert value(run, path) == expected
 
 
+def test_reinforcement_learning_is_refused_once():
+    run = read("--rlhf_type grpo --use_vllm true --vllm_mode colocate --num_generations 4 --loss_type x", verb="rlhf")
+    (message,) = findings(run)
+    assert message.startswith("--rlhf_type: rlhf_type: grpo is not supported")
+
+
 REFUSED = [
     ("--min_lr 1e-6 --lr_decay_style linear", "--min_lr"),
     ("--lr_decay_iters 7", "--lr_decay_iters"),
@@ -294,6 +300,8 @@ def test_pictures_are_bounded_by_environment_variables():
     assert value(run, "data.video_maxlen") == 12
     assert value(run, "data.image_min_pixels") == 4 * 28**2
     assert value(run, "finetuning.freeze_deepstack_mergers") is True
+    run = read("--model_kwargs", config=config, words=['{"fps": 1, "max_pixels": 5000}'])
+    assert (value(run, "data.video_fps"), value(run, "data.image_max_pixels")) == (1.0, 5000)
     run = read(config={**config, "model_type": "qwen3_vl"}, IMAGE_MAX_TOKEN_NUM="100")
     assert value(run, "data.image_max_pixels") == 100 * 32**2
 

@@ -128,6 +128,8 @@ def read_swift(
     if verb != "rlhf":
         command.default("stage", verb)
     for name, entry in list(command.flags.items()):
+        if entry.key in REFUSED:
+            continue
         if entry.key in IGNORED:
             command.ignore(name, IGNORED[entry.key][1])
         elif entry.key in MEANT and dialect_of(generation).meaning_of(entry.key) is None:
@@ -159,7 +161,7 @@ def _set_processes(command: Command) -> None:
 
 def _check_kinds(command: Command) -> None:
     """Find flags without a setting of their own whose value is of another type."""
-    expected = {int: "a whole number", float: "a number", bool: "true or false"}
+    expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping in JSON"}
     for name, entry in list(command.flags.items()):
         kind, value = MEANT.get(entry.key), entry.value.data
         fits = isinstance(value, kind) if kind else True

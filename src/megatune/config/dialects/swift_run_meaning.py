@@ -241,7 +241,7 @@ def experts(command: Command) -> None:
         for name, value in (("moe_router_dtype", "fp32"), ("expert_tensor_parallel_size", 1)):
             if not command.given(name):
                 command.default(name, value)
-    elif not command.given("moe_aux_loss_coeff"):
+    elif not command.given("moe_aux_loss_coeff") and command.verb != "rlhf":
         found = command.model_config.get("router_aux_loss_coef")
         if isinstance(found, int | float) and found:
             command.default("moe_aux_loss_coeff", float(found), "config.json's router_aux_loss_coef")
