@@ -9,7 +9,7 @@ import pytest
 from megatune.config.dialects.swift import SwiftRun, read_swift
 from megatune.config.dialects.swift_lines import swift_lines
 from megatune.config.load import dump, load
-from megatune.config.settings import Settings, all_settings, setting_paths, setting_value
+from megatune.config.settings import Settings, all_settings, setting_value
 
 CONFIG = {"dtype": "bfloat16", "max_position_embeddings": 32768, "num_hidden_layers": 8}
 REQUIRED = "--model m --dataset d"
@@ -324,10 +324,10 @@ def test_finetune_false_resumes_from_a_checkpoint_of_this_program(tmp_path):
 def test_a_checkpoint_of_megatron_core_is_told_from_a_model(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     run = read_swift("sft", ["--load", str(tmp_path), "--dataset", "d", "--train_iters", "5"], env={}, config=CONFIG)
-    if "mcore_model" in setting_paths():
-        assert value(run, "model.mcore_model") == str(tmp_path)
-    else:
-        assert "reading checkpoints of Megatron-Core" in str(run.loaded.findings[0])
+    assert value(run, "model.mcore_model") == str(tmp_path)
+    assert any("(finetune)" in line for line in swift_lines(run, run.loaded))
+    refused = read(f"--load {tmp_path} --finetune false")
+    assert [finding.where for finding in refused.loaded.findings] == ["--finetune"]
     (tmp_path / "model.safetensors").touch()  # version 4 writes both
     assert value(read(f"--load {tmp_path}"), "model.model_name_or_path") == str(tmp_path)
 

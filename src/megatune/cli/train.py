@@ -80,6 +80,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     from megatune.plan.run.trouble import ran_out_of_memory
     from megatune.training.source import RunModel
     from megatune.training.storage.files import OutputLock
+    from megatune.training.trackers import check_installed
 
     place = joined(os.environ)
     num_gpus = count_gpus()
@@ -88,6 +89,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     loaded = loaded.for_world(here.world_size if here else None)
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
     checked = _preflight(loaded, here, num_gpus, problems, model)
+    check_installed(loaded.settings)
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)

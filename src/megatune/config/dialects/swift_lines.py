@@ -23,7 +23,9 @@ def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:
         loaded: the settings, in their world.
     """
     rows = [_version(run), *_flags(run, loaded), *_defaults(run, loaded)]
-    rows += [(f"({name})", run.command.whys[name]) for name in ("add_version", "hub") if name in run.command.whys]
+    rows += [
+        (f"({name})", run.command.whys[name]) for name in ("finetune", "add_version", "hub") if name in run.command.whys
+    ]
     width = min(_WIDEST, max(len(left) for left, _ in rows))
     return [f"swift      {left:<{width}}  {right}" for left, right in rows]
 
