@@ -83,6 +83,9 @@ def output(command: Command) -> None:
     wants_wandb = command.generation == 3 and command.value("wandb_exp_name") and not command.given("report_to")
     if wants_wandb:
         command.default("report_to", ["tensorboard", "wandb"], "wandb_exp_name is given")
+    for tracker in ("wandb", "swanlab"):
+        if tracker in command.value("report_to", ()) and not command.given(f"{tracker}_project"):
+            command.default(f"{tracker}_project", "megatron-swift")
     if command.value("save_safetensors", True):
         command.ignore("save_safetensors", "checkpoints are Hugging Face models")
     else:
