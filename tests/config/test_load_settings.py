@@ -201,8 +201,8 @@ WRONG = [
     (
         "report_to: tensorboard, wandB",
         "run.yaml:1: report_to is 'tensorboard, wandB'\n"
-        "    why: expected a list of any of: tensorboard, none; 'wandB' does not fit\n"
-        "    fix: write report_to: [tensorboard], the default",
+        "    why: expected a list of any of: tensorboard, wandb, swanlab, mlflow, none, all; 'wandB' does not fit\n"
+        "    fix: write report_to: [tensorboard, wandb]",
     ),
     (
         "pref_loss: [sigmoid, SimP0]",

@@ -66,7 +66,7 @@ def read_samples(
             end, for all of them).
     """
     unfilled: dict[str, str] = {}
-    drawn = _drawn(source, seed if shuffle else None)
+    drawn = drawn_rows(source, seed if shuffle else None)
     for sample, missing in _samples(islice(drawn, max_samples), source, stage, placeholders, pictures):
         for placeholder in missing:
             unfilled.setdefault(placeholder, sample.where)
@@ -137,7 +137,7 @@ def _unfilled(where: Mapping[str, str]) -> MegatuneError:
     return MegatuneError(findings, ExitCode.SETTINGS)
 
 
-def _drawn(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
+def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
     """Yield rows with their number of copies: num_samples draws without replacement, as many rounds as it needs.
 
     Args:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megatune.bridge.assemble import Assembly
+from megatune.bridge.norm import parameters_norm
 from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Unreadable
 from megatune.data.batches import Batch
 from megatune.engine import device, groups
+from megatune.engine.model import gather_parameters
 from megatune.engine.step import StepTotals
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
@@ -26,7 +28,7 @@ from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
 from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import EvalReport, StepReport, TrainSummary
-from megatune.training.checkpoint import TrainState, save_checkpoint
+from megatune.training.checkpoint import TrainState
 from megatune.training.feed import Feed
 from megatune.training.first_step import check_first_step
 from megatune.training.joint_losses import with_joint_losses
@@ -37,6 +39,7 @@ from megatune.training.objective import Loss
 from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule
+from megatune.training.saving import CheckpointSaver
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
 from megatune.training.unreadable import without_unreadable
@@ -74,9 +77,11 @@ class Trainer:
     source: Path
     memory: MemoryLog
     running_reward: RunningReward = field(init=False)
+    _saver: CheckpointSaver = field(init=False)
     _saved_step: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
+        self._saver = CheckpointSaver(self.store, self.assembly, self.settings, self.source)
         self.running_reward = RunningReward(self.state.reward_sum, self.state.reward_pairs)
 
     def run(self) -> Outcome:
@@ -92,7 +97,12 @@ class Trainer:
         if manual_gc:
             gc.disable()
         try:
-            outcome = self._train()
+            try:
+                outcome = self._train()
+            except MegatuneError as error:
+                if error.exit_code == ExitCode.NOT_FINITE:  # raised on all ranks
+                    self._settle()
+                raise
             memory = groups.gather(self.memory.now)
         finally:
             if manual_gc:
@@ -142,15 +152,19 @@ class Trainer:
                     objective,
                     learning_rate=self.learning_rate.at(step),
                     stop_requested=self.context.stop_requested(),
+                    save_ended=self._saver.has_ended(),
                     checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
+                    timed=self.settings.logging.log_timers,
                 )
                 ended = time.monotonic()
+                measured = self._measured(result, waited, is_logged=self._is_logged(step, steps.start))
+                counted = time.monotonic() - ended
                 if step == 0:
                     self._check_first(result, objective)
                 if isinstance(objective, Preference) and result.updated:
                     self.running_reward.add(result.totals)
-                self._report(step, micro_batches, result, ended - began, waited, unreadable)
-                began = ended
+                self._report(step, micro_batches, result, ended - began, waited, unreadable, measured)
+                began = ended + counted
                 self.memory.stepped()
                 if self.feed.follower is not None:
                     self.feed.follower.after(step)
@@ -158,10 +172,13 @@ class Trainer:
                     gc.collect()
                 paused = time.monotonic()
                 profiler.end(self.state.step)
+                if result.totals.save_ended:
+                    self._settle()
                 if self.schedule.evaluates_at(self.state.step):
                     self._evaluate()
-                if result.totals.stop_requested or self.schedule.saves_at(self.state.step):
-                    self._save()
+                ends = result.totals.stop_requested or self.state.step == self.schedule.total_steps
+                if ends or self.schedule.saves_at(self.state.step):
+                    self._save(background=self.settings.checkpoint.async_save and not ends)
                 profiler.begin(self.state.step)
                 began += time.monotonic() - paused
                 if result.totals.stop_requested and self.state.step < self.schedule.total_steps:
@@ -209,8 +226,35 @@ class Trainer:
         if self.context.rank == 0:
             print(line, flush=True)
 
+    def _is_logged(self, step: int, first: int) -> bool:
+        """Return whether a log line ends with this step, counted from 0; a stop may add one."""
+        done = step + 1
+        last = done == self.schedule.total_steps
+        return step == first or last or done % self.settings.logging.logging_steps == 0
+
+    def _measured(self, result: StepResult, waited: float, *, is_logged: bool) -> dict[str, float]:
+        """Return what switches of logging add to a step's metrics; collective."""
+        logs, found = self.settings.logging, {}
+        if logs.log_timers:
+            found = {f"time_{part}": seconds for part, seconds in result.seconds.items()} | {"time_data": waited}
+        if is_logged and logs.log_params_norm and result.updated:
+            gather_parameters(self.assembly.model)
+            found["params_norm"] = parameters_norm(
+                self.assembly.parameters, self.assembly.architecture, self.assembly.place
+            )
+        if is_logged and logs.log_memory:
+            found |= device.memory_in_gib()
+        return found
+
     def _report(
-        self, step: int, batches: list[Batch], result: StepResult, seconds: float, waited: float, unreadable: int
+        self,
+        step: int,
+        batches: list[Batch],
+        result: StepResult,
+        seconds: float,
+        waited: float,
+        unreadable: int,
+        measured: Mapping[str, float],
     ) -> None:
         skipped = not result.updated and self.settings.precision.fp16 and math.isfinite(result.totals.loss)
         if not result.updated and not skipped:
@@ -240,7 +284,7 @@ class Trainer:
             model_tflops=flops / 1e12,
             mfu=flops / peak if peak else None,
             memory_gib=device.peak_memory_bytes() / 2**30,
-            metrics=self._metrics(result.totals),
+            metrics={**self._metrics(result.totals), **measured},
             row_tokens=sum(rows) / len(rows),
             longest_row=math.ceil(max(rows)),
             document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
@@ -308,13 +352,23 @@ class Trainer:
         )
         self.callbacks.on_evaluate(report)
 
-    def _save(self) -> None:
+    def _save(self, *, background: bool) -> None:
         if self._saved_step == self.state.step:
             return
+        self._settle()
         self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
         if self.feed.follower is not None:
             self.state.stream = self.feed.follower.state(self.state.step)
         self.state.reward_sum, self.state.reward_pairs = self.running_reward.total, self.running_reward.pairs
-        path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
+        path = self._saver.save(self.state, background=background)
         self._saved_step = self.state.step
-        self.callbacks.on_save(path)
+        if path is not None:
+            self.callbacks.on_save(path)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is written in the background, if there is one."""
+        if self._saver.in_flight:
+            self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
+            path = self._saver.settle()
+            assert path is not None
+            self.callbacks.on_save(path)

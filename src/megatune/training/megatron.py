@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,8 @@ def to_hf(
     return f"{_merging(adapters)}{weights} to Hugging Face: {_amount(model.num_bytes, began)} in {files}, in {target}"
 
 
-def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm, step: int) -> Iterator[Path]:
-    """Write the weights in a checkpoint's safetensors in Megatron-Core's format as well; yield the files.
+def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm, step: int) -> None:
+    """Write the weights in a checkpoint's safetensors in Megatron-Core's format as well.
 
     Args:
         form: of the safetensors, all of which are there.
@@ -135,9 +135,7 @@ def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm,
     iteration = folder / iteration_name(step)
     iteration.mkdir()
     MegatronModel(source, source, form, architecture).write(iteration, step)
-    yield from iteration.iterdir()
     (folder / TRACKER).write_text(str(step), encoding="utf-8")
-    yield folder / TRACKER
 
 
 def check_digests(folder: Path) -> None:

@@ -96,8 +96,8 @@ class RunSettings(Group):
     - warn: only says so
     - off: does not plan"""
     run_name: str | None = None
-    """Name of the run in its log lines and in TensorBoard. null takes output_dir's name.
-    How: TensorBoard's event files lie in output_dir/runs under this name.
+    """Name of the run in its log lines and in trackers. null takes output_dir's name.
+    How: Trackers call the run so, and TensorBoard's event files lie in a folder of this name.
     When: Set it where several output folders end in the same name."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os.path
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,6 +111,28 @@ def reports(context: Context) -> Iterator[Problem]:
     if "none" in report_to and len(set(report_to)) > 1:
         what = f"report_to has none and {', '.join(name for name in report_to if name != 'none')}"
         yield Problem(("report_to",), what, "", "remove none")
+
+
+def not_yet(context: Context) -> Iterator[Problem]:
+    """Refuse by name what is declared and does nothing so far."""
+    checkpoint = context.settings.checkpoint
+    for names, found in ((("push_to_hub",), checkpoint.push_to_hub),):
+        if found:
+            yield Problem(names, f"{names[0]} is not built so far", "", f"remove {names[0]}")
+
+
+def hub(context: Context) -> Iterator[Problem]:
+    """A repository is named to be pushed to, and one that a hub can have."""
+    checkpoint = context.settings.checkpoint
+    if checkpoint.hub_model_id is None:
+        return
+    if not checkpoint.push_to_hub and "checkpoint.push_to_hub" not in context.written:
+        what = f"hub_model_id {checkpoint.hub_model_id} without push_to_hub"
+        fix = "write push_to_hub: true, or remove hub_model_id"
+        yield Problem(("hub_model_id", "push_to_hub"), what, "nothing would be pushed", fix)
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", checkpoint.hub_model_id, re.ASCII):
+        what = f"hub_model_id {checkpoint.hub_model_id!r} is no id of a repository"
+        yield Problem(("hub_model_id",), what, "", "write hub_model_id: OWNER/NAME")
 
 
 def profiler(context: Context) -> Iterator[Problem]:
@@ -255,6 +278,7 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 
 RULES = (
-    *(megatron_form, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
+    *(megatron_form, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, not_yet, hub),
+    profiler,
     *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
 )

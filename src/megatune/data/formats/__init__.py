@@ -43,7 +43,18 @@ from megatune.data.formats.messages import Messages, check_turns, is_empty, mess
 from megatune.data.formats.pictures import check_without, pictures_of
 from megatune.data.readers import json_type
 
-__all__ = ["USUAL_NAMES", "Columns", "Form", "Tags", "detect", "detect_named", "own_names", "to_example"]
+__all__ = [
+    "USUAL_NAMES",
+    "Columns",
+    "Form",
+    "Question",
+    "Tags",
+    "detect",
+    "detect_named",
+    "own_names",
+    "to_example",
+    "to_question",
+]
 
 
 # ms-swift's tags for the objects of a picture and where they are, which its `objects` field lists.
@@ -93,6 +104,45 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
     found = pictures_of(row, columns, turns, {}, wanted=pictures)
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
+
+
+class Question(NamedTuple):
+    """What a row asks.
+
+    Attributes:
+        conversation: its messages end before the assistant's.
+        label: the row's own answer, None where it has none.
+    """
+
+    conversation: Conversation
+    label: str | None
+
+
+_NO_ANSWER = Message("assistant", "-")
+
+
+def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -> Question:
+    """Read one row as what a model is asked: a conversation, with or without the answer at its end.
+
+    Raises:
+        RowError, UnsupportedRow: as `to_example`, for stage sft.
+    """
+    if form.formatting == "text":
+        raise UnsupportedRow("its rows are texts, which ask nothing", "name a data set of conversations")
+    columns = form.columns
+    if columns.audios is not None and row.get(columns.audios):
+        raise UnsupportedRow(f"field {columns.audios!r}: audio is not built")
+    if form.formatting in ("sharegpt", "openai"):
+        # What has no answer of its own is read with one that stands for it.
+        chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)
+        last = chat.messages[-1]
+        return Question(replace(chat, messages=chat.messages[:-1]), None if last is _NO_ANSWER else last.content)
+    turns = tuple(_prompt(row, form))
+    name = columns.response or "output" if form.formatting == "alpaca" else None
+    name = first_present(row, (columns.response, *RESPONSE_NAMES)) if name is None else name
+    label = optional_string(row, name) if name is not None else ""
+    found = pictures_of(row, columns, turns, {}, wanted=pictures)
+    return Question(Conversation(turns, _system(row, form), tools(row, columns.tools), found), label or None)
 
 
 def _tag(row: Mapping[str, Any], column: str) -> bool:
