@@ -192,6 +192,17 @@ def test_every_script_is_understood(name: str, data: Path, tmp_path: Path) -> No
     assert {name: found[name] for name in stand.settings} == stand.settings
 
 
+def test_adapters_of_experts(data: Path, tmp_path: Path) -> None:
+    """What nobody asked for and they cannot do is left out; what is asked for is not."""
+    model = make_checkpoint("qwen3_moe", tmp_path / "model")
+    found = asked("v4/lora", model, data, tmp_path / "out")
+    assert found.loaded.settings.finetuning.lora_dropout == 0
+    assert checked(found).settings.finetuning.lora_target == ["all"]
+    command = training("v4/lora").having(target_modules=["linear_qkv"])
+    of_attention = read_swift("sft", command.words, env={}, config=read_config(model))
+    assert of_attention.loaded.settings.finetuning.lora_dropout == 0.05
+
+
 def run(pool: RankPool, ready: Preflight, folder: Path) -> dict[int, Any]:
     """Train; return the steps."""
     assert ready.planned is not None
