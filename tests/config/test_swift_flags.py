@@ -42,8 +42,8 @@ LATER = {
         "async_save": "async_save",
         "columns": "columns dataset_shuffle",
         "save_format": "save_safetensors",
-        "hub_token": "hub_model_id hub_private_repo hub_token push_to_hub swanlab_project tensorboard_dir wandb_project "
-        "wandb_save_dir log_params_norm log_throughput log_memory_to_tensorboard log_timers_to_tensorboard "
+        "hub_token": "hub_model_id hub_private_repo hub_token push_to_hub swanlab_project tensorboard_dir "
+        "wandb_project wandb_save_dir log_params_norm log_throughput log_memory_to_tensorboard log_timers_to_tensorboard "
         "log_validation_ppl_to_tensorboard",
     }.items()
     for name in names.split()
