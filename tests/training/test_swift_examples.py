@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from PIL import Image
 from pool import RankPool
 from runs import metrics, tensors, train
@@ -190,6 +191,16 @@ def test_every_script_is_understood(name: str, data: Path, tmp_path: Path) -> No
     assert settings.run.num_processes == stand.world_size
     found = {name: value for group in settings.model_dump().values() for name, value in group.items()}
     assert {name: found[name] for name in stand.settings} == stand.settings
+
+
+def test_version_3_converts_what_is_converted(tmp_path: Path) -> None:
+    """Its quick start names the folder of the run, which here is a Hugging Face model; the dtype is as it is asked."""
+    trained, hf = make_checkpoint("qwen2", tmp_path / "trained"), tmp_path / "hf"
+    to_hf = commands("v3/quick_start")[2].having(mcore_model=trained, output_dir=hf)
+    assert main(["swift", "export", *to_hf.words]) == 0
+    before, after = tensors(trained), tensors(hf)
+    assert before.keys() == after.keys()
+    assert all(tensor.to(torch.bfloat16).equal(after[name]) for name, tensor in before.items())
 
 
 def test_adapters_of_experts(data: Path, tmp_path: Path) -> None:
