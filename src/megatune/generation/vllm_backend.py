@@ -122,6 +122,7 @@ class VllmStreams:
 
         self._defaults = _Defaults(folder, arguments)
         self.context = self._defaults.context
+        self._tokenizing = asyncio.Lock()
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
 
     async def stream(
@@ -131,7 +132,8 @@ class VllmStreams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        prompt = await asyncio.to_thread(make)
+        async with self._tokenizing:  # a tokenizer serves one thread
+            prompt = await asyncio.to_thread(make)
         arguments = self._defaults.arguments(sampling, prompt)
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         yield prompt
@@ -147,6 +149,9 @@ class VllmStreams:
                 text += piece.text
                 yield piece.text
         yield Reply(text, num_tokens, stopped=reason == "stop")
+
+    def stop(self) -> None:
+        """Leave answers to the endpoint, which ends them after a while; see `Streams.stop`."""
 
     def close(self) -> None:
         """End its processes."""

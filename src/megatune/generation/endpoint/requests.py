@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -76,8 +77,13 @@ class _Image(_Body):
 class _Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Annotated[_Text | _Image, Field(discriminator="type")]]
+    # What answers of other endpoints carry, and histories then bring back, empty.
     name: None = None
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
 
 
 class _TemplateSwitches(_Body):
@@ -173,6 +179,9 @@ def _validated(kind: type[_Kind], body: bytes) -> _Kind:
         raise _invalid(error) from error
 
 
+_NAMES = {name for kind in (_ChatBody, _CompletionBody, _Message) for name in kind.model_fields} | {"include_usage"}
+
+
 class _Fields(BaseModel):
     """Any object of JSON."""
 
@@ -182,8 +191,11 @@ class _Fields(BaseModel):
 def _invalid(error: ValidationError) -> ApiError:
     """Say what is wrong with the first wrong field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    param = ".".join(map(str, first["loc"])) or None
-    if first["type"] == "extra_forbidden":
+    is_unknown = first["type"] == "extra_forbidden"
+    # Behind the names of fields come pydantic's names of types.
+    named = takewhile(lambda each: isinstance(each, int) or each in _NAMES or is_unknown, first["loc"])
+    param = ".".join(map(str, named)) or None
+    if is_unknown:
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     message = f"{param}: {first['msg']}" if param else first["msg"]
     return ApiError(400, message, param, "invalid_json" if first["type"] == "json_invalid" else None)
