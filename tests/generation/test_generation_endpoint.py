@@ -6,7 +6,11 @@ import base64
 import http.client
 import io
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -305,6 +309,23 @@ def test_images_are_shown_where_they_stand(tmp_path: Path) -> None:
         for url in ("https://x.example/a.png", "/etc/hostname", "data:image/png;base64,AAAA"):
             with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content"):
                 answer({"type": "image_url", "image_url": {"url": url}})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_a_signal_ends_the_verb_and_the_answer_that_it_finds(generator: Generator) -> None:
+    command = [sys.executable, "-m", "megatune", "serve", "--model", generator.source, "--port", "0"]
+    environment = {**os.environ, "MEGATUNE_API_KEY": "k"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said.startswith("tiny is at http://127.0.0.1:")
+        client = client_of(int(said.split(":")[2].partition("/")[0]), "k")
+        stream = client.completions.create(model="tiny", prompt="x", max_tokens=3500, stream=True)
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="is ending"):
+            list(stream)
+        assert (process.wait(30), process.stderr.read()) == (ExitCode.DONE, "")
 
 
 def test_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
