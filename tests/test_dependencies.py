@@ -20,8 +20,7 @@ NEEDED_BY = {
     "accelerate": "transformers",
     "liger-kernel": "transformers.integrations.liger",
 }
-# vLLM fixes the versions of torch and of much else itself, so that no extra could name it: who has it uses it.
-UNDECLARED = {"vllm"}
+BROUGHT_BY_USERS = {"vllm"}  # of which there is a build for each device
 TOOLS = {"pytest-xdist", "ruff", "mypy"}  # of the Makefile
 
 
@@ -36,13 +35,8 @@ def _name(text: str) -> str:
 def imported(folder: str) -> tuple[set[str], set[str]]:
     """Distributions whose modules the files of a folder import, and the modules."""
     # Tests import from benchmarks, too.
-    own = {
-        path.stem
-        for one in {folder, "benchmarks"} - {"src"}
-        for path in (ROOT / one).rglob("*")
-        if path.suffix != ".md"
-    }
-    own.add("megatune")
+    beside = {folder, "benchmarks"} - {"src"}
+    own = {"megatune", *(path.stem for one in beside for path in (ROOT / one).rglob("*") if path.suffix != ".md")}
     modules: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -56,7 +50,7 @@ def imported(folder: str) -> tuple[set[str], set[str]]:
 
 def test_what_the_package_imports_is_declared() -> None:
     optional = set().union(*(declared(extra) for name, extra in EXTRAS.items() if name not in ("dev", "benchmarks")))
-    assert not imported("src")[0] - declared(PROJECT["dependencies"]) - optional - UNDECLARED
+    assert not imported("src")[0] - declared(PROJECT["dependencies"]) - optional - BROUGHT_BY_USERS
 
 
 def test_what_is_declared_is_imported() -> None:
@@ -71,8 +65,7 @@ def test_tests_and_benchmarks_import_what_their_extras_declare() -> None:
     tests, dev = imported("tests")[0], declared(EXTRAS["dev"])
     assert not tests - package - dev - declared(EXTRAS["modelscope"])  # a test that is skipped without it
     stubs = {name for name in dev if name.startswith("types-") and name.removeprefix("types-") in package}
-    served = declared([*EXTRAS["serve"], *EXTRAS["swanlab"]])  # which tests run, and need not import
-    assert not dev - tests - stubs - TOOLS - served
+    assert not dev - tests - stubs - TOOLS - imported("src")[0]  # what the package imports where it is asked for
     found, modules = imported("benchmarks")
     extras = declared([*EXTRAS["benchmarks"], *EXTRAS["benchmarks-gpu"]])
     assert not found - package - extras

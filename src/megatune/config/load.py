@@ -167,6 +167,21 @@ def load(
     return reading.finish()
 
 
+def load_entries(
+    places: Iterable[Iterable[SettingEntry]], dialect: Dialect, findings: Iterable[Finding] = ()
+) -> Loaded:
+    """Make settings of entries that were read already.
+
+    Args:
+        places: entries of each place; those of a later one win, and the last of one place.
+        findings: what was wrong with reading them.
+    """
+    reading = _Reading(dialect, [*findings])
+    for entries in places:
+        reading.add(entries, last_wins=True)
+    return reading.finish()
+
+
 def dump(settings: Settings, origins: Mapping[str, str]) -> str:
     """Write every setting as a line of YAML under its own name, with a comment that says where it came from.
 
