@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from time import sleep
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_aSecretThatIsNowhereElse"
@@ -29,6 +31,9 @@ class Hub(ThreadingHTTPServer):
         cuts: how often to break the connection in the middle of a file, by its path.
         damaged: files of which another content of the same size is sent.
         sizes: of files, where the list lies about them.
+        commits: repository, message and paths of every commit that was made.
+        refuses: status of the answer to each commit, while there are any; 0 is none at all.
+        account: whom a token belongs to; "" where the hub knows none.
     """
 
     daemon_threads = True
@@ -44,6 +49,9 @@ class Hub(ThreadingHTTPServer):
         self.cuts: dict[str, int] = {}
         self.damaged: set[str] = set()
         self.sizes: dict[str, int] = {}
+        self.commits: list[tuple[str, str, list[str]]] = []
+        self.refuses: list[int] = []
+        self.account = "team"
 
     @property
     def url(self) -> str:
@@ -88,6 +96,11 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         path = unquote(url.path).strip("/")
         self.server.asked.append(path)
+        if path == "api/whoami-v2":
+            known = self.server.account and self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            return self.answer(
+                200 if known else 401, json.dumps({"type": "user", "name": self.server.account}).encode()
+            )
         for kind in ("datasets", "models"):
             if path.startswith(f"api/v1/{kind}/"):
                 return self.modelscope(kind, path.removeprefix(f"api/v1/{kind}/"), parse_qs(url.query))
@@ -98,6 +111,48 @@ class _Handler(BaseHTTPRequestHandler):
             repo, _, rest = path.removeprefix("datasets/").partition("/resolve/")
             return self.file(kind, repo, rest.partition("/")[2])
         return self.answer(404, b"{}")
+
+    def do_POST(self) -> None:
+        """Of Hugging Face's hub: repositories are created, and committed to, every file in the commit itself."""
+        path = unquote(urlsplit(self.path).path).strip("/")
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append(path)
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.answer(401, b"{}")
+        if path == "api/validate-yaml":
+            return self.answer(200, b'{"errors": [], "warnings": []}')
+        if path == "api/repos/create":
+            asked = json.loads(body)
+            repo = f"{asked.get('organization') or self.server.account}/{asked['name']}"
+            is_new = repo not in self.server.repositories["models"]
+            self.server.repositories["models"].setdefault(repo, {})
+            return self.answer(200 if is_new else 409, json.dumps({"url": f"{self.server.url}/{repo}"}).encode())
+        repo, _, what = path.removeprefix("api/models/").partition("/preupload/")
+        if what:
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            return self.answer(200, json.dumps({"files": files}).encode())
+        return self.commit(path.removeprefix("api/models/").partition("/commit/")[0], body)
+
+    def commit(self, repo: str, body: bytes) -> None:
+        if self.server.refuses:
+            status = self.server.refuses.pop(0)
+            if status == 0:
+                sleep(600)
+            return self.answer(status, TOKEN.encode())
+        lines = [json.loads(line) for line in body.splitlines()]
+        files = self.server.repositories["models"][repo]
+        for line in lines:
+            if line["key"] == "file":
+                files[line["value"]["path"]] = b64decode(line["value"]["content"])
+            elif line["key"] == "deletedFile":
+                del files[line["value"]["path"]]
+        message = next(line["value"]["summary"] for line in lines if line["key"] == "header")
+        self.server.commits.append((repo, message, sorted(files)))
+        found = {"success": True, "commitOid": COMMIT, "commitUrl": f"{self.server.url}/{repo}/commit/{COMMIT}"}
+        return self.answer(200, json.dumps(found).encode())
 
     def api(self, kind: str, path: str) -> None:
         repo = next((name for name in self.server.repositories[kind] if path.startswith(f"{name}/")), "")
