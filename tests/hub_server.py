@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from time import sleep
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_aSecretThatIsNowhereElse"
@@ -52,6 +53,7 @@ class Hub(ThreadingHTTPServer):
         self.commits: list[tuple[str, str, list[str]]] = []
         self.refuses: list[int] = []
         self.account = "team"
+        self.blobs: dict[str, bytes] = {}  # that ModelScope's library sends before its commit
 
     @property
     def url(self) -> str:
@@ -65,6 +67,7 @@ class Hub(ThreadingHTTPServer):
             "HF_HUB_OFFLINE": "0",
             "HF_TOKEN": TOKEN,
             "MODELSCOPE_ENDPOINT": self.url,
+            "MODELSCOPE_API_TOKEN": TOKEN,
             "MODELSCOPE_CACHE": str(folder / "ms"),
             "MODELSCOPE_HOME": str(folder / "ms-home"),
             "MEGATUNE_CACHE": str(folder / "cache"),
@@ -96,6 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         path = unquote(url.path).strip("/")
         self.server.asked.append(path)
+        if path == "openapi/v1/users/me":
+            return self.answer(200, json.dumps({"success": True, "data": {"username": self.server.account}}).encode())
         if path == "api/whoami-v2":
             known = self.server.account and self.headers.get("Authorization") == f"Bearer {TOKEN}"
             return self.answer(
@@ -119,6 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append(path)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, b"{}")
+        if path.startswith("api/v1/"):
+            return self.modelscope_post(path.removeprefix("api/v1/"), json.loads(body))
         if path == "api/validate-yaml":
             return self.answer(200, b'{"errors": [], "warnings": []}')
         if path == "api/repos/create":
@@ -135,6 +142,30 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             return self.answer(200, json.dumps({"files": files}).encode())
         return self.commit(path.removeprefix("api/models/").partition("/commit/")[0], body)
+
+    def do_PUT(self) -> None:
+        """Of ModelScope's hub: a large file, by its digest."""
+        self.server.blobs[self.path.rpartition("/")[2]] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, b"{}")
+
+    def modelscope_post(self, path: str, asked: dict[str, Any]) -> None:
+        """Of ModelScope's hub: repositories are created, and committed to, large files beforehand."""
+        data: dict[str, Any] = {}
+        if path == "models":
+            self.server.repositories["models"].setdefault(f"{asked['Path']}/{asked['Name']}", {})
+        elif path.endswith("/info/lfs/objects/batch"):
+            href = f"{self.server.url}/blobs"
+            objects = [{**each, "actions": {"upload": {"href": f"{href}/{each['oid']}"}}} for each in asked["objects"]]
+            data = {"objects": objects}
+        else:
+            repo = path.removeprefix("repos/models/").partition("/commit/")[0]
+            files = self.server.repositories["models"][repo]
+            for action in asked["actions"]:
+                is_large = action["type"] == "lfs"
+                content = self.server.blobs[action["sha256"]] if is_large else b64decode(action["content"])
+                files[action["path"]] = content
+            self.server.commits.append((repo, asked["commit_message"], sorted(files)))
+        self.answer(200, json.dumps({"Code": 200, "Success": True, "Data": data}).encode())
 
     def commit(self, repo: str, body: bytes) -> None:
         if self.server.refuses:
@@ -188,8 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
         return entry
 
     def modelscope(self, kind: str, path: str, query: dict[str, list[str]]) -> None:
-        repo, _, what = path.partition("/repo")
-        if repo not in self.server.repositories[kind] or query.get("Revision", ["master"])[0] != "master":
+        repo, of_repo, what = path.partition("/repo")
+        if not of_repo and repo in self.server.repositories[kind]:
+            self.answer(200, json.dumps({"Code": 200, "Success": True, "Data": {"Name": repo}}).encode())
+        elif repo not in self.server.repositories[kind] or query.get("Revision", ["master"])[0] != "master":
             self.answer(404, json.dumps({"Code": 404, "Message": f"not there {TOKEN}"}).encode())
         elif what.startswith(("/tree", "/files")):
             files = [

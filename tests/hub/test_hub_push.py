@@ -100,6 +100,18 @@ def test_what_is_not_the_runs_stays_in_a_repository(hub: Hub, tmp_path: Path) ->
     assert sorted(files) == ["README.md", "config.json", "model.safetensors"]
 
 
+def test_on_modelscopes_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
+    assert prepare_repository("ms", "tuned", None) == ("team/tuned", "")
+    push = pusher(tmp_path / "tuned", hub_model_id="team/tuned")
+    push.on_final_model(checkpoint(tmp_path / "tuned", 1))
+    files = hub.repositories["models"]["team/tuned"]
+    assert {name: files[name] for name in ("config.json", "model.safetensors")} == {
+        "config.json": b"{}", "model.safetensors": b"weights1"
+    }  # fmt: skip
+    assert OWN_CARD.encode() in files["README.md"]
+
+
 def test_a_push_that_fails_or_hangs_is_a_warning_with_the_command(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -78,10 +78,9 @@ class Card(Callback):
 
     def _body(self) -> Iterator[str]:
         settings, base = self._settings, self._settings.model.model_name_or_path or "a model"
-        base = f"[{base}](https://huggingface.co/{base})" if _is_hub_id(base) else f"`{_public(base)}`"
         name = settings.run.run_name or self._output_dir.absolute().name
         what = "An adapter for" if settings.finetuning.finetuning_type == "lora" else "Made from"
-        yield from (f"# {name}", "", f"{what} {base} by {_STAGES[settings.run.stage]} with megatune.", "")
+        yield from (f"# {name}", "", f"{what} `{_public(base)}` by {_STAGES[settings.run.stage]} with megatune.", "")
         yield from ("## Data", "", *(f"- `{_public(name)}`" for name in settings.data.dataset), "")
         yield from ("## Result", "", *_table("", self._results()))
         if (self._output_dir / PLOT_NAME).is_file():
