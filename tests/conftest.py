@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from model_sizes import MakeModel, model_class, tiny_config
 from pool import RankPool
+from pool_launch import CommandLine
 
 # Devices and calibrations that a user keeps must not change what is planned here.
 _NO_USER = tempfile.TemporaryDirectory()
@@ -81,3 +82,9 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture
+def command_line(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    """command_line("train", "run.yaml"): a command in this process, its ranks those of the pool."""
+    return CommandLine(pool, monkeypatch)

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-_PRELOAD = ["megatune.verify.measure", "megatune.verify.reference", "transformers.models.auto.modeling_auto"]
+_PRELOAD = ["megatune.training.run", "megatune.verify.measure", "megatune.verify.reference"]
 
 COLLECTIVE_SECONDS = 300  # on a busy machine a peer may be slow; one that hangs is noticed sooner, by its idleness
 LOOK_SECONDS = 1.0  # between looks at what the ranks use
@@ -89,7 +89,8 @@ class RankPool:
         for _ in range(self._size - len(self._workers)):
             ours, theirs = self._context.Pipe()
             stack = os.path.join(self._stacks.name, str(len(self._workers)))
-            process = self._context.Process(target=_serve, args=(theirs, stack), daemon=True)
+            # A rank may have processes of its own, which load its data; it ends with its pipe.
+            process = self._context.Process(target=_serve, args=(theirs, stack), daemon=False)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from pool_launch import CommandLine
 from safetensors import safe_open
 
 from megatune.demo.checkpoint import make_checkpoint
@@ -248,36 +249,45 @@ def test_torchrun_starts_the_same_run(run_file: Path, whole: dict[str, bytes], t
     assert " a step, was " in plans[2]
 
 
-def test_the_published_file_for_8_gpus_runs_on_8_processes(tmp_path: Path) -> None:
+def test_the_published_file_for_8_gpus_runs_on_8_processes(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model = make_checkpoint("qwen2", tmp_path / "qwen2")
     path = tmp_path / "qwen2_full.yaml"
     path.write_text(
         f"model_name_or_path: {model}\noutput_dir: {tmp_path}/out\ndataset_dir: {DEMO}\ndataset: identity\n"
         f"model_name: Tuna\nmodel_author: the team\n{MCA_8_GPUS}"
     )
-    code, output = megatune("train", path, "max_steps=3", cache=tmp_path)
-    assert code == 0, output
-    assert "tp 4 + sp × pp 2 × dp 1 on 8 ×" in output
-    assert "step 3/3" in output
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path))
+    ended = command_line("train", path, "max_steps=3")
+    assert ended.returncode == 0, ended
+    assert "tp 4 + sp × pp 2 × dp 1 on 8 ×" in ended.stdout
+    assert "step 3/3" in ended.stdout
 
 
-def test_the_published_file_of_experts_for_8_gpus_runs_on_8_processes(tmp_path: Path) -> None:
+def test_the_published_file_of_experts_for_8_gpus_runs_on_8_processes(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model = make_checkpoint("qwen3_moe", tmp_path / "qwen3_moe")
     path = tmp_path / "qwen3_moe_full.yaml"
     path.write_text(
         f"model_name_or_path: {model}\noutput_dir: {tmp_path}/out\ndataset_dir: {DEMO}\ndataset: identity\n"
         f"model_name: Tuna\nmodel_author: the team\n{MCA_8_GPUS_EXPERTS}"
     )
-    code, output = megatune("train", path, "num_processes=8", "max_steps=3", cache=tmp_path)
-    assert code == 0, output
-    assert "pp 4 × ep 2 × dp 2 on 8 ×" in output
-    assert "step 3/3" in output
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path))
+    ended = command_line("train", path, "num_processes=8", "max_steps=3")
+    assert ended.returncode == 0, ended
+    assert "pp 4 × ep 2 × dp 2 on 8 ×" in ended.stdout
+    assert "step 3/3" in ended.stdout
 
 
-def test_everything_wrong_is_said_at_once_before_anything_starts(run_file: Path, tmp_path: Path) -> None:
+def test_everything_wrong_is_said_at_once_before_anything_starts(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, run_file: Path, tmp_path: Path
+) -> None:
     with run_file.open("a") as file:
         file.write("lerning_rate: 1e-5\nlora_rank: 16\nsequence_parallel: maybe\n")
-    code, output = megatune("train", run_file, "tensor_model_parallel_size=3", "warmup_ratio=2", cache=tmp_path)
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path))
+    code, _, output = command_line("train", run_file, "tensor_model_parallel_size=3", "warmup_ratio=2")
     assert code == 64
     for expected in (
         "lerning_rate",

@@ -94,6 +94,8 @@ VALUES = [
     ("stage: dpo", "run.stage", "dpo"),
     ("default_system: |\n  You are\n  kind.", "data.default_system", "You are\nkind.\n"),
     ("model_name: 小明", "data.model_name", "小明"),
+    ("model_name: [小黄, 12]", "data.model_name", ["小黄", "12"]),
+    ("model_author: Tuna, Inc.", "data.model_author", "Tuna, Inc."),
 ]
 
 

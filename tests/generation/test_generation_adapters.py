@@ -4,10 +4,7 @@ refused, where peft says nothing."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,16 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from megatune.bridge.peft_model import apply_adapter, merge_adapters
+from megatune.cli.main import main
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.adapters import adapter_weights, scaling
 from megatune.families.weights import hf_shapes, layers_of
 from megatune.generation.adapters import adapted_model
-from megatune.generation.infer import Generator
-from megatune.generation.inputs import GenerationOptions
+from megatune.generation.generator import Generator
+from megatune.generation.options import GenerationOptions
+from megatune.generation.transformers_backend import TransformersBackend
 from megatune.verify.adapters import write_random_adapter
 from megatune.verify.reference import checkpoint_tensors
 
@@ -208,7 +207,9 @@ def test_names_that_say_too_much_or_too_little(tmp_path: Path, model_dir: MakeMo
     assert "peft_type is 'IA3'" in said(str(adapter))
 
 
-def test_infer_answers_with_an_adapter(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_infer_answers_with_an_adapter(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_model(tmp_path_factory, "qwen3")
     settings = FinetuningSettings(**ALL)
     adapter = write_one_by_one(tmp_path / "adapter", model, settings)
@@ -217,17 +218,18 @@ def test_infer_answers_with_an_adapter(tmp_path_factory: pytest.TempPathFactory,
     shutil.copy(model / "tokenizer.json", adapter)  # as runs write them, here without a chat template
     truth = merged(model, [tensors_one_by_one(model, settings)], scaling(settings), tmp_path / "merged")
     generator = Generator.load(model, options)
-    expected = Generator(truth, generator.tokenizer, options, "").complete("Who").text
+    expected = (
+        Generator(TransformersBackend(truth, generator.tokenizer), generator.tokenizer, options, "")
+        .complete("Who")
+        .text
+    )
     assert expected != generator.complete("Who").text
 
-    def infer(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megatune", "infer", *words, "--max_new_tokens", "12", "--prompt", "Who"]
-        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-    for words in ([str(adapter)], [str(model), "--adapter_name_or_path", str(adapter)]):
-        ended = infer(*words, "--raw")
-        assert (ended.returncode, ended.stdout.strip()) == (0, expected.strip())
-        assert [line for line in ended.stderr.splitlines() if "cut after" not in line] == []
-    refused = infer(str(adapter))
-    assert refused.returncode == ExitCode.INPUT
-    assert "no chat template" in refused.stderr
+    capsys.readouterr()
+    for words in (["--adapters", str(adapter)], ["--adapter_name_or_path", str(adapter), str(model)]):
+        assert main(["infer", *words, "--max_new_tokens", "12", "--prompt", "Who", "--raw"]) == ExitCode.DONE
+        printed = capsys.readouterr()
+        assert printed.out.strip() == expected.strip()
+        assert [line for line in printed.err.splitlines() if "cut after" not in line] == []
+    assert main(["infer", str(adapter), "--prompt", "Who"]) == ExitCode.INPUT
+    assert "no chat template" in capsys.readouterr().err

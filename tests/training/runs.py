@@ -72,6 +72,7 @@ def train(settings: Settings, run_dir: Path, crash_at: int | None = None, case: 
         def report_and_crash(trainer: loop.Trainer, step: int, *args: Any) -> None:
             report(trainer, step, *args)
             if step + 1 == crash_at:
+                trainer._settle()  # a thread of this process would otherwise outlive its end
                 raise CrashError
 
         loop.Trainer._report = report_and_crash  # type: ignore[method-assign]

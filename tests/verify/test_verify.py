@@ -1,4 +1,4 @@
-"""`megatune verify`, as a user runs it: real processes, real checkpoints."""
+"""`megatune verify`: one run as a user starts it, and what it finds in the pool of ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from pool_launch import CommandLine, Ended
 from safetensors.torch import load_file, save_file
 
 from megatune.config.groups.finetuning import FinetuningSettings
@@ -42,15 +45,21 @@ def test_padding_is_no_token_of_text():
     assert set(random_samples(5, [400])[0].input_ids) == {0, 1, 2, 3, 4}
 
 
-def verify(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def verify_in_a_process(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatune", "verify", *map(str, words)]
     # Wide enough that the table breaks no name.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
 
 
+@pytest.fixture
+def verify(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    monkeypatch.setenv("COLUMNS", "160")
+    return partial(command_line, "verify")
+
+
 def test_good_layout_passes(model):
-    ended = verify(
+    ended = verify_in_a_process(
         model, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--samples", "2", "--length", "8"
     )
     assert ended.returncode == 0, ended.stderr
@@ -63,7 +72,7 @@ def test_good_layout_passes(model):
     assert "14 more parameters are closer than these" in ended.stdout
 
 
-def test_a_reward_model_is_verified(model, tmp_path):
+def test_a_reward_model_is_verified(verify, model, tmp_path):
     """And a language model with an adapter that has a score."""
     folder = shutil.copytree(model, tmp_path / "reward")
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -85,7 +94,7 @@ def test_a_reward_model_is_verified(model, tmp_path):
     assert "PASS: all 32 are within their tolerance" in ended.stdout
 
 
-def test_pictures_are_verified_in_a_vision_language_model(tmp_path):
+def test_pictures_are_verified_in_a_vision_language_model(verify, tmp_path):
     folder = make_checkpoint("qwen3_vl", tmp_path / "model", num_layers=3, hidden_size=32, max_position_embeddings=100)
     ended = verify(folder, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--samples", "4")
     assert ended.returncode == 0, ended.stderr
@@ -111,7 +120,7 @@ def test_pictures_are_those_of_each_family(tmp_path):
         assert all(sample.labels[place] == IGNORE_INDEX for place in pictures)
 
 
-def test_bf16_passes_and_verbose_shows_every_parameter(model):
+def test_bf16_passes_and_verbose_shows_every_parameter(verify, model):
     ended = verify(model, "--bf16", "--verbose", "--samples", "2", "--length", "16")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "one process, bfloat16" in ended.stdout
@@ -137,6 +146,7 @@ TP2 = Settings(parallel=ParallelSettings(tensor_model_parallel_size=2))
 SAMPLES = random_samples(300, [8, 6])
 
 
+@pytest.mark.usefixtures("command_line")
 def test_changed_weight_is_found_and_located(model, changed, capsys):
     """The engine's checkpoint differs from what Transformers loads."""
     verdict = verify_layout(changed, TP2, SAMPLES, world(2), reference_dir=model)
@@ -152,12 +162,14 @@ def test_changed_weight_is_found_and_located(model, changed, capsys):
     assert "FAIL" in shown
 
 
+@pytest.mark.usefixtures("command_line")
 def test_changed_weight_is_located_between_two_layouts(model, changed, capsys):
     verdict = verify_layouts(model, TP2, world(2), Settings(), world(1), SAMPLES, against_dir=changed)
     assert show(verdict) == ExitCode.DIFFERENT
     assert "the first difference arises at: layer 1 MLP" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("command_line")
 def test_two_layouts_round_alike(model, capsys):
     precision = PrecisionSettings(bf16=True)
     settings = TP2.model_copy(update={"precision": precision})
@@ -167,6 +179,7 @@ def test_two_layouts_round_alike(model, capsys):
     assert "within their tolerance" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("command_line")
 def test_recomputing_changes_nothing(model, capsys):
     settings = Settings(
         precision=PrecisionSettings(bf16=True), recompute=RecomputeSettings(recompute_granularity="full")
@@ -180,7 +193,7 @@ def test_recomputing_changes_nothing(model, capsys):
     assert "PASS: all 27 are exactly equal" in shown
 
 
-def test_against_another_layout(model):
+def test_against_another_layout(verify, model):
     ended = verify(
         *(model, "--tensor_model_parallel_size", "2", "--packing", "--samples", "3", "--length", "8"),
         *("--against", "pipeline_model_parallel_size=2 virtual_pipeline_model_parallel_size=2"),
@@ -251,14 +264,14 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         ([], ExitCode.SETTINGS, "which checkpoint?"),
     ],
 )
-def test_mistakes_are_named_before_any_process_starts(model, words, code, said):
+def test_mistakes_are_named_before_any_process_starts(verify, model, words, code, said):
     ended = verify(*(word.format(model=model) for word in words))
     assert ended.returncode == code
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_checkpoint_that_lacks_a_tensor_is_named(model, tmp_path):
+def test_checkpoint_that_lacks_a_tensor_is_named(verify, model, tmp_path):
     lacking = tmp_path / "lacking"
     shutil.copytree(model, lacking)
     tensors = load_file(lacking / "model.safetensors")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from pool_launch import CommandLine, Ended
 from safetensors.torch import load_file, save_file
 
 from megatune.config.settings import FinetuningSettings, ParallelSettings, Settings
@@ -21,18 +20,16 @@ from megatune.verify.adapters import is_new, with_adapters, write_random_adapter
 from megatune.verify.run import show, verify_layout
 from megatune.verify.samples import random_samples
 
-LIMIT = 300  # seconds; the machine may be busy with others' tests
 LORA = {"finetuning_type": "lora", "lora_rank": 4}
 FEW = ("--samples", "3", "--length", "8")
 
 MakeModel = Callable[..., Path]
 
 
-def verify(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatune", "verify", *map(str, words)]
-    # Wide enough that the table breaks no name.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+@pytest.fixture
+def verify(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    monkeypatch.setenv("COLUMNS", "160")  # wide enough that the table breaks no name
+    return partial(command_line, "verify")
 
 
 @pytest.fixture
@@ -70,7 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_would_be_trained_is_compared(name: str, model_dir: MakeModel) -> None:
+def test_what_would_be_trained_is_compared(verify: Callable[..., Ended], name: str, model_dir: MakeModel) -> None:
     family, words, described, num_parameters = CASES[name]
     ended = verify(model_dir(family), *(f"{key}={value}" for key, value in LORA.items()), *words, *FEW)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -78,7 +75,7 @@ def test_what_would_be_trained_is_compared(name: str, model_dir: MakeModel) -> N
     assert f"PASS: all {num_parameters + 3} are within their tolerance" in ended.stdout
 
 
-def test_an_adapter_is_its_own_settings(adapter: Path, model_dir: MakeModel) -> None:
+def test_an_adapter_is_its_own_settings(verify: Callable[..., Ended], adapter: Path, model_dir: MakeModel) -> None:
     """As MODEL, with its base from adapter_config.json, and behind another one, which is merged."""
     as_model = verify(adapter, *FEW, "expert_model_parallel_size=2", "--num_processes", "2")
     assert as_model.returncode == 0, as_model.stdout + as_model.stderr
@@ -90,6 +87,7 @@ def test_an_adapter_is_its_own_settings(adapter: Path, model_dir: MakeModel) -> 
     assert chain.stdout.count("gradient of ") == 2 * (4 + 2 * 3 + 2 * 8 * 3)
 
 
+@pytest.mark.usefixtures("command_line")
 def test_a_difference_is_found_and_located(model_dir: MakeModel, tmp_path: Path, capsys) -> None:
     """The engine's base differs from the one that peft's adapter is on."""
     model, changed = model_dir("qwen3"), tmp_path / "changed"
@@ -109,7 +107,7 @@ def test_a_difference_is_found_and_located(model_dir: MakeModel, tmp_path: Path,
     assert not Path(folder).exists()
 
 
-def test_a_new_adapter_is_pointed_out(adapter: Path) -> None:
+def test_a_new_adapter_is_pointed_out(verify: Callable[..., Ended], adapter: Path) -> None:
     path = adapter / "adapter_model.safetensors"
     tensors = load_file(path)
     save_file({name: tensor * ("lora_A" in name) for name, tensor in tensors.items()}, path)
@@ -118,7 +116,9 @@ def test_a_new_adapter_is_pointed_out(adapter: Path) -> None:
     assert f"all B of {adapter} are zero" in ended.stdout
 
 
-def test_mistakes_are_named_before_any_process_starts(adapter: Path, model_dir: MakeModel) -> None:
+def test_mistakes_are_named_before_any_process_starts(
+    verify: Callable[..., Ended], adapter: Path, model_dir: MakeModel
+) -> None:
     model = model_dir("qwen3_moe")
     for words, code, said in (
         ([adapter, "finetuning_type=lora", "lora_rank=8"], ExitCode.SETTINGS, "lora_rank has no part"),

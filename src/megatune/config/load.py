@@ -167,6 +167,21 @@ def load(
     return reading.finish()
 
 
+def load_entries(
+    places: Iterable[Iterable[SettingEntry]], dialect: Dialect, findings: Iterable[Finding] = ()
+) -> Loaded:
+    """Make settings of entries that were read already.
+
+    Args:
+        places: entries of each place; those of a later one win, and the last of one place.
+        findings: what was wrong with reading them.
+    """
+    reading = _Reading(dialect, [*findings])
+    for entries in places:
+        reading.add(entries, last_wins=True)
+    return reading.finish()
+
+
 def dump(settings: Settings, origins: Mapping[str, str]) -> str:
     """Write every setting as a line of YAML under its own name, with a comment that says where it came from.
 
@@ -237,7 +252,7 @@ class _Reading:
                 self.findings.append(self._wrong_value(entry, meaning.paths[0]))
         groups = {group: self._group(group, model, values[group]) for group, model in GROUPS.items()}
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
-        settings, steps = Settings.model_validate(groups), entries.get(ACCUMULATION)
+        settings, steps = _described(Settings.model_validate(groups)), entries.get(ACCUMULATION)
         if steps is not None and isinstance(self.dialect.meaning_of(steps.key), GlobalBatchSize):
             settings = _with_accumulation(settings, infos[ACCUMULATION].default)
             self.invalid.add(ACCUMULATION)
@@ -289,6 +304,15 @@ class _Reading:
         if items and len(value) > 1:
             why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
         return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix)
+
+
+def _described(settings: Settings) -> Settings:
+    """Let weights that are named alone say themselves what the model is."""
+    model = settings.model
+    if model.mcore_model is None or model.model_name_or_path is not None:
+        return settings
+    model = model.model_copy(update={"model_name_or_path": model.mcore_model})
+    return settings.model_copy(update={"model": model})
 
 
 def _with_accumulation(settings: Settings, steps: int) -> Settings:

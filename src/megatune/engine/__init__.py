@@ -21,7 +21,8 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
     warnings.filterwarnings("ignore", module=r"megatron(\.|$)")
     warnings.filterwarnings("ignore", module=r"torch\.distributed(\.|$)")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for name in ("megatron", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("NVTE_SUPPRESS_WARNINGS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

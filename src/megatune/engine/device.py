@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -217,10 +218,23 @@ def install() -> None:
         _patch_cuda_calls()
         # Megatron-Core compiles its fusions when it is imported; on a CPU that would ask for a C++ compiler.
         compiler, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
-    import megatron.core  # noqa: F401  (imported for its effect)
+    # Its inference imports wandb where that is installed: half a second, for what is not used here.
+    with _absent("wandb"):
+        import megatron.core  # noqa: F401  (imported for its effect)
 
     if not HAS_GPU:
         torch.compile = compiler
+
+
+@contextlib.contextmanager
+def _absent(module: str) -> Iterator[None]:
+    """Let a module that is not imported yet look as if it were not installed."""
+    hide = module not in sys.modules
+    if hide:
+        sys.modules[module] = None  # type: ignore[assignment]
+    yield
+    if hide:
+        del sys.modules[module]
 
 
 def _patch_cuda_calls() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import pickle
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatune.engine import groups
 from megatune.launch.failure import describe_failure, mark_relayed
 
 T = TypeVar("T")
+
+_POLL_SECONDS = 0.02
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
@@ -27,7 +31,7 @@ def on_rank_0(action: Callable[[], T]) -> T:
             result = action()
         except Exception as raised:
             error = raised
-            relayed = _portable(raised), describe_failure(raised).exit_code
+            relayed = _relayed(raised)
     result, relayed = groups.broadcast((result, relayed))
     if error is not None:
         raise error
@@ -36,11 +40,49 @@ def on_rank_0(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _portable(error: Exception) -> Exception:
+def post_outcome(key: str, token: str, outcome: object) -> None:
+    """Leave what this rank's part came to, a result or an exception, for `posted_outcomes`.
+
+    No collective operation, so a thread may do it beside training.
+
+    Args:
+        token: tells it from what was left under `key` before, which it replaces.
+    """
+    relayed = _relayed(outcome) if isinstance(outcome, BaseException) else None
+    note = pickle.dumps((token, None if relayed else outcome, relayed))
+    groups.post(f"{key}/{groups.rank()}", base64.b64encode(note).decode())
+
+
+def posted_outcomes(key: str, token: str, world_size: int) -> list[Any]:
+    """Wait for every rank's `post_outcome` of this token, and return the results by rank.
+
+    Raises:
+        Exception: what one of them left, as `on_rank_0` raises it elsewhere.
+    """
+    found: dict[int, Any] = {}
+    while True:
+        for rank in [rank for rank in range(world_size) if rank not in found]:
+            note = groups.posted(f"{key}/{rank}")
+            its_token, result, relayed = pickle.loads(base64.b64decode(note)) if note else (None, None, None)
+            if its_token != token:
+                continue
+            if relayed is not None:
+                raise mark_relayed(*relayed)
+            found[rank] = result
+        if len(found) == world_size:
+            return [found[rank] for rank in range(world_size)]
+        time.sleep(_POLL_SECONDS)
+
+
+def _relayed(error: BaseException) -> tuple[Exception, int]:
+    return _portable(error), describe_failure(error).exit_code
+
+
+def _portable(error: BaseException) -> Exception:
     """Return the error, or where it does not survive pickling one that does."""
     try:
         copy = pickle.loads(pickle.dumps(error))
-        if type(copy) is type(error) and str(copy) == str(error):
+        if isinstance(error, Exception) and type(copy) is type(error) and str(copy) == str(error):
             return error
     except Exception:  # whatever its class does when it is pickled
         pass

@@ -8,33 +8,30 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 
-from megatune import __version__
 from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import ADAPTER
 from megatune.bridge.adapter_writer import write_adapter_config
 from megatune.bridge.assemble import Assembly, load_optimizer
+from megatune.bridge.file_set import SmallFile, WrittenFile
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.bridge.save import save_adapters, save_optimizer, save_weights
+from megatune.bridge.save import adapter_files, finish_adapter, optimizer_files, weight_files
 from megatune.config.settings import Settings
-from megatune.engine import device, groups
-from megatune.engine.model import gather_parameters
+from megatune.engine import device
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.adapters import ADAPTER_CONFIG
+from megatune.families.forms import CheckpointForm
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
-from megatune.plan.flops import num_parameters
-from megatune.plan.memory.tensors import num_trained_parameters
-from megatune.training.agreement import on_rank_0
-from megatune.training.storage.files import ensure_room, write_atomically, writing
-from megatune.training.storage.model_files import reward_config, small_files
-from megatune.training.storage.store import CheckpointStore, rotate
+from megatune.training.megatron import write_beside
+from megatune.training.storage.manifest import FileDigest
+from megatune.training.storage.model_files import reward_config, small_files, with_dtype
 
 _TRAINING = "training"
 _STATE = "state.json"
@@ -70,61 +67,74 @@ class TrainState:
     reward_pairs: float = 0.0
 
 
-def save_checkpoint(
-    store: CheckpointStore, assembly: Assembly, settings: Settings, state: TrainState, source: Path
-) -> Path:
-    """Write, digest and commit the checkpoint of `state.step`, then delete those beyond save_total_limit. Collective.
+class CheckpointFiles:
+    """The files of a checkpoint that this rank writes; made by all ranks together.
+
+    Attributes:
+        num_bytes: of their tensors.
+        model_bytes: of those of the model, or of adapters.
+    """
+
+    def __init__(self, assembly: Assembly, settings: Settings, state: TrainState) -> None:
+        parameters, layout = assembly.parameters, (assembly.architecture, assembly.place)
+        if _has_adapters(settings):
+            self._sets = [adapter_files(parameters, *layout)]
+        else:
+            self._sets = [weight_files(parameters, *layout, form=assembly.form)]
+        self._small: list[SmallFile] = []
+        if not settings.checkpoint.save_only_model:
+            shards = main_shards(assembly.optimizer)
+            self._sets.append(optimizer_files(parameters, shards, *layout, folder=f"{_TRAINING}/"))
+            numbers = safetensors.torch.save(device.rng_state())
+            self._small.append(SmallFile(f"{_TRAINING}/{_rng_name(assembly)}", numbers))
+        if self._small and assembly.place.rank == 0:
+            parts = {"optimizer": scalars(assembly.optimizer), "layout": layout_of(assembly, settings)}
+            content = {**asdict(state), **parts}
+            self._small.append(SmallFile(f"{_TRAINING}/{_STATE}", json.dumps(content, indent=1).encode()))
+        self.num_bytes = sum(files.num_bytes for files in self._sets)
+        self.model_bytes = self._sets[0].num_bytes
+
+    def __iter__(self) -> Iterator[WrittenFile]:
+        """Yield the files, of which each is to be read before the next; collective over all ranks."""
+        for files in self._sets:
+            yield from files.files()
+        yield from self._small
+
+
+def complete_checkpoint(
+    folder: Path,
+    digests: Sequence[FileDigest],
+    architecture: Architecture,
+    settings: Settings,
+    source: Path,
+    *,
+    form: CheckpointForm,
+    step: int,
+) -> list[FileDigest]:
+    """Add what is made from files alone, on one rank, once all ranks have written theirs.
 
     Args:
+        digests: of what ranks wrote.
+        form: of the model's safetensors.
         source: the model's own folder: its tokenizer and configuration go into the checkpoint.
 
-    Raises:
-        MegatuneError: CANNOT_WRITE; earlier checkpoints are as they were.
+    Returns:
+        Digests of files that are as they were; the rest of the folder has none yet.
     """
-    gather_parameters(assembly.model)
-    needed = _bytes_needed(assembly, settings)
-    on_rank_0(lambda: ensure_room(store.output_dir, needed))
-    folder = on_rank_0(lambda: store.begin(state.step))
-    with writing(folder, needed):
-        files = list(_write(folder, assembly, settings, state))
-        if assembly.place.rank == 0:
-            files += _copy_model_files(source, folder, settings, assembly.architecture)
-    digests = [digest for part in groups.gather(store.digest(state.step, files)) for digest in part]
-    model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
-    rows = {"layout": _layout(assembly, settings), "consumed_rows": state.step * state.global_batch_size}
-    metadata = {"megatune": __version__, **model, **rows}
-
-    def commit() -> Path:
-        path = store.commit(state.step, digests, metadata)
-        best = [] if state.best_step is None else [store.checkpoint(state.best_step)]
-        rotate(store.output_dir, settings.checkpoint.save_total_limit, [path, *best])
-        return path
-
-    return on_rank_0(commit)
-
-
-def _write(folder: Path, assembly: Assembly, settings: Settings, state: TrainState) -> Iterator[Path]:
-    model = assembly.parameters, assembly.architecture, assembly.place
     if _has_adapters(settings):
-        yield from save_adapters(folder, *model, settings.finetuning)
-    else:
-        yield from save_weights(folder, *model, form=assembly.form)
-    if settings.checkpoint.save_only_model:
-        return
-    training = folder / _TRAINING
-    training.mkdir(exist_ok=True)
-    shards = main_shards(assembly.optimizer)
-    yield from save_optimizer(training, assembly.parameters, shards, assembly.architecture, assembly.place)
-    path = training / f"rng-{assembly.place.rank:05d}.safetensors"
-    safetensors.torch.save_file(device.rng_state(), path)
-    yield path
-    if assembly.place.rank == 0:
-        content = {**asdict(state), "optimizer": scalars(assembly.optimizer), "layout": _layout(assembly, settings)}
-        write_atomically(training / _STATE, json.dumps(content, indent=1))
-        yield training / _STATE
+        finish_adapter(folder, architecture, settings.finetuning)
+        digests = [file for file in digests if not file.name.startswith(ADAPTER)]
+    elif settings.checkpoint.save_format == "torch_dist":
+        write_beside(folder, architecture, form, step)
+    _copy_model_files(source, folder, settings, architecture)
+    return list(digests)
 
 
-def _copy_model_files(source: Path, folder: Path, settings: Settings, architecture: Architecture) -> list[Path]:
+def _rng_name(assembly: Assembly) -> str:
+    return f"rng-{assembly.place.rank:05d}.safetensors"
+
+
+def _copy_model_files(source: Path, folder: Path, settings: Settings, architecture: Architecture) -> None:
     """Copy tokenizer, chat template and generation settings; config.json gets the dtype that was trained. Beside
     adapters there is their own configuration instead of the model's."""
     names = [path.name for path in small_files(source)]
@@ -135,34 +145,20 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings, architectu
     if _has_adapters(settings):
         base, finetuning = settings.model.model_name_or_path, settings.finetuning
         write_adapter_config(folder, architecture, finetuning, base or str(source), dropout=finetuning.lora_dropout)
-        return [*(folder / name for name in names), folder / ADAPTER_CONFIG]
+        return
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
-    config.setdefault("dtype" if "torch_dtype" not in config else "torch_dtype", None)
-    for part in (config, config.get("text_config") or {}, config.get("vision_config") or {}):
-        part |= {key: settings.precision.params_dtype for key in ("dtype", "torch_dtype") if key in part}
+    config = with_dtype(config, settings.precision.params_dtype)
     if architecture.num_labels:
         config = reward_config(config, source)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [folder / name for name in names]
-
-
-def _bytes_needed(assembly: Assembly, settings: Settings) -> int:
-    """Return the bytes of the checkpoint's tensors."""
-    trained = num_trained_parameters(assembly.architecture, settings.finetuning)
-    parameters = trained if _has_adapters(settings) else num_parameters(assembly.architecture)
-    model = parameters * (4 if settings.precision.params_dtype == "float32" else 2)
-    if settings.checkpoint.save_only_model:
-        return model
-    kinds = {"adam": 2, "sgd": 1}[settings.optimizer.optimizer] + (settings.precision.params_dtype != "float32")
-    return model + 4 * kinds * trained
 
 
 def _has_adapters(settings: Settings) -> bool:
     return settings.finetuning.finetuning_type == "lora"
 
 
-def _layout(assembly: Assembly, settings: Settings) -> dict[str, Any]:
+def layout_of(assembly: Assembly, settings: Settings) -> dict[str, Any]:
+    """Return what determines which rank holds what."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     return {
         **{name: getattr(settings.parallel, name) for name in sizes},
@@ -194,15 +190,18 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     content = json.loads((training / _STATE).read_text(encoding="utf-8"))
     counters, layout = content.pop("optimizer"), content.pop("layout")
     state = TrainState(**content)
-    findings = [*_changed(checkpoint, state, expected), *_trained_otherwise(training, assembly, settings)]
+    findings = list(_changed(checkpoint, state, expected))
+    if not settings.run.no_load_optim:
+        findings += _trained_otherwise(training, assembly, settings)
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    shards = main_shards(assembly.optimizer)
-    load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
-    load_scalars(assembly.optimizer, counters)
-    path = training / f"rng-{assembly.place.rank:05d}.safetensors"
+    if not settings.run.no_load_optim:
+        shards = main_shards(assembly.optimizer)
+        load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
+        load_scalars(assembly.optimizer, counters)
+    path = training / _rng_name(assembly)
     # Another layout has other ranks; no number is drawn in training that their states could change.
-    if layout == _layout(assembly, settings) and path.is_file():
+    if layout == layout_of(assembly, settings) and path.is_file() and not settings.run.no_load_rng:
         device.set_rng_state(safetensors.torch.load_file(path))
     return state
 

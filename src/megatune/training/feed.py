@@ -13,6 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# What `load_tokenizer` imports: here ranks, which are forks of the process that imports this, share it.
+import transformers.models.auto.tokenization_auto  # noqa: F401
+
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from transformers import get_scheduler
+
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 SCHEDULER_TYPES = (
@@ -77,9 +80,6 @@ def _factor_of_step(
     """Take Transformers' own multiplier of the learning rate out of the scheduler it builds."""
     if kwargs and lr_scheduler_type in ("constant", "constant_with_warmup"):  # get_scheduler drops them without a word
         raise TypeError(f"unexpected arguments: {', '.join(kwargs)}")
-
-    import torch
-    from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
     scheduler = get_scheduler(

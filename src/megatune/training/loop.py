@@ -28,7 +28,7 @@ from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
 from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import EvalReport, StepReport, TrainSummary
-from megatune.training.checkpoint import TrainState, save_checkpoint
+from megatune.training.checkpoint import TrainState
 from megatune.training.feed import Feed
 from megatune.training.first_step import check_first_step
 from megatune.training.joint_losses import with_joint_losses
@@ -39,6 +39,7 @@ from megatune.training.objective import Loss
 from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule
+from megatune.training.saving import CheckpointSaver
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
 from megatune.training.unreadable import without_unreadable
@@ -76,9 +77,11 @@ class Trainer:
     source: Path
     memory: MemoryLog
     running_reward: RunningReward = field(init=False)
+    _saver: CheckpointSaver = field(init=False)
     _saved_step: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
+        self._saver = CheckpointSaver(self.store, self.assembly, self.settings, self.source)
         self.running_reward = RunningReward(self.state.reward_sum, self.state.reward_pairs)
 
     def run(self) -> Outcome:
@@ -94,7 +97,12 @@ class Trainer:
         if manual_gc:
             gc.disable()
         try:
-            outcome = self._train()
+            try:
+                outcome = self._train()
+            except MegatuneError as error:
+                if error.exit_code == ExitCode.NOT_FINITE:  # raised on all ranks
+                    self._settle()
+                raise
             memory = groups.gather(self.memory.now)
         finally:
             if manual_gc:
@@ -144,6 +152,7 @@ class Trainer:
                     objective,
                     learning_rate=self.learning_rate.at(step),
                     stop_requested=self.context.stop_requested(),
+                    save_ended=self._saver.has_ended(),
                     checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
                     timed=self.settings.logging.log_timers,
                 )
@@ -163,10 +172,13 @@ class Trainer:
                     gc.collect()
                 paused = time.monotonic()
                 profiler.end(self.state.step)
+                if result.totals.save_ended:
+                    self._settle()
                 if self.schedule.evaluates_at(self.state.step):
                     self._evaluate()
-                if result.totals.stop_requested or self.schedule.saves_at(self.state.step):
-                    self._save()
+                ends = result.totals.stop_requested or self.state.step == self.schedule.total_steps
+                if ends or self.schedule.saves_at(self.state.step):
+                    self._save(background=self.settings.checkpoint.async_save and not ends)
                 profiler.begin(self.state.step)
                 began += time.monotonic() - paused
                 if result.totals.stop_requested and self.state.step < self.schedule.total_steps:
@@ -340,13 +352,23 @@ class Trainer:
         )
         self.callbacks.on_evaluate(report)
 
-    def _save(self) -> None:
+    def _save(self, *, background: bool) -> None:
         if self._saved_step == self.state.step:
             return
+        self._settle()
         self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
         if self.feed.follower is not None:
             self.state.stream = self.feed.follower.state(self.state.step)
         self.state.reward_sum, self.state.reward_pairs = self.running_reward.total, self.running_reward.pairs
-        path = save_checkpoint(self.store, self.assembly, self.settings, self.state, self.source)
+        path = self._saver.save(self.state, background=background)
         self._saved_step = self.state.step
-        self.callbacks.on_save(path)
+        if path is not None:
+            self.callbacks.on_save(path)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is written in the background, if there is one."""
+        if self._saver.in_flight:
+            self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
+            path = self._saver.settle()
+            assert path is not None
+            self.callbacks.on_save(path)

@@ -226,12 +226,10 @@ def _finish(trainer: Trainer, output_dir: Path) -> Path:
 
 
 def _quiet() -> None:
-    """Silence Transformers' progress bars and advice about generation, which say nothing about this run, and what
-    libraries that it imports where they are installed say of kernels."""
+    """Silence Transformers' progress bars and advice about generation, which say nothing about this run."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for name in ("torch.distributed", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -44,6 +44,7 @@ def train_step(
     *,
     learning_rate: float,
     stop_requested: bool = False,
+    save_ended: bool = False,
     checked_step: int | None = None,
     timed: bool = False,
 ) -> StepResult:
@@ -51,7 +52,8 @@ def train_step(
 
     Args:
         batches: this data-parallel rank's micro-batches.
-        stop_requested: whether this rank was asked to stop; sent along with the loss.
+        stop_requested: whether this rank was asked to stop; sent along with the loss, as is
+            `save_ended`, for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
         timed: wait for the device between the parts of the step, to say how long each takes.
@@ -61,7 +63,8 @@ def train_step(
     """
     seconds: dict[str, float] = {}
     began = time.monotonic()
-    totals = forward_backward(assembly.model, batches, objective, stop_requested=stop_requested)
+    flags = {"stop_requested": stop_requested, "save_ended": save_ended}
+    totals = forward_backward(assembly.model, batches, objective, **flags)
     if timed:
         device.synchronize()
         seconds["forward_backward"], began = time.monotonic() - began, time.monotonic()

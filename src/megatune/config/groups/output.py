@@ -125,6 +125,12 @@ class CheckpointSettings(Group):
     How: At most this many steps are lost when a machine fails. Each save takes the time to write the model and its
     training state, about 14 bytes a parameter in bf16.
     When: Such that a save comes every 15 to 60 minutes."""
+    async_save: bool = False
+    """Write checkpoints in the background: training waits only until they are copied to the host's memory.
+    How: Each process copies what it will write, about 14 bytes a parameter in bf16 over all of them. One checkpoint at
+    a time is written: the next waits for it. The last save of a run is not in the background, nor is one for which
+    memory is short.
+    When: Where a save takes much longer than a step and the machines have that much memory free."""
     save_total_limit: Annotated[Count, "checkpoints"] | None = None
     """Keep only this many checkpoints, the newest ones. null keeps all of them.
     How: Older ones are deleted after a new one is whole. The best one is kept with load_best_model_at_end.
@@ -134,6 +140,15 @@ class CheckpointSettings(Group):
     from.
     How: Only the Hugging Face model is written.
     When: Where every checkpoint is to be evaluated and none will be resumed."""
+    save_format: Literal["hf", "torch_dist"] = "hf"
+    """Whether the model is written in Megatron-Core's format, too.
+    How: One process writes it from the safetensors, tensor by tensor, after those are whole, and the others wait: a
+    checkpoint takes the model's size once more on disk, and the time of reading and writing it. Resuming does not need
+    it; adapters alone have no such form.
+    When: torch_dist, to hand on to Megatron-LM or Megatron-SWIFT; `megatune export --to_mcore true` makes the same of
+    any checkpoint later.
+    - hf: a Hugging Face model only
+    - torch_dist: iter_N and latest_checkpointed_iteration.txt beside it"""
     save_hf_model: bool = True
     """Always true: every checkpoint is a Hugging Face model as it is.
     How: Weights are written as safetensors with the checkpoint's own keys.

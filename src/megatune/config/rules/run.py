@@ -14,6 +14,20 @@ _BEST = "load_best_model_at_end"
 _HELD_OUT = ("val_size", "eval_dataset")
 
 
+def megatron_form(context: Context) -> Iterator[Problem]:
+    """Megatron-Core's format is that of a whole language model."""
+    settings = context.settings
+    if settings.checkpoint.save_format != "torch_dist":
+        return
+    if settings.finetuning.finetuning_type == "lora":
+        why = "a checkpoint of adapters holds no model, and Megatron-Core has no form of them that others read"
+        fix = "write save_format: hf and merge_lora: true, then megatune export --to_mcore true of output_dir/merged"
+        yield Problem(("save_format", "finetuning_type"), "save_format torch_dist with finetuning_type lora", why, fix)
+    if settings.run.stage == "rm":
+        why = "Megatron-Core's language model has no place for the score of a reward model"
+        yield Problem(("save_format", "stage"), "save_format torch_dist with stage rm", why, "write save_format: hf")
+
+
 def output(context: Context) -> Iterator[Problem]:
     """A run leaves something behind."""
     if not context.settings.run.output_dir:
@@ -23,11 +37,14 @@ def output(context: Context) -> Iterator[Problem]:
 
 def own_folder(context: Context) -> Iterator[Problem]:
     """The final model is written into output_dir itself, and would replace the one that the run starts from."""
-    model, output = context.settings.model.model_name_or_path, context.settings.run.output_dir
-    if model and output and os.path.abspath(model) == os.path.abspath(output):
-        what = f"output_dir is model_name_or_path, {output!r}"
-        why = "the final model is written into output_dir, over the weights that the run starts from"
-        yield Problem(("output_dir", "model_name_or_path"), what, why, "write another output_dir")
+    model, output = context.settings.model, context.settings.run.output_dir
+    for name in ("model_name_or_path", "mcore_model"):
+        folder = getattr(model, name)
+        if folder and output and os.path.abspath(folder) == os.path.abspath(output):
+            what = f"output_dir is {name}, {output!r}"
+            why = "the final model is written into output_dir, over the weights that the run starts from"
+            yield Problem(("output_dir", name), what, why, "write another output_dir")
+            return
 
 
 def fresh_start(context: Context) -> Iterator[Problem]:
@@ -253,6 +270,7 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 
 RULES = (
-    *(output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, hub, profiler),
+    *(megatron_form, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, hub),
+    profiler,
     *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
 )

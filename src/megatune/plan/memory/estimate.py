@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatune.plan.case import Case
 from megatune.plan.memory.activations import ActivationBytes, stage_activations
-from megatune.plan.memory.parameters import Rules, StageState, stage_state
+from megatune.plan.memory.parameters import Rules, StageState, stage_parameters, stage_state
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
 # torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
@@ -16,6 +16,9 @@ COMMUNICATOR = 600 * 2**20
 CONTEXT = 1200 * 2**20
 # A process of the engine before it makes a model, on a machine without a GPU.
 CPU_PROCESS = 350 * 2**20
+# Of a checkpoint's files, which are dealt to ranks; as bridge.file_set's.
+_FILE_BYTES = 5 * 10**9
+_FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class StageMemory:
         logits_and_loss: the output layer's at their fullest.
         communication: buffers of exchanges, of the communication library's among them.
         expert_imbalance: activations of the fullest expert rank beyond those of an even share.
-        framework: the device's context and the libraries; on a CPU the process itself.
+        framework: the device's context and the libraries; on a CPU the process itself, and what async_save copies.
     """
 
     stage: int
@@ -88,10 +91,32 @@ def workspace_bytes(case: Case, stage: int) -> Workspace:
     """Count what no pass keeps."""
     on_cpu = case.machine.device.generation == "cpu"
     libraries = 0 if on_cpu else COMMUNICATOR * num_communicators(case)
+    process = CPU_PROCESS + _copies(case, stage) if on_cpu else CONTEXT
     return Workspace(
         communication=_tensors(case, stage) + libraries,
-        framework=(CPU_PROCESS if on_cpu else CONTEXT) + case.machine.calibration.framework,
+        framework=process + case.machine.calibration.framework,
     )
+
+
+def _copies(case: Case, stage: int) -> int:
+    """Count what the fullest rank of a stage copies to the host's memory for `async_save`, which on a CPU is the
+    device's: of each kind of files the first, and an even share of the others."""
+    if not case.settings.checkpoint.async_save:
+        return 0
+    held, parallel = stage_parameters(case, stage), case.settings.parallel
+    tp, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size * parallel.expert_tensor_size
+    trained = tp * held.trained_dense + experts * held.trained_expert
+    if case.settings.finetuning.finetuning_type == "lora":
+        sets = [_FP32 * trained]
+    else:
+        sets = [case.itemsize * (tp * held.dense + experts * held.expert)]
+    if not case.settings.checkpoint.save_only_model:
+        averages = {"adam": 2, "sgd": int(bool(case.settings.optimizer.sgd_momentum))}[
+            case.settings.optimizer.optimizer
+        ]
+        sets.append(_FP32 * trained * (averages + (case.itemsize < _FP32)))
+    writers = tp * case.shard_size
+    return sum(min(size, _FILE_BYTES + size // writers) for size in sets)
 
 
 def num_communicators(case: Case) -> int:

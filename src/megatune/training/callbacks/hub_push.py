@@ -24,6 +24,7 @@ _FOLDER = ".push"
 LONGEST_SECONDS = 600.0
 _SLOWEST_BYTES = 5e6  # a second, beyond that
 _STOPPED_SECONDS = 30.0
+_NOT_SENT = (TRAINING_FOLDER, "iter_", "latest_checkpointed_iteration")  # nor Megatron's form of the model
 _POLL_SECONDS = 0.2
 
 
@@ -142,7 +143,7 @@ class HubPush(Callback):
 def _link_model(checkpoint: Path, folder: Path) -> int:
     """Make a folder with the model's files of a checkpoint, which may be deleted meanwhile; return their bytes."""
     shutil.rmtree(folder, ignore_errors=True)
-    files = [file for file in read_manifest(checkpoint).files if not file.name.startswith(TRAINING_FOLDER)]
+    files = [file for file in read_manifest(checkpoint).files if not file.name.startswith(_NOT_SENT)]
     for file in files:
         target = folder / file.name
         target.parent.mkdir(parents=True, exist_ok=True)
