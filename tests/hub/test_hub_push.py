@@ -126,7 +126,7 @@ def test_a_push_that_fails_or_hangs_is_a_warning_with_the_command(
     began = time.monotonic()
     push.on_final_model(output / "checkpoint-2")
     assert time.monotonic() - began < 10
-    command = 'hf upload team/tuned {} . --exclude "training/*" "iter_*"'
+    command = 'hf upload team/tuned {} . --exclude "training/*" --exclude "iter_*"'
     first, last = (record.message for record in caplog.records)
     assert first.startswith("pushing checkpoint-1 to team/tuned failed: it answered HTTP 403; later: ")
     assert first.endswith(command.format(output / "checkpoint-1"))

@@ -64,7 +64,7 @@ def answer_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 def later(hub: Hub, repo_id: str, checkpoint: Path) -> str:
     """Return the command that pushes a checkpoint by hand."""
     program = "hf upload" if hub == "hf" else "modelscope upload"
-    return f'{program} {repo_id} {checkpoint} . --exclude "training/*" "iter_*"'
+    return f'{program} {repo_id} {checkpoint} . --exclude "training/*" --exclude "iter_*"'
 
 
 def prepare_repository(hub: Hub, repo_id: str, private: bool | None) -> tuple[str, str]:
