@@ -98,21 +98,22 @@ class CheckpointFiles:
 
 
 def complete_checkpoint(
-    folder: Path, digests: Sequence[FileDigest], architecture: Architecture, settings: Settings, source: Path
+    folder: Path, digests: Sequence[FileDigest], assembly: Assembly, settings: Settings, source: Path
 ) -> list[FileDigest]:
     """Add what is made from files alone, on one rank, once all ranks have written theirs.
 
     Args:
         digests: of what ranks wrote.
+        assembly: whose numbers may have changed since: only what does not change is looked at.
         source: the model's own folder: its tokenizer and configuration go into the checkpoint.
 
     Returns:
         Digests of files that are as they were; the rest of the folder has none yet.
     """
     if _has_adapters(settings):
-        finish_adapter(folder, architecture, settings.finetuning)
+        finish_adapter(folder, assembly.architecture, settings.finetuning)
         digests = [file for file in digests if not file.name.startswith(ADAPTER)]
-    _copy_model_files(source, folder, settings, architecture)
+    _copy_model_files(source, folder, settings, assembly.architecture)
     return list(digests)
 
 

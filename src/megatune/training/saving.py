@@ -92,14 +92,14 @@ class CheckpointSaver:
     def _finish_of(self, folder: Path, state: TrainState) -> Callable[[Sequence[FileDigest]], Path]:
         """Return what rank 0 does once all files are written; later steps do not change it."""
         step, best_step = state.step, state.best_step
-        architecture, settings, source, store = self._assembly.architecture, self._settings, self._source, self._store
+        assembly, settings, source, store = self._assembly, self._settings, self._source, self._store
         model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
-        rows = {"layout": layout_of(self._assembly, settings), "consumed_rows": step * state.global_batch_size}
+        rows = {"layout": layout_of(assembly, settings), "consumed_rows": step * state.global_batch_size}
         metadata = {"megatune": __version__, **model, **rows}
 
         def finish(digests: Sequence[FileDigest]) -> Path:
             with writing(folder):
-                digests = complete_checkpoint(folder, digests, architecture, settings, source)
+                digests = complete_checkpoint(folder, digests, assembly, settings, source)
             path = store.commit(step, digests, metadata)
             best = [] if best_step is None else [store.checkpoint(best_step)]
             rotate(store.output_dir, settings.checkpoint.save_total_limit, [path, *best])
@@ -167,12 +167,11 @@ class _Save(threading.Thread):
         except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
             self._error = error
             post_outcome(_KEY, str(self._folder), error)
-        finally:
-            self._files = ()
 
     def _write(self) -> list[FileDigest]:
+        files, self._files = self._files, ()  # so that copies go when they are written
         with writing(self._folder, self._needed):
-            return self._store.digest(self._step, [file.write(self._folder) for file in self._files])
+            return self._store.digest(self._step, [file.write(self._folder) for file in files])
 
     def result(self) -> Path:
         """Wait until the checkpoint is committed, and return it. Collective.
