@@ -14,7 +14,8 @@ from megatune.config.dialects.llamafactory import LLAMAFACTORY
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _STAGES = {"sft", "pt", "dpo", "kto", "rm"}
-VERBS = {"train", *_STAGES, "plan", "explain", "data", "verify", "infer", "demo-model", "export"}
+VERBS = {"train", *_STAGES, "plan", "explain", "data", "verify", "infer", "serve", "demo-model", "export"}
+VERBS |= {"megatron", "swift", "shims"}
 
 
 @pytest.mark.parametrize("name", ["settings.md", "settings.zh.md"])

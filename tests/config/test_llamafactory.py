@@ -55,7 +55,7 @@ def test_every_setting_can_be_set_and_every_key_sets_one():
         assert LLAMAFACTORY.meaning_of(info.name) == Sets((path,))
         assert LLAMAFACTORY.key_of(path) == info.name
     others = set(LLAMAFACTORY.names) - {info.name for info in all_settings().values()} - set(LLAMAFACTORY.not_built)
-    assert others == {"neat_packing", "evaluation_strategy"}
+    assert others == {"neat_packing", "evaluation_strategy", "swanlab_run_name"}
     assert LLAMAFACTORY.names_of("data.packing") == ["packing", "neat_packing"]
 
 
@@ -98,8 +98,7 @@ def test_a_value_that_asks_for_nothing_passes(override):
 
 REFUSED = [
     "preprocessing_batch_size=64", "image_do_pan_and_scan=true", "crop_to_patches=true", "use_audio_in_video=true",
-    "report_to=wandb",
-    "report_to=tensorboard,swanlab", "transformer_impl=transformer_engine",
+    "hub_strategy=checkpoint", "hub_strategy=all_checkpoints", "transformer_impl=transformer_engine",
     "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
     "deepspeed=ds_z3.json", "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
     "oft_rank=8", "adapter_folder=out", "export_dir=out", "export_size=5", "export_quantization_bit=4",

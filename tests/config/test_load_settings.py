@@ -94,6 +94,8 @@ VALUES = [
     ("stage: dpo", "run.stage", "dpo"),
     ("default_system: |\n  You are\n  kind.", "data.default_system", "You are\nkind.\n"),
     ("model_name: 小明", "data.model_name", "小明"),
+    ("model_name: [小黄, 12]", "data.model_name", ["小黄", "12"]),
+    ("model_author: Tuna, Inc.", "data.model_author", "Tuna, Inc."),
 ]
 
 
@@ -199,8 +201,8 @@ WRONG = [
     (
         "report_to: tensorboard, wandB",
         "run.yaml:1: report_to is 'tensorboard, wandB'\n"
-        "    why: expected a list of any of: tensorboard, none; 'wandB' does not fit\n"
-        "    fix: write report_to: [tensorboard], the default",
+        "    why: expected a list of any of: tensorboard, wandb, swanlab, mlflow, none, all; 'wandB' does not fit\n"
+        "    fix: write report_to: [tensorboard, wandb]",
     ),
     (
         "pref_loss: [sigmoid, SimP0]",

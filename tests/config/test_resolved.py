@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from megatune.config.groups.output import CheckpointSettings
 from megatune.config.load import dump, load
 from megatune.config.rules.finetuning import NOT_BUILT
-from megatune.config.settings import Settings, all_settings
+from megatune.config.settings import SECRETS, Settings, all_settings
 
 
 def read_again(tmp_path_factory, settings: Settings) -> Settings:
@@ -29,7 +30,7 @@ def test_every_setting_is_a_line_with_its_origin(tmp_path, monkeypatch):
     written = dict(line.split(": ", 1) for line in lines if line and not line.startswith("#"))
     assert list(written) == [
         info.name for info in all_settings().values()
-        if info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(info.default)
+        if info.path not in SECRETS and (info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(info.default))
     ]  # fmt: skip
     assert written["learning_rate"].split() == ["1e-05", "#", "my.yaml:2"]
     assert written["dataset"].split("  ")[0] == "[a, b]"
@@ -99,3 +100,12 @@ def test_an_origin_cannot_break_out_of_its_comment():
     text = dump(Settings(), {"run.seed": "a\nseed: 7\n"})
     assert "seed: 42" in text
     assert not any(line.startswith("seed: 7") for line in text.splitlines())
+
+
+def test_secrets_are_read_and_never_written(tmp_path):
+    """Nothing that holds or writes settings has them."""
+    loaded = load(overrides=["hub_token=hf_secret"], flags=["--swanlab_api_key", "sk_secret", "--seed", "x"])
+    assert loaded.secrets == {"checkpoint.hub_token": "hf_secret", "logging.swanlab_api_key": "sk_secret"}
+    shown = [dump(loaded.settings, loaded.origins), repr(loaded.settings), *map(str, loaded.check())]
+    held = CheckpointSettings(hub_token="hf_secret")
+    assert "secret" not in "".join([*shown, dump(Settings(checkpoint=held), {})])

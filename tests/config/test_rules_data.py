@@ -33,6 +33,7 @@ VALID = [
     [*STREAMED, "buffer_size=128"],
     ["stage=dpo"],
     ["stage=dpo", "packing=true", "preserve_thinking=true"],
+    ["model_name=[小黄, Xiao Huang]", "model_author=us", 'columns={"q": "query"}', "dataset_shuffle=false"],
 ]
 
 
@@ -150,6 +151,11 @@ WRONG = [
     *(
         (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    fix: remove {key}")
         for key in ("train_on_prompt", "mask_history")
+    ),
+    (
+        ["model_name=[a, b, c]"],
+        "model_name has 3 values\n    why: a list has the value of Chinese rows, then that of all others\n"
+        "    fix: write one value, or two",
     ),
     (
         ["stage=kto", "mask_history=true"],

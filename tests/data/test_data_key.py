@@ -64,6 +64,15 @@ def test_every_data_setting_is_in_the_key_or_known_not_to_matter() -> None:
     assert sum(map(len, groups)) == len(DataSettings.model_fields)
 
 
+def test_columns_are_in_the_key_by_what_they_do(folder: Path) -> None:
+    """Those of a data set without an entry; the same file, read otherwise, is other rows."""
+    (folder / "rows.jsonl").write_text('{"a": "x", "b": "y", "query": "z"}\n')
+    named = [{"a": "query", "b": "response"}, {"a": "response", "b": "query"}, {"a": "response"}]
+    keys = [key(folder, dataset=["rows.jsonl"], columns=columns) for columns in named]
+    assert len(set(keys)) == 3
+    assert key(folder, dataset=["rows.jsonl"], columns={"B": "response", "A": "query"}) == keys[0]
+
+
 OTHER_VALUES = {
     "cutoff_len": 7,
     "truncation_strategy": "drop",
@@ -84,10 +93,11 @@ OTHER_VALUES = {
     "eval_dataset": ["other"],
     "template": "chatml",
     "packing": True,
+    "dataset_shuffle": False,
 }
 
 
-@pytest.mark.parametrize("name", sorted(BY_VALUE | BY_CONTENT - {"dataset_dir"}))
+@pytest.mark.parametrize("name", sorted(BY_VALUE | BY_CONTENT - {"dataset_dir", "columns"}))
 def test_what_determines_the_rows_determines_the_key(folder: Path, name: str) -> None:
     assert key(folder, **{name: OTHER_VALUES[name]}) != key(folder)
 

@@ -234,6 +234,26 @@ def test_num_samples_draws(folder: Path) -> None:
     assert sorted({more.count(answer) for answer in every}) == [2, 3]
 
 
+def test_the_first_rows_are_taken_where_drawing_is_off(folder: Path) -> None:
+    assert answers(prepared(folder, "good#3", dataset_shuffle=False).train) == [
+        f"It is {i}.<|im_end|>" for i in (0, 1, 2)
+    ]
+    more = answers(prepared(folder, "more", dataset_shuffle=False).train)
+    assert [more.count(f"It is {i}.<|im_end|>") for i in range(40)] == [3] * 20 + [2] * 20
+
+
+def test_a_name_in_two_languages(folder: Path) -> None:
+    row = {"query": "{{NAME}}?", "response": "{{NAME}} of {{AUTHOR}}"}
+    tags = [{"tag": "zh"}, {"tag": "en"}, {}]
+    (folder / "self.jsonl").write_text("".join(f"{json.dumps(row | tag)}\n" for tag in tags))
+    assert "{{NAME}} is in the data and model_name is not set" in refusal(folder, "self.jsonl", model_author="us")[1]
+    read = prepared(folder, "self.jsonl", model_name=["小黄", "Xiao Huang"], model_author="us").train
+    assert answers(read) == ["小黄 of us<|im_end|>", *["Xiao Huang of us<|im_end|>"] * 2]
+    assert "Xiao Huang?" in texts(read)[1]
+    one = prepared(folder, "self.jsonl", model_name=["Mia"], model_author=["魔搭", "ModelScope"]).train
+    assert answers(one) == ["Mia of 魔搭<|im_end|>", *["Mia of ModelScope<|im_end|>"] * 2]
+
+
 def test_repeated_rows_are_never_on_both_sides(folder: Path) -> None:
     result = prepared(folder, "more", val_size=8.0)
     assert not set(answers(result.train)) & set(answers(result.evaluation))

@@ -24,8 +24,9 @@ from megatune.families import load_architecture
 from megatune.families.adapters import adapter_weights, scaling
 from megatune.families.weights import hf_shapes, layers_of
 from megatune.generation.adapters import adapted_model
-from megatune.generation.infer import Generator
-from megatune.generation.inputs import GenerationOptions
+from megatune.generation.generator import Generator
+from megatune.generation.options import GenerationOptions
+from megatune.generation.transformers_backend import TransformersBackend
 from megatune.verify.adapters import write_random_adapter
 from megatune.verify.reference import checkpoint_tensors
 
@@ -217,11 +218,15 @@ def test_infer_answers_with_an_adapter(
     shutil.copy(model / "tokenizer.json", adapter)  # as runs write them, here without a chat template
     truth = merged(model, [tensors_one_by_one(model, settings)], scaling(settings), tmp_path / "merged")
     generator = Generator.load(model, options)
-    expected = Generator(truth, generator.tokenizer, options, "").complete("Who").text
+    expected = (
+        Generator(TransformersBackend(truth, generator.tokenizer), generator.tokenizer, options, "")
+        .complete("Who")
+        .text
+    )
     assert expected != generator.complete("Who").text
 
     capsys.readouterr()
-    for words in ([str(adapter)], [str(model), "--adapter_name_or_path", str(adapter)]):
+    for words in (["--adapters", str(adapter)], ["--adapter_name_or_path", str(adapter), str(model)]):
         assert main(["infer", *words, "--max_new_tokens", "12", "--prompt", "Who", "--raw"]) == ExitCode.DONE
         printed = capsys.readouterr()
         assert printed.out.strip() == expected.strip()

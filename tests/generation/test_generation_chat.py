@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,10 @@ from tiny_models import tiny_model
 
 from megatune.cli import infer
 from megatune.errors import ExitCode, MegatuneError
-from megatune.generation.infer import Generator, chat
-from megatune.generation.inputs import GenerationOptions
+from megatune.generation.chat import chat
+from megatune.generation.generator import Generator
+from megatune.generation.options import GenerationOptions
+from megatune.generation.results import ResultFile
 
 Say = Callable[..., None]
 
@@ -35,7 +39,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
     def give(*lines: str) -> None:
         left = iter(lines)
 
-        def read(_prompt: str) -> str:
+        def read(_prompt: str = "") -> str:
             try:
                 return next(left)
             except StopIteration:
@@ -84,7 +88,7 @@ def test_a_conversation_that_is_too_long_can_be_cleared(
 def test_ctrl_c_drops_the_answer_and_not_the_chat(
     generator: Generator, say: Say, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatune.generation.infer._print_piece", _interrupt_once())
+    monkeypatch.setattr("megatune.generation.chat._print_piece", _interrupt_once())
     say("Hi", "Hi")
     chat(generator, stream=True)
     printed = capsys.readouterr()
@@ -123,3 +127,56 @@ def test_flags_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(MegatuneError) as raised:
         run(f"{tmp_path / 'nowhere'} --top-p 0.5 --prompt x")
     assert raised.value.exit_code == ExitCode.SETTINGS
+
+
+def test_commands_are_those_of_swift(
+    generator: Generator, say: Say, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def asked(*contents: str, system: str | None = None) -> str:
+        roles = ("user", "assistant")
+        turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+        return generator.answer([*([{"role": "system", "content": system}] if system else []), *turns]).text
+
+    say(
+        "MULTI-LINE", "one", "two#", "clear#", "single-line#",
+        "Hi", "reset-system", "Be brief.", "Hi", "reset-system", "default-system", "Hi", "QUIT", "never read",
+    )  # fmt: skip
+    with ResultFile(tmp_path / "turns.jsonl") as results:
+        chat(generator, stream=False, results=results)
+    brief = asked("Hi", system="Be brief.")
+    assert answers(capsys.readouterr().out) == [asked("one\ntwo"), asked("Hi"), brief, asked("Hi")]
+    turns = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [turn["messages"][-1]["content"] for turn in turns] == [asked("one\ntwo"), asked("Hi"), brief, asked("Hi")]
+    assert turns[2]["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_the_system_message_may_be_a_file_and_swift_names_the_model(
+    qwen3: Path, generator: Generator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "system.txt").write_text("Be brief.\n", encoding="utf-8")
+    system = ["--system", str(tmp_path / "system.txt")]
+    stop = ["--stop_words", "\0", "--stream", "false", "--num_beams", "1", "--infer_backend", "pt"]
+    assert run(f"--model {qwen3} --max_new_tokens 8", *system, *stop, "--prompt", "Hi") == ExitCode.DONE
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert capsys.readouterr().out == generator.answer(turns).text + "\n"
+    with pytest.raises(MegatuneError, match="cannot be read") as raised:
+        run(str(qwen3), "--prompt", "Hi", "--system", str(tmp_path / "other.txt"))
+    assert raised.value.exit_code == ExitCode.INPUT
+
+
+def test_what_is_not_built_is_refused_by_name(qwen3: Path) -> None:
+    flags = "--num_beams 4 --logprobs true --write_batch_size 10 --infer_backend lmdeploy --vllm_max_model_len 9"
+    with pytest.raises(MegatuneError) as raised:
+        run(f"{qwen3} --model {qwen3} --prompt x {flags}")
+    assert raised.value.exit_code == ExitCode.SETTINGS
+    named = ["--model", "--num_beams", "--logprobs", "--write_batch_size", "--infer_backend"]
+    assert [finding.where for finding in raised.value.findings] == named
+    assert all(finding.fix for finding in raised.value.findings)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_that_is_missing_is_named(qwen3: Path) -> None:
+    with pytest.raises(MegatuneError, match="vLLM is not installed") as raised:
+        run(f"{qwen3} --infer_backend vllm --prompt x")
+    assert raised.value.exit_code == ExitCode.UNAVAILABLE
+    assert "pip install vllm" in raised.value.findings[0].fix

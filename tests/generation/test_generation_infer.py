@@ -11,8 +11,9 @@ from tiny_models import CONTEXT, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatune.errors import ExitCode, MegatuneError
-from megatune.generation.infer import Generator
-from megatune.generation.inputs import GenerationOptions, check_options
+from megatune.generation.generator import Generator
+from megatune.generation.options import GenerationOptions, check_options
+from megatune.generation.stopping import HeldText
 
 QUESTION = [{"role": "user", "content": "Who are you? 你是谁？"}]
 
@@ -29,7 +30,7 @@ def generator(qwen3: Path) -> Generator:
 
 def with_options(generator: Generator, **changes: Any) -> Generator:
     options = dataclasses.replace(generator.options, **changes)
-    return Generator(generator.model, generator.tokenizer, options, generator.source)
+    return Generator(generator.backend, generator.tokenizer, options, generator.source)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_r1_distill_llama"])
@@ -63,6 +64,17 @@ def test_the_seed_decides_a_sampled_answer(generator: Generator) -> None:
     assert answers[0] == answers[1] != answers[2]
 
 
+def test_the_temperature_can_be_left_to_the_model(generator: Generator) -> None:
+    assert with_options(generator, temperature=None).answer(QUESTION) == generator.answer(QUESTION)
+    config = generator.backend.model.generation_config
+    try:
+        config.do_sample, config.temperature = True, 2.0
+        left = with_options(generator, temperature=None, seed=1, max_new_tokens=20).answer(QUESTION)
+        assert left == with_options(generator, temperature=2.0, seed=1, max_new_tokens=20).answer(QUESTION)
+    finally:
+        config.do_sample, config.temperature = None, None
+
+
 def test_top_k_one_is_greedy(generator: Generator) -> None:
     assert with_options(generator, temperature=5.0, top_k=1).answer(QUESTION) == generator.answer(QUESTION)
 
@@ -70,7 +82,7 @@ def test_top_k_one_is_greedy(generator: Generator) -> None:
 def test_a_repetition_penalty_reaches_the_model(generator: Generator) -> None:
     punished = with_options(generator, repetition_penalty=5.0, max_new_tokens=30, raw=True).complete("a b c")
     inputs = generator.tokenizer("a b c", return_tensors="pt")
-    generated = generator.model.generate(**inputs, max_new_tokens=30, do_sample=False, repetition_penalty=5.0)
+    generated = generator.backend.model.generate(**inputs, max_new_tokens=30, do_sample=False, repetition_penalty=5.0)
     new_ids = generated[0, inputs["input_ids"].shape[1] :]
     assert punished.text == generator.tokenizer.decode(new_ids, skip_special_tokens=True)
     assert punished.text != with_options(generator, max_new_tokens=30, raw=True).complete("a b c").text
@@ -79,7 +91,9 @@ def test_a_repetition_penalty_reaches_the_model(generator: Generator) -> None:
 def test_raw_continues_the_text_itself(generator: Generator) -> None:
     raw = with_options(generator, raw=True)
     inputs = generator.tokenizer("The river", return_tensors="pt")
-    generated = generator.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    generated = generator.backend.model.generate(**inputs, max_new_tokens=8, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ]
     assert raw.reply("The river").text == generator.tokenizer.decode(generated, skip_special_tokens=True)
 
 
@@ -96,17 +110,17 @@ def test_the_system_message_and_the_thinking_switch_reach_the_model(generator: G
 def test_stopped_says_whether_the_model_ended_by_itself(generator: Generator) -> None:
     reply = generator.answer(QUESTION)
     assert (reply.num_tokens, reply.stopped) == (8, False)
-    first = generator.model.generation_config.eos_token_id
+    first = generator.backend.model.generation_config.eos_token_id
     inputs = generator.tokenizer.apply_chat_template(
         QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    third = generator.model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -1].item()
+    third = generator.backend.model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -1].item()
     try:
-        generator.model.generation_config.eos_token_id = third
+        generator.backend.model.generation_config.eos_token_id = third
         reply = generator.answer(QUESTION)
         assert (reply.num_tokens <= 3, reply.stopped) == (True, True)
     finally:
-        generator.model.generation_config.eos_token_id = first
+        generator.backend.model.generation_config.eos_token_id = first
 
 
 def test_the_context_bounds_prompt_and_answer(generator: Generator) -> None:
@@ -151,3 +165,39 @@ def test_a_thinking_switch_that_the_template_lacks_is_refused(tmp_path_factory: 
     with pytest.raises(MegatuneError, match="no such switch") as raised:
         Generator.load(tiny_model(tmp_path_factory, "llama"), GenerationOptions(enable_thinking=False))
     assert raised.value.exit_code == ExitCode.SETTINGS
+
+
+def test_a_stop_word_ends_an_answer_and_streams_no_further(generator: Generator) -> None:
+    whole = generator.answer(QUESTION).text
+    word = whole[3:5]
+    for keep in (True, False):
+        sampling = dataclasses.replace(generator.options, stop_words=("never", word, word + "x"), keep_stop_word=keep)
+        pieces: list[str] = []
+        reply = generator.answer(QUESTION, pieces.append, sampling)
+        end = whole.index(word) + len(word) * keep
+        assert (reply.text, "".join(pieces), reply.stopped) == (whole[:end], whole[:end], True)
+        assert reply.num_tokens < 8
+
+
+def test_text_waits_while_it_may_begin_a_stop_word() -> None:
+    sampling = GenerationOptions(stop_words=("</end>", "STOP"), keep_stop_word=False)
+    for pieces, shown in (
+        (["a<", "/en", "x"], ["a", "</enx"]),
+        (["a<", "/end", ">b", "c"], ["a"]),
+        (["ST", "ST", "OPS"], ["ST"]),
+        (["12</"], ["12", "</"]),
+    ):
+        seen: list[str] = []
+        held = HeldText(sampling, seen.append)
+        for piece in pieces:
+            held.add(piece)
+        held.add("", is_last=True)
+        assert seen == shown
+
+
+def test_an_answer_can_be_ended_from_outside(generator: Generator) -> None:
+    seen: list[str] = []
+    sampling = dataclasses.replace(generator.options, max_new_tokens=40)
+    reply = generator.answer(QUESTION, seen.append, sampling, is_stopped=lambda: bool(seen))
+    assert reply.num_tokens < 10
+    assert not reply.stopped

@@ -13,8 +13,8 @@ from tiny_models import tiny_model
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families.scores import as_saved
-from megatune.generation.infer import Generator
-from megatune.generation.inputs import GenerationOptions, find_model
+from megatune.generation.generator import Generator
+from megatune.generation.options import GenerationOptions, find_model
 
 
 @pytest.fixture(scope="module")

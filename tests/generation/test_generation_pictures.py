@@ -22,8 +22,9 @@ from megatune.data.media.sources import PictureSource
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
-from megatune.generation.infer import Generator, chat
-from megatune.generation.inputs import GenerationOptions, PictureFile
+from megatune.generation.chat import chat
+from megatune.generation.generator import Generator
+from megatune.generation.options import GenerationOptions, PictureFile
 from megatune.generation.pictures import Picture, PromptPictures, generate_inputs, read_picture
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -75,7 +76,7 @@ def prepared(folder: Path, files: Path, kinds: str) -> PromptPictures:
 
 def with_pictures(generator: Generator, pictures: PromptPictures, **changes: Any) -> Generator:
     options = dataclasses.replace(generator.options, **changes)
-    return Generator(generator.model, generator.tokenizer, options, generator.source, pictures)
+    return Generator(generator.backend, generator.tokenizer, options, generator.source, pictures)
 
 
 def prompted(generator: Generator, text: str) -> Prompted:
@@ -90,14 +91,14 @@ def greedy(generator: Generator, prompt: Prompted, steps: int) -> tuple[list[int
     assert generator.pictures is not None
     vision, (ids, shown) = generator.pictures.vision, prompt
     ids = list(ids)
-    config = generator.model.generation_config
+    config = generator.backend.model.generation_config
     for _ in range(steps):
         grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in shown]
         rows = rotary_position_ids(np.array(ids), grids, vision)
         position_ids = torch.from_numpy(np.concatenate([np.arange(len(ids))[None], rows]))[:, None]
         inputs = generate_inputs(vision, torch.tensor([ids]), shown) | {"position_ids": position_ids}
         with torch.inference_mode():
-            logits = generator.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0, -1]
+            logits = generator.backend.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0, -1]
             logits[config.suppress_tokens or []] = -torch.inf
         ids.append(int(logits.argmax()))
         if ids[-1] in config.eos_token_id:
@@ -123,9 +124,9 @@ def test_a_greedy_answer_is_that_of_full_forward_passes(
     shows = with_pictures(generator, prepared(folders(family), files, kinds))
     # A placeholder in the answer of a random model would have no picture in a full forward pass.
     vision = prepared(folders(family), files, "").vision
-    shows.model.generation_config.suppress_tokens = [vision.image_token_id, vision.video_token_id]
+    shows.backend.model.generation_config.suppress_tokens = [vision.image_token_id, vision.video_token_id]
     used: list[torch.Tensor] = []
-    rotary = shows.model.model.language_model.rotary_emb
+    rotary = shows.backend.model.model.language_model.rotary_emb
     hook = rotary.register_forward_pre_hook(
         lambda _, args, kwargs: used.append(kwargs.get("position_ids", args[-1])), with_kwargs=True
     )

@@ -92,7 +92,7 @@ def planned_copies(settings: Settings) -> int:
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, evaluated": (1, EVALUATED),
     "bf16, tp2 sp dp2, overlaps": (4, {**TP2, **OVERLAPS, "bf16": True}),
-    "pp2, streamed": (2, {"pipeline_model_parallel_size": 2, **STREAMED}),
+    "pp2, streamed, torch_dist": (2, {"pipeline_model_parallel_size": 2, **STREAMED, "save_format": "torch_dist"}),
     "LoRA, dp2, model only": (2, {**LORA, "gradient_accumulation_steps": 2, "save_only_model": True}),
 }
 

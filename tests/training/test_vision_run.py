@@ -92,19 +92,17 @@ def test_a_crashed_run_ends_as_if_nothing_had_happened(
     name: str, pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     family, world_size, changes = SAME_LAYOUT[name]
-    whole = vision_settings(models[family], data, tmp_path / "whole", **changes)
-    crashed = vision_settings(models[family], data, tmp_path / "crashed", **changes)
+    whole, crashed = (
+        vision_settings(models[family], data, tmp_path / each, max_steps=6, **changes) for each in ("whole", "crashed")
+    )
     assert pool.run(world_size, train, whole, tmp_path) == [0] * world_size
     assert pool.run(world_size, train, crashed, tmp_path, 5) == [-1] * world_size
     assert [path.name for path in list_checkpoints(tmp_path / "crashed")] == ["checkpoint-3"]
     assert pool.run(world_size, train, crashed, tmp_path) == [0] * world_size
     assert_same_tensors(tmp_path / "whole", tmp_path / "crashed")
-    for step in (6, 9):
-        assert_same_tensors(
-            tmp_path / f"whole/checkpoint-{step}/training", tmp_path / f"crashed/checkpoint-{step}/training"
-        )
+    assert_same_tensors(tmp_path / "whole/checkpoint-6/training", tmp_path / "crashed/checkpoint-6/training")
     one, other = metrics(tmp_path / "whole"), metrics(tmp_path / "crashed")
-    assert list(other) == list(range(1, 10))
+    assert list(other) == list(range(1, 7))
     assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in other]
     assert [one[step]["grad_norm"] for step in one] == [other[step]["grad_norm"] for step in other]
 

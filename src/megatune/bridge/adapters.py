@@ -14,7 +14,7 @@ from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.merged import MergedFolder
 from megatune.bridge.quantized import dequantized_source
-from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
+from megatune.bridge.safetensors_files import TensorSource
 from megatune.config.settings import Settings
 from megatune.families.adapters import LORA_A, MAGNITUDE, adapter_weights
 from megatune.families.weights import Segment, Weight, hf_shapes, layers_of
@@ -62,7 +62,7 @@ class InitialAdapters(TensorSource):
 
 
 def weight_sources(
-    folder: SafetensorsFolder, architecture: Architecture, settings: Settings, adapter: Path | None
+    folder: TensorSource, architecture: Architecture, settings: Settings, adapter: Path | None
 ) -> tuple[TensorSource, TensorSource | None]:
     """Return what the model's own weights are read from, and what those of adapters and of modules trained whole are.
 

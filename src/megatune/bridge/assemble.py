@@ -18,8 +18,9 @@ from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.adapters import weight_sources
 from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.quantized import fill_quantized
-from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
+from megatune.bridge.safetensors_files import ModelFolder, SafetensorsFolder, TensorSource
 from megatune.bridge.score import InitialScore
+from megatune.bridge.torch_dist.source import TorchDistFolder, torch_dist_files
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine.groups import RankCoordinates, build
@@ -31,6 +32,7 @@ from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.dense import SCORE
 from megatune.families.forms import CheckpointForm, find_form
 from megatune.families.scores import num_labels
+from megatune.hub.megatron import is_torch_dist
 
 
 @dataclass(slots=True)
@@ -112,21 +114,37 @@ def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
     return Assembly(loaded.architecture, loaded.place, loaded.model, loaded.parameters, loaded.form, optimizer)
 
 
-def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[SafetensorsFolder, CheckpointForm]:
+def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[ModelFolder, CheckpointForm]:
     """Open the weights of a checkpoint, and find out how its files name and arrange them.
 
+    Weights in Megatron-Core's format come as in the form that Transformers saves.
+
     Raises:
-        MegatuneError: INPUT, see SafetensorsFolder; naming every key that is missing, unknown or of another shape than
-            config.json says.
+        MegatuneError: INPUT, see SafetensorsFolder and TorchDistFolder; naming every key that is missing, unknown or of
+            another shape than config.json says.
     """
-    folder = SafetensorsFolder(model_dir)
     family = FAMILIES[architecture.model_type]
     config = read_config(model_dir)
-    weights, version = family.weight_map(architecture), config.get("transformers_version")
-    form = find_form(family.forms, weights, architecture, folder.names(), folder.file_shape, str(version or ""))
-    _check_keys(folder, architecture, form, is_made=num_labels(config) < architecture.num_labels)
+    weights, version = family.weight_map(architecture), str(config.get("transformers_version") or "")
+    is_made = num_labels(config) < architecture.num_labels
+    if is_torch_dist(model_dir):
+        form = find_form(family.forms, weights, architecture, (), lambda name: (), version)
+        held = [each for each in weights if not (is_made and each.engine == SCORE.engine)]
+        return TorchDistFolder(model_dir, architecture, held, form), form
+    folder = SafetensorsFolder(model_dir)
+    form = find_form(family.forms, weights, architecture, folder.names(), folder.file_shape, version)
+    _check_keys(folder, architecture, form, is_made=is_made)
     folder.places = form.locate_all(weights, architecture)
     return folder, form
+
+
+def weight_files(model_dir: str | Path) -> list[Path]:
+    """List the files of a model's weights.
+
+    Raises:
+        MegatuneError: INPUT, when there are none.
+    """
+    return torch_dist_files(model_dir) if is_torch_dist(model_dir) else SafetensorsFolder(model_dir).files()
 
 
 def _check_keys(folder: SafetensorsFolder, architecture: Architecture, form: CheckpointForm, *, is_made: bool) -> None:

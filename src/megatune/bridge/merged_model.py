@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,10 @@ class Merged:
 class MergedModel:
     """A model and the adapters that are to be merged into it, in their order.
 
+    Args:
+        adapters: may be none, of a model that is only written anew.
+        dtype: of all weights; None keeps each tensor's own. Buffers keep theirs.
+
     Attributes:
         becomes_reward_model: a language model is merged with an adapter that has a score, and is one no more.
 
@@ -52,7 +56,7 @@ class MergedModel:
         MegatuneError: INPUT, where the model or an adapter cannot be used, or they do not belong together.
     """
 
-    def __init__(self, model_dir: Path, adapters: Sequence[Path]) -> None:
+    def __init__(self, model_dir: Path, adapters: Sequence[Path], dtype: torch.dtype | None = None) -> None:
         own = architecture = load_architecture(model_dir)
         if any(has_score(path) for path in adapters):
             architecture = as_trained(architecture, STAGE, str(model_dir))
@@ -65,14 +69,27 @@ class MergedModel:
         left_out = {OUTPUT_LAYER.hf[0].name} if without_output else set()
         files = sorted(self._folder.names() - left_out, key=_natural)
         self.entries = [self._folder.entry(name) for name in files]
+        if dtype is not None:
+            kept = self._buffers(architecture)
+            self.entries = [each if each.name in kept else replace(each, dtype=dtype) for each in self.entries]
         if self.becomes_reward_model:
-            new, dtype = hf_shapes(SCORE, architecture, 0), self.entries[0].dtype
-            self.entries += [TensorEntry(name, shape, dtype) for name, shape in new.items()]
+            new, own_dtype = hf_shapes(SCORE, architecture, 0), self.entries[0].dtype
+            self.entries += [TensorEntry(name, shape, own_dtype) for name, shape in new.items()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first weight, and usually of all."""
+        return self.entries[0].dtype
 
     @property
     def num_bytes(self) -> int:
         """Of the weights that `write` writes."""
         return sum(entry.num_bytes for entry in self.entries)
+
+    def _buffers(self, architecture: Architecture) -> set[str]:
+        """Return the names of buffers in the files."""
+        weights = [each for each in FAMILIES[architecture.model_type].weight_map(architecture) if each.is_buffer]
+        return {place.name for place in self._form.locate_all(weights, architecture).values()}
 
     def _named(self, architecture: Architecture) -> dict[str, list[tuple[str, FileTensor]]]:
         """Return what each tensor in the files is made of, in its order; those that the model has no place for are
@@ -85,32 +102,36 @@ class MergedModel:
             parts.sort(key=lambda part: (part[1].expert or 0, part[1].first_row))
         return found
 
-    def write(self, folder: Path, max_file_bytes: int) -> Merged:
+    def write(
+        self, folder: Path, max_file_bytes: int, progress: Callable[[int], None] = lambda num_bytes: None
+    ) -> Merged:
         """Write the weights as model*.safetensors, each tensor in the dtype that it has.
 
         Args:
             max_file_bytes: a tensor that is larger gets a file of its own.
+            progress: is told the bytes of each part that was written.
         """
         files = _dealt(self.entries, max_file_bytes)
         names = [_file_name(index, len(files)) for index in range(len(files))]
-        changed = {entry.name for entry in self.entries if self._is_changed(entry.name)}
+        changed = sum(self._is_changed(entry.name) for entry in self.entries)
         for name, entries in zip(names, files, strict=True):
             with safetensors_writer(folder / name, entries) as write:
                 for entry in entries:
-                    for part in self._parts(entry, entry.name in changed):
+                    for part in self._parts(entry):
                         write(entry.name, part)
+                        progress(part.nbytes)
         if len(files) > 1:
             _write_index(folder, dict(zip(names, files, strict=True)))
-        return Merged(len(self.entries), len(changed), len(files), self.num_bytes)
+        return Merged(len(self.entries), changed, len(files), self.num_bytes)
 
     def _is_changed(self, name: str) -> bool:
         return any(self._merged.is_changed(part) for part, _ in self._names.get(name, ()))
 
-    def _parts(self, entry: TensorEntry, is_changed: bool) -> Iterator[Tensor]:
+    def _parts(self, entry: TensorEntry) -> Iterator[Tensor]:
         """Yield a tensor of the files, a number of rows at a time, or of stacked experts one at a time."""
-        if not is_changed:
+        if entry.name not in self._names:  # what the model has no place for is copied
             for segment in _segments(entry.name, entry.shape):
-                yield self._folder.read(segment)
+                yield self._folder.read(segment).to(entry.dtype)
             return
         parts = self._names[entry.name]
         if parts[0][1].expert is None:

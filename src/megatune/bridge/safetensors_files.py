@@ -69,7 +69,25 @@ class TensorSource(ABC):
         target[max(position, 0) :].zero_()
 
 
-class SafetensorsFolder(TensorSource):
+class ModelFolder(TensorSource):
+    """A model's tensors in a folder of files, which may name and arrange them in a way of their own."""
+
+    folder: Path
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """List the names of all tensors in the files."""
+
+    @abstractmethod
+    def entry(self, name: str) -> TensorEntry:
+        """Describe a tensor in the files."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """List the files that hold tensors."""
+
+
+class SafetensorsFolder(ModelFolder):
     """The tensors of `NAME.safetensors`, or of the files that `NAME.safetensors.index.json` lists.
 
     Only what is asked for is read, from memory-mapped files. NAME is "model" for a Hugging Face checkpoint.
@@ -117,15 +135,12 @@ class SafetensorsFolder(TensorSource):
         return dict(file_of)
 
     def names(self) -> set[str]:
-        """List the names of all tensors in the files."""
         return set(self._file_of)
 
     def files(self) -> list[Path]:
-        """List the files that hold tensors."""
         return [self.folder / file for file in sorted(set(self._file_of.values()))]
 
     def entry(self, name: str) -> TensorEntry:
-        """Describe a tensor in the files."""
         found = self._slice(name)
         dtype = next(dtype for dtype, text in _DTYPE_NAMES.items() if text == found.get_dtype())
         return TensorEntry(name, tuple(found.get_shape()), dtype)

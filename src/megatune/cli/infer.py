@@ -1,50 +1,37 @@
-"""`megatune infer`: chat with a model, or let it answer or complete a prompt."""
+"""`megatune infer`: chat with a model, or let it answer a prompt, lines of input or data sets."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields, replace
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatune.errors import ExitCode, MegatuneError
+from megatune.cli import model_flags
+from megatune.cli.model_flags import add_boolean, add_flag
+from megatune.errors import ExitCode, Finding, MegatuneError
 
-# Flag, type, help. What is left out has the default of the setting of training.
-_PICTURE_SETTINGS = (
-    ("image_max_pixels", int, "images of more pixels are made smaller, to this area"),
-    ("image_min_pixels", int, "images of fewer pixels are made larger, to this area"),
-    ("video_max_pixels", int, "frames of more pixels are made smaller, to this area"),
-    ("video_min_pixels", int, "frames of fewer pixels are made larger, to this area"),
-    ("video_fps", float, "frames that are taken of a second of a video"),
-    ("video_maxlen", int, "frames that are taken of a video at most"),
-)
+if TYPE_CHECKING:
+    from megatune.generation.generator import Generator
+    from megatune.generation.results import ResultFile
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the verb and its flags."""
     parser = subparsers.add_parser(
         "infer",
-        help="chat or complete, from a Hugging Face or a training checkpoint",
-        description="Answers --prompt; without one, chats on a terminal, or answers each line of its input.",
+        help="chat, complete, or answer data sets, from a Hugging Face or a training checkpoint",
+        description="Answers --prompt or the rows of --val_dataset; without either, chats on a terminal, or answers "
+        "each line of its input.",
     )
-    parser.add_argument("model", metavar="MODEL",
-                        help="a Hugging Face model, a checkpoint-N, a run's output_dir, each with a model or an "
-                        "adapter, or an id on a hub")  # fmt: skip
-    parser.add_argument("--adapter_name_or_path", "--adapter-name-or-path", type=_names, default=[], metavar="A[,B]",
-                        help="folders of adapters on MODEL, applied in this order")  # fmt: skip
-    parser.add_argument("--model_name_or_path", "--model-name-or-path", metavar="BASE",
-                        help="where MODEL is an adapter: its base (what its adapter_config.json names)")  # fmt: skip
-    parser.add_argument("--model_revision", "--model-revision", default="main", metavar="REVISION",
-                        help="branch, tag or commit of a model on a hub (main)")  # fmt: skip
-    parser.add_argument("--cache_dir", "--cache-dir", metavar="DIR",
-                        help="where files of a hub are kept (the hub's own cache)")  # fmt: skip
+    model_flags.add_model(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="what to answer")
-    parser.add_argument("--system", metavar="TEXT", help="the system message (the chat template's own)")
-    parser.add_argument("--stream", action="store_true", help="print the answer while it is written")
+    model_flags.add_asking(parser)
+    add_boolean(parser, "stream", "print answers while they are written (on a terminal, but for data sets)")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    parser.add_argument("--enable_thinking", "--enable-thinking", action=argparse.BooleanOptionalAction,
-                        help="the thinking switch of chat templates that have one (the template's own)")  # fmt: skip
+    _add_datasets(parser)
     pictures = parser.add_argument_group(
         "pictures of the first message (of vision-language models; sizes are the settings that it was trained with)"
     )
@@ -53,25 +40,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             f"--{kind}", dest="pictures", action="append", type=partial(_picture, kind), metavar="FILE",
             help=f"show it this {kind}, where the prompt has <{kind}>, else before its text; may be repeated",
         )  # fmt: skip
-    for name, number, text in _PICTURE_SETTINGS:
-        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
-        pictures.add_argument(*spellings, type=number, metavar="N", help=text)
-    sampling = parser.add_argument_group("how to write (what is left out is the model's generation_config.json's)")
-    sampling.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=512, metavar="N",
-                          help="tokens of an answer at most (512)")  # fmt: skip
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                          help="0 takes the likeliest token at every step (0)")  # fmt: skip
-    sampling.add_argument("--top_p", "--top-p", type=float, metavar="P",
-                          help="sample from the likeliest tokens that reach this probability together")  # fmt: skip
-    sampling.add_argument("--top_k", "--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    sampling.add_argument("--repetition_penalty", "--repetition-penalty", type=float, metavar="X",
-                          help="above 1 makes tokens that have occurred less likely")  # fmt: skip
-    sampling.add_argument("--seed", type=int, metavar="N", help="the same seed samples the same answer")
+    model_flags.add_picture_sizes(pictures)
+    model_flags.add_sampling(parser)
+    model_flags.add_backend(parser)
     parser.set_defaults(run=run)
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in map(str.strip, text.split(",")) if name]
+def _add_datasets(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data sets")
+    add_flag(group, "val_dataset", nargs="+", default=[], metavar="D",
+             help="answer these: names, files or ids as in training; NAME#N draws N rows")  # fmt: skip
+    add_flag(group, "dataset_dir", default="data", metavar="DIR",
+             help="the folder of dataset_info.json, and of files that are not found from here (data)")  # fmt: skip
+    add_flag(group, "result_path", metavar="FILE",
+             help="a new file for the answers (of data sets: MODEL/infer_result/TIMESTAMP.jsonl)")  # fmt: skip
+    add_flag(group, "max_batch_size", type=int, default=1, metavar="N",
+             help="rows that Transformers answers side by side (1)")  # fmt: skip
+    group.add_argument("--metric", choices=("acc", "rouge"), metavar="NAME",
+                       help="acc: print the share of answers that are the row's own")  # fmt: skip
 
 
 def _picture(kind: str, path: str) -> tuple[str, str]:
@@ -83,44 +69,97 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         MegatuneError: (SETTINGS) flags; (INPUT) what the model or an adapter lacks, or a picture; (DATA) a picture
-            that cannot be read, or a prompt that is empty, too long or has not a tag for each picture; what a hub
-            refuses the model with.
+            that cannot be read, or a prompt that is empty, too long or has not a tag for each picture; (UNAVAILABLE) a
+            backend that is not installed; what a hub refuses the model with.
     """
-    from megatune.generation.adapters import adapted_model
-    from megatune.generation.inputs import GenerationOptions, PictureFile, check_options, find_model
+    if findings := _findings(args):
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    checked = model_flags.check(args, brings_pictures=bool(args.val_dataset))
+    sources = []
+    if args.val_dataset:
+        from megatune.generation.dataset import open_datasets
 
-    given = {each.name: getattr(args, each.name) for each in fields(GenerationOptions)}
-    given["pictures"] = tuple(PictureFile(*each) for each in args.pictures or ())
-    options = GenerationOptions(**given)
-    check_options(options)  # before the seconds that loading takes
+        sources = open_datasets(args.val_dataset, args.dataset_dir)
 
-    named = adapted_model(args.model, args.model_name_or_path, args.adapter_name_or_path)
-    folder = find_model(_model_dir(named.base, args))
+    from megatune.generation.inputs import find_model
 
-    from megatune.generation.infer import Generator, answer_prompts, chat, print_reply
+    folder = find_model(model_flags.model_dir(checked.adapted.base, args))
 
-    generator = Generator.load(folder, options, named.adapters)
-    if args.prompt is not None:
-        print_reply(generator, args.prompt, stream=args.stream)
-    elif sys.stdin.isatty():
-        chat(generator, stream=args.stream)
-    else:
-        answer_prompts(generator, sys.stdin, stream=args.stream)
+    from megatune.generation.generator import Generator
+    from megatune.generation.results import ResultFile, default_path
+
+    path = Path(args.result_path) if args.result_path else None
+    if sources and path is None:
+        own = Path(checked.name)  # a hub's cache is no place for answers
+        path = default_path(own if own.is_dir() else Path("result") / own.name)
+    with ExitStack() as stack:
+        results = stack.enter_context(ResultFile(path)) if path else None
+        generator = Generator.load(
+            folder, checked.options, checked.adapted.adapters,
+            load_backend=model_flags.backend_loader(checked.vllm), brings_pictures=bool(sources),
+        )  # fmt: skip
+        if sources:
+            assert results is not None
+            _answer_datasets(generator, sources, results, args)
+        else:
+            _answer(generator, args, results)
     return ExitCode.DONE
 
 
-def _model_dir(name: str, args: argparse.Namespace) -> Path:
-    """Return the folder that is named, or that a model on a hub is fetched into."""
-    from megatune.generation.inputs import nearest_folder
-    from megatune.hub.models import is_hub_id, open_model
+def _answer(generator: Generator, args: argparse.Namespace, results: ResultFile | None) -> None:
+    """Answer a prompt, lines of input, or whoever is at the terminal."""
+    from megatune.generation.chat import answer_prompts, chat, print_reply
 
-    path = Path(name)
-    if not is_hub_id(name) and not path.is_dir():
-        return path  # `find_model` says what is wrong with it
-    try:
-        return open_model(name, args.model_revision, args.cache_dir).fetch()
-    except MegatuneError as error:
-        if path.is_dir() or (near := nearest_folder(path)) is None:
-            raise
-        findings = [replace(each, fix=f"did you mean {near}? Else {each.fix}") for each in error.findings]
-        raise MegatuneError(findings, ExitCode.INPUT) from error
+    at_terminal = sys.stdin.isatty() if args.prompt is None else sys.stdout.isatty()
+    stream = at_terminal and args.infer_backend != "vllm" if args.stream is None else args.stream
+    if args.prompt is not None:
+        print_reply(generator, args.prompt, stream=stream, results=results)
+    elif at_terminal:
+        chat(generator, stream=stream, results=results)
+    else:
+        answer_prompts(generator, sys.stdin, stream=stream, results=results)
+    if results is not None:
+        print(f"answers are in {results.path}", file=sys.stderr)
+
+
+def _answer_datasets(generator: Generator, sources: list, results: ResultFile, args: argparse.Namespace) -> None:
+    """Answer the rows of data sets, and say what became of them."""
+    from megatune.generation.dataset import Outcome, answer_rows, read_questions
+
+    outcome = Outcome()
+    rows = read_questions(sources, outcome, pictures=generator.pictures is not None)
+    answer_rows(
+        generator, rows, results, outcome,
+        batch_size=args.max_batch_size, media_dir=args.dataset_dir, show=bool(args.stream),
+    )  # fmt: skip
+    left_out = f", {outcome.left_out} left out" if outcome.left_out else ""
+    print(f"{outcome.answered} answers are in {results.path}{left_out}", file=sys.stderr)
+    if args.metric:
+        share = "no row has an answer of its own" if outcome.accuracy is None else f"{outcome.accuracy:.4f}"
+        print(f"acc: {share}")
+
+
+def _findings(args: argparse.Namespace) -> list[Finding]:
+    """Return which flags of data sets contradict others."""
+    findings = []
+    if args.max_batch_size < 1:
+        findings.append(Finding(f"{args.max_batch_size} is too small", "--max_batch_size", fix="1 or more"))
+    if args.metric == "rouge":
+        why = "the file of answers has response and labels, which any ROUGE library compares"
+        findings.append(Finding("is not built", "--metric rouge", why, "--metric acc, or leave it out"))
+    if args.val_dataset:
+        for flag, given in (("--prompt", args.prompt), ("--image, --video", args.pictures), ("--raw", args.raw)):
+            if given:
+                why = "--val_dataset has the questions, which the chat template writes"
+                findings.append(Finding("has no effect", flag, why, f"drop {flag} or --val_dataset"))
+        if args.stream and args.max_batch_size > 1:
+            why = "rows are answered one by one where each is printed as it is written"
+            findings.append(Finding("has no effect", "--max_batch_size", why, "drop it or --stream"))
+    else:
+        for flag, given in (("--max_batch_size", args.max_batch_size > 1), ("--metric", args.metric == "acc")):
+            if given:
+                findings.append(Finding("has no effect", flag, "there are no rows to answer", "add --val_dataset NAME"))
+    if args.stream and args.infer_backend == "vllm":
+        why = "vLLM gives whole answers here; `megatune serve` streams with it"
+        findings.append(Finding("is not built", "--stream", why, "leave it out"))
+    return findings

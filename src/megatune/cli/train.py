@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,13 +51,28 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the settings, decide the world, start the ranks or join torchrun's.
+    """Read the settings, and start what they say.
 
     Raises:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
     from megatune.config.entry import split_arguments
-    from megatune.config.load import dump, load
+    from megatune.config.load import load
+
+    words = split_arguments(args.words)
+    return start(load(words.source, words.overrides, [*words.flags, *(("--stage", args.stage) if args.stage else ())]))
+
+
+def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: []) -> int:
+    """Decide the world of settings that are read, start the ranks or join torchrun's.
+
+    Args:
+        lines: says of valid settings, in their world, what the user is told first.
+
+    Raises:
+        MegatuneError: whatever is wrong, all of it, before any process starts.
+    """
+    from megatune.config.load import dump
     from megatune.launch.devices import count_gpus
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
@@ -64,9 +80,8 @@ def run(args: argparse.Namespace) -> int:
     from megatune.plan.run.trouble import ran_out_of_memory
     from megatune.training.source import RunModel
     from megatune.training.storage.files import OutputLock
+    from megatune.training.trackers import check_installed
 
-    words = split_arguments(args.words)
-    loaded = load(words.source, words.overrides, [*words.flags, *(("--stage", args.stage) if args.stage else ())])
     place = joined(os.environ)
     num_gpus = count_gpus()
     world, problems = (None, ()) if place else _decide_world(loaded.settings, num_gpus)
@@ -74,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = loaded.for_world(here.world_size if here else None)
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
     checked = _preflight(loaded, here, num_gpus, problems, model)
+    check_installed(loaded.settings)
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
@@ -85,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
     first = place.rank == 0 if place else world is not None and world.node_rank == 0
-    if first and checked.lines:
-        print("\n".join(checked.lines), flush=True)
+    if first and (said := [*lines(loaded), *checked.lines]):
+        print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
     with OutputLock(output_dir) if first else contextlib.nullcontext():

@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "words", nargs="*", metavar="MODEL", help="folder of the checkpoint, or the id of a model on a hub"
     )
     _add_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, reference=None)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and prints.
+    """Compare and print.
+
+    Args:
+        args: with `reference`, the Hugging Face checkpoint of the same weights, for those in Megatron-Core's format;
+            None writes one for the time of the comparison.
 
     Returns:
         DONE where everything is within its tolerance, DIFFERENT where something is not, or the exit code of processes
@@ -98,15 +102,19 @@ def run(args: argparse.Namespace) -> int:
     against = None if other is None else _checked(other, finetuning, architecture, args, longest)
 
     from megatune.verify.adapters import with_adapters
+    from megatune.verify.reference_files import as_hugging_face
     from megatune.verify.run import RanksFailed, show, verify_layout, verify_layouts
 
     described = _describe(settings, world) + (f" against {_describe(*against)}" if against else "")
     model_dir = model.fetch()
     print(f"{name}: {described}, {settings.precision.params_dtype}, {_describe_samples(samples)}", flush=True)
-    with with_adapters(settings, model_dir, architecture) as settings:
+    with (
+        with_adapters(settings, model_dir, architecture) as settings,
+        as_hugging_face(model_dir, args.reference) as reference,
+    ):
         try:
             if against is None:
-                verdict = verify_layout(model_dir, settings, samples, world)
+                verdict = verify_layout(model_dir, settings, samples, world, reference_dir=reference)
             else:
                 other_settings = against[0].model_copy(update={"finetuning": settings.finetuning})
                 verdict = verify_layouts(model_dir, settings, world, other_settings, against[1], samples)

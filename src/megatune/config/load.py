@@ -21,7 +21,7 @@ from megatune.config.rules import RULES, check
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.rules.problem import Rule, either, multiples_around
 from megatune.config.setting import Group
-from megatune.config.settings import GROUPS, Settings, all_settings, setting_value
+from megatune.config.settings import GROUPS, SECRETS, Settings, all_settings, setting_value
 from megatune.config.values import coerce, nearest_valid, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -33,11 +33,13 @@ class Loaded:
     """Settings as far as they could be read, and what was wrong.
 
     Attributes:
-        settings: settings that were refused have their defaults here.
+        settings: settings that were refused have their defaults here, and so have secrets: nothing that writes settings
+            can write them.
         findings: what was wrong with single settings; `check` adds what is wrong between them.
         invalid: "group.name" of settings that were refused, or that wait for the world. Rules do not judge them.
         entries: what a user wrote, by the "group.name" that it sets.
         rows: of a micro-batch on all replicas; None where the world is not known.
+        secrets: "group.name" -> what a user wrote.
     """
 
     settings: Settings
@@ -46,6 +48,7 @@ class Loaded:
     entries: Mapping[str, SettingEntry] = field(default_factory=dict)
     dialect: Dialect = LLAMAFACTORY
     rows: int | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def origins(self) -> dict[str, str]:
@@ -164,10 +167,25 @@ def load(
     return reading.finish()
 
 
+def load_entries(
+    places: Iterable[Iterable[SettingEntry]], dialect: Dialect, findings: Iterable[Finding] = ()
+) -> Loaded:
+    """Make settings of entries that were read already.
+
+    Args:
+        places: entries of each place; those of a later one win, and the last of one place.
+        findings: what was wrong with reading them.
+    """
+    reading = _Reading(dialect, [*findings])
+    for entries in places:
+        reading.add(entries, last_wins=True)
+    return reading.finish()
+
+
 def dump(settings: Settings, origins: Mapping[str, str]) -> str:
     """Write every setting as a line of YAML under its own name, with a comment that says where it came from.
 
-    Those that would be refused where they are written, because they are not built, are left out.
+    Those that would be refused where they are written, because they are not built, are left out, and so are secrets.
 
     Args:
         origins: "group.name" -> "run.yaml:7", "override", "flag" or "default"; what is missing counts as default.
@@ -177,7 +195,7 @@ def dump(settings: Settings, origins: Mapping[str, str]) -> str:
         value = setting_value(settings, path)
         if f"# {info.group}" not in lines:
             lines += ["", f"# {info.group}"] if lines else [f"# {info.group}"]
-        if info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value):
+        if path not in SECRETS and (info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value)):
             line = f"{info.name}: {shown(value, quoted=True)}"
             lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {' '.join(origins.get(path, 'default').split())}")
     return "\n".join(lines) + "\n"
@@ -217,6 +235,7 @@ class _Reading:
     def finish(self) -> Loaded:
         infos = all_settings()
         values: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        secrets: dict[str, str] = {}
         for target, (entry, value) in self.chosen.items():
             meaning, refused = self.dialect.meaning_of(entry.key), self.dialect.not_built.get(entry.key)
             read = entry.value.data if target not in infos else coerce(entry.value, infos[target])
@@ -225,18 +244,20 @@ class _Reading:
                 what, why, fix = refused.texts(entry.key, said, self.dialect.prefix, self.dialect.separator)
                 self._report(Finding(what, entry.where, why, fix))
                 self.invalid.add(target)
+            elif target in SECRETS and isinstance(value, str):
+                secrets[target] = value
             elif target in infos:
                 values[infos[target].group][infos[target].name] = value
             elif meaning is not None:
                 self.findings.append(self._wrong_value(entry, meaning.paths[0]))
         groups = {group: self._group(group, model, values[group]) for group, model in GROUPS.items()}
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
-        settings, steps = Settings.model_validate(groups), entries.get(ACCUMULATION)
+        settings, steps = _described(Settings.model_validate(groups)), entries.get(ACCUMULATION)
         if steps is not None and isinstance(self.dialect.meaning_of(steps.key), GlobalBatchSize):
             settings = _with_accumulation(settings, infos[ACCUMULATION].default)
             self.invalid.add(ACCUMULATION)
         invalid = frozenset(self.invalid & set(infos))
-        return Loaded(settings, sorted(self.findings, key=_line), invalid, entries, self.dialect)
+        return Loaded(settings, sorted(self.findings, key=_line), invalid, entries, self.dialect, secrets=secrets)
 
     def _group(self, group: str, model: type[Group], values: dict[str, Any]) -> Group:
         """Build the group of these values, less those that are wrong."""
@@ -283,6 +304,15 @@ class _Reading:
         if items and len(value) > 1:
             why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
         return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix)
+
+
+def _described(settings: Settings) -> Settings:
+    """Let weights that are named alone say themselves what the model is."""
+    model = settings.model
+    if model.mcore_model is None or model.model_name_or_path is not None:
+        return settings
+    model = model.model_copy(update={"model_name_or_path": model.mcore_model})
+    return settings.model_copy(update={"model": model})
 
 
 def _with_accumulation(settings: Settings, steps: int) -> Settings:

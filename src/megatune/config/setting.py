@@ -26,6 +26,7 @@ _ENGLISH = {
     "one of": "one of: {}",
     "any of": "a list of any of: {}",
     "numbers": "a list of numbers, or numbers separated by commas",
+    "texts": "text, or a list of texts",
     "whole numbers": "a list of whole numbers, or numbers separated by commas",
     "or": " or ",
     "and": ", ",
@@ -105,6 +106,8 @@ class SettingInfo:
         if self.choices:
             listed = (str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
             said = words["any of" if list in self.kinds else "one of"].format(words["and"].join(listed))
+        elif {str, list} <= self.kinds:
+            said = words["texts"]
         elif list in self.kinds and self.items is not str:
             said = words["numbers" if self.items is float else "whole numbers"]
         else:

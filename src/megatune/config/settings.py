@@ -18,6 +18,11 @@ from megatune.config.groups.preference import PreferenceSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.setting import Group, SettingInfo, describe
 
+# What is never written anywhere: "group.name". Settings that were read do not hold them (`config.load.Loaded.secrets`).
+SECRETS = ("logging.swanlab_api_key", "checkpoint.hub_token")
+# What numbers may be reported to.
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+
 
 class Settings(Group):
     """What one run does. Built by `megatune.config.load`, or in code: `Settings(run=RunSettings(seed=1))`."""
@@ -43,6 +48,12 @@ class Settings(Group):
         """Whether rows hold several samples; texts share rows unless the user says otherwise."""
         packing = self.data.packing
         return self.run.stage == "pt" if packing is None else packing
+
+    @property
+    def trackers(self) -> list[str]:
+        """What report_to names, with what all stands for: tensorboard, wandb, swanlab, mlflow."""
+        asked = {*self.logging.report_to, *(["swanlab"] if self.logging.use_swanlab else [])}
+        return [name for name in TRACKERS if name in asked or "all" in asked]
 
     @property
     def eval_interval(self) -> int:

@@ -129,7 +129,7 @@ def coerce(value: Value, info: SettingInfo) -> Any:
         return None if info.optional else info.default
     if bool in info.kinds and isinstance(data, bool):
         return data
-    if list in info.kinds:
+    if list in info.kinds and (isinstance(data, list) or str not in info.kinds):
         return [item if info.items is str else _number(item, info.items) for item in _texts(value)]
     if dict in info.kinds and isinstance(data, str):
         return parse(data).data  # mappings arrive quoted from shells: '{"min_lr": 1e-6}'

@@ -97,7 +97,12 @@ class PreferencePair:
 Example = str | Conversation | PreferencePair
 
 # Self-cognition data sets write the model's name and maker so; the setting that fills each.
-PLACEHOLDERS = {"{{name}}": "model_name", "{{author}}": "model_author"}
+PLACEHOLDERS = {
+    "{{name}}": "model_name",
+    "{{author}}": "model_author",
+    "{{NAME}}": "model_name",
+    "{{AUTHOR}}": "model_author",
+}
 
 
 def texts(example: Example) -> Iterable[str]:
@@ -112,7 +117,7 @@ def texts(example: Example) -> Iterable[str]:
 
 
 def fill_placeholders(example: Example, values: Mapping[str, str | None]) -> tuple[Example, list[str]]:
-    """Replace {{name}} and {{author}} in every text of an example.
+    """Replace {{name}} and {{author}}, in small or capital letters, in every text of an example.
 
     Args:
         values: placeholder to replacement; None leaves it as it is.

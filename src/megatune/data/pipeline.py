@@ -18,8 +18,8 @@ from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowShape
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.report import DatasetReport
-from megatune.data.samples import Sample, read_samples, stream_samples
-from megatune.data.sources import DatasetSource, SourcePosition, resolve_datasets
+from megatune.data.samples import Sample, read_samples, replacements, stream_samples
+from megatune.data.sources import DatasetSource, SourcePosition, datasets_of
 from megatune.data.vision import VisionInput
 from megatune.data.workers import Result, encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -62,9 +62,8 @@ class Pipeline:
         Raises:
             MegatuneError: a data set or a template is not there, or the tokenizer does not fit (exit codes 64 and 66).
         """
-        data, stage = settings.data, settings.run.stage
-        training = resolve_datasets(data.dataset, data.dataset_dir, stage)
-        evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
+        training = datasets_of(settings)
+        evaluation = datasets_of(settings, evaluation=True)
         return cls(settings, make_encoder(settings, tokenizer, vision), training, evaluation)
 
     @property
@@ -76,7 +75,8 @@ class Pipeline:
     def read(self, source: DatasetSource) -> Results:
         """Return every chosen row of a data set, encoded."""
         data = self.settings.data
-        samples = read_samples(source, seed=self.settings.run.seed, **self._chosen)
+        seed = self.settings.run.seed
+        samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, **self._chosen)
         return encode_all(self.encoder, samples, data.preprocessing_num_workers or 1)
 
     def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Results:
@@ -96,11 +96,10 @@ class Pipeline:
     def _chosen(self) -> dict[str, Any]:
         """Return the arguments that `read_samples` and `stream_samples` have in common."""
         data = self.settings.data
-        placeholders = {"{{name}}": data.model_name, "{{author}}": data.model_author}
         return {
             "stage": self.settings.run.stage,
             "max_samples": data.max_samples,
-            "placeholders": placeholders,
+            "placeholders": replacements(data),
             "pictures": self.encoder.vision is not None,
         }
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Example, fill_placeholders, texts
 from megatune.data.formats import to_example
@@ -15,6 +16,9 @@ from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _Row = tuple[RawRow, SourcePosition, int]  # the position is behind it; the number is that of its copies
+# What each placeholder becomes in rows that are tagged as Chinese, and in all others; None where it is not set.
+Replacements = Mapping[str, tuple[str, str] | None]
+LANGUAGE_FIELD, CHINESE = "tag", "zh"  # of self-cognition data sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +32,33 @@ class Sample:
     position: SourcePosition | None = None  # where its data set continues after it
 
 
+def replacements(data: DataSettings) -> Replacements:
+    """Return what placeholders become: of a setting with two values the first in Chinese rows, the second in others."""
+    return {placeholder: _both(getattr(data, setting)) for placeholder, setting in PLACEHOLDERS.items()}
+
+
+def _both(value: str | list[str] | None) -> tuple[str, str] | None:
+    if value is None:
+        return None
+    return (value, value) if isinstance(value, str) else (value[0], value[-1])
+
+
 def read_samples(
     source: DatasetSource,
     *,
     stage: str,
     seed: int,
+    shuffle: bool = True,
     max_samples: int | None,
-    placeholders: Mapping[str, str | None],
+    placeholders: Replacements,
     pictures: bool = False,
 ) -> Iterator[Sample]:
     """Yield the rows of one data set that num_samples and max_samples choose, in the order of its files.
 
     Args:
+        shuffle: num_samples draws at random; False takes the first rows.
         max_samples: the first ones of those that num_samples draws.
-        placeholders: what {{name}} and {{author}} become; None where it is not set.
+        placeholders: see `replacements`.
         pictures: whether the model takes some.
 
     Raises:
@@ -49,7 +66,8 @@ def read_samples(
             end, for all of them).
     """
     unfilled: dict[str, str] = {}
-    for sample, missing in _samples(islice(_drawn(source, seed), max_samples), source, stage, placeholders, pictures):
+    drawn = drawn_rows(source, seed if shuffle else None)
+    for sample, missing in _samples(islice(drawn, max_samples), source, stage, placeholders, pictures):
         for placeholder in missing:
             unfilled.setdefault(placeholder, sample.where)
         yield sample
@@ -62,7 +80,7 @@ def stream_samples(
     *,
     stage: str,
     max_samples: int | None,
-    placeholders: Mapping[str, str | None],
+    placeholders: Replacements,
     pictures: bool = False,
     after: SourcePosition | None,
     taken: int,
@@ -90,7 +108,7 @@ def _samples(
     rows: Iterable[_Row],
     source: DatasetSource,
     stage: str,
-    placeholders: Mapping[str, str | None],
+    placeholders: Replacements,
     pictures: bool,
 ) -> Iterator[tuple[Sample, list[str]]]:
     """Yield the sample of each row, and the placeholders in it that have no value."""
@@ -100,7 +118,9 @@ def _samples(
         try:
             example = row.error or to_example(row.fields, source, stage, pictures=pictures)
             if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
-                example, missing = fill_placeholders(example, placeholders)
+                chosen = 0 if row.fields.get(LANGUAGE_FIELD) == CHINESE else 1
+                filled = {placeholder: both and both[chosen] for placeholder, both in placeholders.items()}
+                example, missing = fill_placeholders(example, filled)
         except RowError as error:
             example = error
         except UnsupportedRow as unsupported:
@@ -117,8 +137,12 @@ def _unfilled(where: Mapping[str, str]) -> MegatuneError:
     return MegatuneError(findings, ExitCode.SETTINGS)
 
 
-def _drawn(source: DatasetSource, seed: int) -> Iterator[_Row]:
-    """Yield rows with their number of copies: num_samples draws without replacement, as many rounds as it needs."""
+def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
+    """Yield rows with their number of copies: num_samples draws without replacement, as many rounds as it needs.
+
+    Args:
+        seed: of the draw; None takes the first rows.
+    """
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
         return
@@ -127,7 +151,7 @@ def _drawn(source: DatasetSource, seed: int) -> Iterator[_Row]:
     if not num_rows:
         return
     rounds, rest = divmod(source.num_samples, num_rows)
-    extra = set(sample_order(num_rows, seed)[:rest].tolist())
+    extra = set(range(rest) if seed is None else sample_order(num_rows, seed)[:rest].tolist())
     for index, (row, position) in enumerate(source.rows_from()):
         if copies := rounds + (index in extra):
             yield row, position, copies

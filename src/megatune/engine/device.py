@@ -91,6 +91,18 @@ def peak_memory_bytes() -> int:
     return int(getattr(memory, "peak_wset", 0) or _resident_peak() or memory.rss)
 
 
+def memory_in_gib() -> dict[str, float]:
+    """Return what is held now, by the names that log lines have: of the allocator on a GPU, of the process on a CPU."""
+    if not HAS_GPU:
+        return {"memory_rss_gib": memory_bytes() / 2**30}
+    counts = {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak": torch.cuda.max_memory_allocated(),
+    }
+    return {f"memory_{name}_gib": count / 2**30 for name, count in counts.items()}
+
+
 def _resident_peak() -> int:
     import resource
 

@@ -18,7 +18,8 @@ from megatune.data.media.positions import rotary_position_ids
 from megatune.data.media.sources import PictureSource
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture, read_config
-from megatune.generation.inputs import PICTURE_SETTINGS, GenerationOptions
+from megatune.generation.options import PICTURE_SETTINGS, GenerationOptions
+from megatune.generation.prompt import Prompt
 
 if TYPE_CHECKING:
     from megatune.architecture import Vision
@@ -48,6 +49,18 @@ class PromptPictures:
 
     vision: Vision
     pictures: tuple[Picture, ...]
+    processor: PictureProcessor | None = None  # of pictures that are asked about later
+
+    def read(self, source: PictureSource) -> Picture:
+        """Read a picture that was not named before.
+
+        Raises:
+            RowError: it cannot be read.
+            MegatuneError: what decodes videos is not installed.
+        """
+        if self.processor is None:
+            raise RowError("no-processor", f"{source.kind}: the model has no preprocessor_config.json")
+        return read_picture(self.processor, source)
 
     def placed(self, text: str) -> tuple[str, tuple[Picture, ...]]:
         """Write the pictures into a text.
@@ -101,13 +114,7 @@ def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Pic
     """
     if not pictures:
         return {}
-    grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in pictures]
-    try:
-        rows = rotary_position_ids(input_ids[0].numpy(), grids, vision)
-    except ValueError as error:
-        fix = "write <image> or <video> where a picture is to be shown"
-        finding = Finding("the prompt has placeholders beside those of its pictures", "--prompt", str(error), fix)
-        raise MegatuneError(finding, ExitCode.DATA) from error
+    rows = _positions(vision, input_ids[0].numpy(), pictures)
     # The first row is for masks; three are of time, height and width.
     inputs = {"position_ids": torch.from_numpy(np.concatenate([np.arange(rows.shape[1])[None], rows]))[:, None]}
     for kind, pixels, grid in (
@@ -118,6 +125,23 @@ def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Pic
             inputs[pixels] = torch.from_numpy(np.concatenate([each.pixels for each in of_kind]))
             inputs[grid] = torch.tensor([each.measured.grid for each in of_kind])
     return inputs
+
+
+def check_placeholders(vision: Vision, prompt: Prompt) -> None:
+    """Refuse a prompt with pictures that has tokens of pictures beside theirs (DATA)."""
+    if prompt.pictures:
+        _positions(vision, np.array(prompt.token_ids), prompt.pictures)
+
+
+def _positions(vision: Vision, input_ids: np.ndarray, pictures: tuple[Picture, ...]) -> np.ndarray:
+    """Return the positions of a prompt's tokens: int64 [3, tokens]."""
+    grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in pictures]
+    try:
+        return rotary_position_ids(input_ids, grids, vision)
+    except ValueError as error:
+        fix = "write <image> or <video> where a picture is to be shown"
+        finding = Finding("the prompt has placeholders beside those of its pictures", "--prompt", str(error), fix)
+        raise MegatuneError(finding, ExitCode.DATA) from error
 
 
 def read_pictures(folder: Path, options: GenerationOptions) -> PromptPictures | None:
@@ -139,11 +163,14 @@ def read_pictures(folder: Path, options: GenerationOptions) -> PromptPictures | 
             raise
         return None  # a model that Transformers knows, and we do not
     assert vision is not None
-    if not options.pictures:
-        return PromptPictures(vision, ())
     given = {name: value for name in PICTURE_SETTINGS if (value := getattr(options, name)) is not None}
-    processor = load_processor(folder, vision, DataSettings(**given))
-    return PromptPictures(vision, _read(processor, options))
+    try:
+        processor = load_processor(folder, vision, DataSettings(**given))
+    except MegatuneError:
+        if options.pictures:
+            raise
+        return PromptPictures(vision, ())
+    return PromptPictures(vision, _read(processor, options), processor)
 
 
 def read_picture(processor: PictureProcessor, source: PictureSource) -> Picture:

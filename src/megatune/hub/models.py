@@ -5,11 +5,16 @@ Only safetensors with their index, and the small files of configuration and toke
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.megatron import ARGS, TRACKER, described_by, is_torch_dist, iteration_folder, no_config
 from megatune.hub.repository import MAIN, MODEL, Hub, fetch_all, is_repository_id, open_repository, use_modelscope
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -121,12 +126,70 @@ class HubModel(Model):
         return MegatuneError(Finding(f"{name} {what}", MODEL.key, why, fix), ExitCode.INPUT)
 
 
-def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None) -> Model:
+class MegatronModel(Model):
+    """A model whose weights are in Megatron-Core's format, and the model that config.json and tokenizer come from.
+
+    Raises:
+        MegatuneError: INPUT, where there are no weights.
+    """
+
+    def __init__(self, weights: Path, described: Model) -> None:
+        self._weights, self.described, self.commit = iteration_folder(weights), described, described.commit
+        self._view: Path | None = None
+
+    def config_dir(self) -> Path:
+        return self.described.config_dir()
+
+    def tokenizer_dir(self) -> Path:
+        return self.described.tokenizer_dir()
+
+    def fetch(self) -> Path:
+        """Return a folder with the small files and a link to the weights; it goes with this process."""
+        if self._view is None:
+            small = self.described.tokenizer_dir()
+            self._view = view = Path(tempfile.mkdtemp(prefix="megatune-model-"))
+            atexit.register(_remove_view, view, os.getpid())
+            for path in small.iterdir():
+                if path.is_file() and path.name.endswith(_SMALL) and not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, view / path.name)
+            if (templates := small / "additional_chat_templates").is_dir():
+                shutil.copytree(templates, view / templates.name)
+            (view / ARGS).unlink(missing_ok=True)
+            (view / "release").symlink_to(self._weights.absolute(), target_is_directory=True)
+            (view / TRACKER).write_text("release", encoding="utf-8")
+        return self._view
+
+
+def _remove_view(view: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a process forked from it
+        shutil.rmtree(view, ignore_errors=True)
+
+
+def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None, weights: str | None = None) -> Model:
     """Return a model by its folder, or by its id on a hub: a folder wins.
+
+    Args:
+        name: may be a folder in Megatron-Core's format, which says itself what the model is.
+        weights: such a folder, whose weights are taken instead of the model's own.
 
     Raises:
         MegatuneError: neither a folder nor an id (exit code 66), a revision of a folder (64), or as `HubModel`.
     """
+    if weights is not None and not Path(weights).is_dir():
+        fix = f"give a folder with {TRACKER}, or an iter_N folder"
+        raise MegatuneError(Finding(f"mcore_model: no folder {weights!r}", fix=fix), ExitCode.INPUT)
+    if Path(name).is_dir() and is_torch_dist(name):
+        own = Path(weights or name)
+        iteration_folder(own)  # before the hub is asked for what describes it
+        described = described_by(name)
+        if described is None or not ((Path(described) / CONFIG).is_file() or is_hub_id(described)):
+            raise no_config(name, described)
+        return MegatronModel(own, _open(described, revision, cache_dir))
+    model = _open(name, revision, cache_dir)
+    return model if weights is None else MegatronModel(Path(weights), model)
+
+
+def _open(name: str, revision: str, cache_dir: str | None) -> Model:
     if is_hub_id(name):
         return HubModel(name, revision, cache_dir)
     if not Path(name).is_dir():

@@ -45,6 +45,8 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         f"model      {settings.model.model_name_or_path}{version}: {architecture.model_type}, "
         f"{architecture.num_layers} layers, {num_parameters(architecture):,} parameters"
     )
+    if (weights := settings.model.mcore_model) is not None and resumed is None:
+        yield f"weights    {weights}, in Megatron-Core's format"
     if trained := _trained(settings, architecture):
         yield f"trained    {trained}"
     if begun := _begun(settings.finetuning, resumed):
@@ -74,7 +76,11 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     epochs = "" if passes is None else f", {schedule.steps_per_epoch} an epoch ({passes:.2f} epochs)"
     yield f"schedule   {schedule.total_steps} steps{epochs}, into {settings.run.output_dir}"
     if resumed is not None:
-        yield f"resume     {resumed}: {trainer.state.step} steps done"
+        fresh = {"optimizer": settings.run.no_load_optim, "random numbers": settings.run.no_load_rng}
+        anew = " and ".join(name for name, is_fresh in fresh.items() if is_fresh)
+        yield f"resume     {resumed}: {trainer.state.step} steps done" + (
+            f", with a fresh start of {anew}" if anew else ""
+        )
     if ranks := profiled_ranks(settings):
         first, last = settings.logging.profile_step_start + 1, settings.logging.profile_step_end
         behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""

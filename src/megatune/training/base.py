@@ -8,6 +8,7 @@ from pathlib import Path
 import xxhash
 
 from megatune.bridge.adapter_files import ADAPTER
+from megatune.bridge.assemble import weight_files
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.engine import groups
@@ -29,8 +30,8 @@ def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> st
     finetuning = settings.finetuning
     context.beat("digest", 0, limit=settings.run.ddp_timeout)
     merged = finetuning.adapter_name_or_path[: None if finetuning.create_new_adapter else -1]
-    folders = [SafetensorsFolder(model_dir), *(SafetensorsFolder(path, ADAPTER) for path in merged)]
-    files = [FileDigest(str(path), path.stat().st_size, "") for folder in folders for path in folder.files()]
+    paths = weight_files(model_dir) + [path for each in merged for path in SafetensorsFolder(each, ADAPTER).files()]
+    files = [FileDigest(str(path), path.stat().st_size, "") for path in paths]
     mine = [digest_file(Path(file.name)) for file in shares(files, context.world_size)[context.rank]]
     digests = sorted(digest for part in groups.gather(mine) for digest in part)
     if (form := form_of(finetuning)) is not None:

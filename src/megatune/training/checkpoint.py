@@ -28,8 +28,9 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
+from megatune.training.megatron import write_beside
 from megatune.training.storage.manifest import FileDigest
-from megatune.training.storage.model_files import reward_config, small_files
+from megatune.training.storage.model_files import reward_config, small_files, with_dtype
 
 _TRAINING = "training"
 _STATE = "state.json"
@@ -70,6 +71,7 @@ class CheckpointFiles:
 
     Attributes:
         num_bytes: of their tensors.
+        model_bytes: of those of the model, or of adapters.
     """
 
     def __init__(self, assembly: Assembly, settings: Settings, state: TrainState) -> None:
@@ -89,6 +91,7 @@ class CheckpointFiles:
             content = {**asdict(state), **parts}
             self._small.append(SmallFile(f"{_TRAINING}/{_STATE}", json.dumps(content, indent=1).encode()))
         self.num_bytes = sum(files.num_bytes for files in self._sets)
+        self.model_bytes = self._sets[0].num_bytes
 
     def __iter__(self) -> Iterator[WrittenFile]:
         """Yield the files, of which each is to be read before the next; collective over all ranks."""
@@ -98,7 +101,7 @@ class CheckpointFiles:
 
 
 def complete_checkpoint(
-    folder: Path, digests: Sequence[FileDigest], assembly: Assembly, settings: Settings, source: Path
+    folder: Path, digests: Sequence[FileDigest], assembly: Assembly, settings: Settings, source: Path, step: int
 ) -> list[FileDigest]:
     """Add what is made from files alone, on one rank, once all ranks have written theirs.
 
@@ -113,6 +116,8 @@ def complete_checkpoint(
     if _has_adapters(settings):
         finish_adapter(folder, assembly.architecture, settings.finetuning)
         digests = [file for file in digests if not file.name.startswith(ADAPTER)]
+    elif settings.checkpoint.save_format == "torch_dist":
+        write_beside(folder, assembly.architecture, assembly.form, step)
     _copy_model_files(source, folder, settings, assembly.architecture)
     return list(digests)
 
@@ -134,10 +139,7 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings, architectu
         write_adapter_config(folder, architecture, finetuning, base or str(source), dropout=finetuning.lora_dropout)
         return
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
-    config.setdefault("dtype" if "torch_dtype" not in config else "torch_dtype", None)
-    for part in (config, config.get("text_config") or {}, config.get("vision_config") or {}):
-        part |= {key: settings.precision.params_dtype for key in ("dtype", "torch_dtype") if key in part}
+    config = with_dtype(config, settings.precision.params_dtype)
     if architecture.num_labels:
         config = reward_config(config, source)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -180,15 +182,18 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     content = json.loads((training / _STATE).read_text(encoding="utf-8"))
     counters, layout = content.pop("optimizer"), content.pop("layout")
     state = TrainState(**content)
-    findings = [*_changed(checkpoint, state, expected), *_trained_otherwise(training, assembly, settings)]
+    findings = list(_changed(checkpoint, state, expected))
+    if not settings.run.no_load_optim:
+        findings += _trained_otherwise(training, assembly, settings)
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    shards = main_shards(assembly.optimizer)
-    load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
-    load_scalars(assembly.optimizer, counters)
+    if not settings.run.no_load_optim:
+        shards = main_shards(assembly.optimizer)
+        load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
+        load_scalars(assembly.optimizer, counters)
     path = training / _rng_name(assembly)
     # Another layout has other ranks; no number is drawn in training that their states could change.
-    if layout == layout_of(assembly, settings) and path.is_file():
+    if layout == layout_of(assembly, settings) and path.is_file() and not settings.run.no_load_rng:
         device.set_rng_state(safetensors.torch.load_file(path))
     return state
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megatune.bridge.assemble import Assembly
+from megatune.bridge.norm import parameters_norm
 from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Unreadable
 from megatune.data.batches import Batch
 from megatune.engine import device, groups
+from megatune.engine.model import gather_parameters
 from megatune.engine.step import StepTotals
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
@@ -152,14 +154,17 @@ class Trainer:
                     stop_requested=self.context.stop_requested(),
                     save_ended=self._saver.has_ended(),
                     checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
+                    timed=self.settings.logging.log_timers,
                 )
                 ended = time.monotonic()
+                measured = self._measured(result, waited, is_logged=self._is_logged(step, steps.start))
+                counted = time.monotonic() - ended
                 if step == 0:
                     self._check_first(result, objective)
                 if isinstance(objective, Preference) and result.updated:
                     self.running_reward.add(result.totals)
-                self._report(step, micro_batches, result, ended - began, waited, unreadable)
-                began = ended
+                self._report(step, micro_batches, result, ended - began, waited, unreadable, measured)
+                began = ended + counted
                 self.memory.stepped()
                 if self.feed.follower is not None:
                     self.feed.follower.after(step)
@@ -221,8 +226,35 @@ class Trainer:
         if self.context.rank == 0:
             print(line, flush=True)
 
+    def _is_logged(self, step: int, first: int) -> bool:
+        """Return whether a log line ends with this step, counted from 0; a stop may add one."""
+        done = step + 1
+        last = done == self.schedule.total_steps
+        return step == first or last or done % self.settings.logging.logging_steps == 0
+
+    def _measured(self, result: StepResult, waited: float, *, is_logged: bool) -> dict[str, float]:
+        """Return what switches of logging add to a step's metrics; collective."""
+        logs, found = self.settings.logging, {}
+        if logs.log_timers:
+            found = {f"time_{part}": seconds for part, seconds in result.seconds.items()} | {"time_data": waited}
+        if is_logged and logs.log_params_norm and result.updated:
+            gather_parameters(self.assembly.model)
+            found["params_norm"] = parameters_norm(
+                self.assembly.parameters, self.assembly.architecture, self.assembly.place
+            )
+        if is_logged and logs.log_memory:
+            found |= device.memory_in_gib()
+        return found
+
     def _report(
-        self, step: int, batches: list[Batch], result: StepResult, seconds: float, waited: float, unreadable: int
+        self,
+        step: int,
+        batches: list[Batch],
+        result: StepResult,
+        seconds: float,
+        waited: float,
+        unreadable: int,
+        measured: Mapping[str, float],
     ) -> None:
         skipped = not result.updated and self.settings.precision.fp16 and math.isfinite(result.totals.loss)
         if not result.updated and not skipped:
@@ -252,7 +284,7 @@ class Trainer:
             model_tflops=flops / 1e12,
             mfu=flops / peak if peak else None,
             memory_gib=device.peak_memory_bytes() / 2**30,
-            metrics=self._metrics(result.totals),
+            metrics={**self._metrics(result.totals), **measured},
             row_tokens=sum(rows) / len(rows),
             longest_row=math.ceil(max(rows)),
             document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,

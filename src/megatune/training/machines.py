@@ -13,6 +13,7 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id, open_model
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
@@ -106,14 +107,22 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
     is_compared = has_reference(settings) and settings.preference.ref_model is None
     if resumed is not None and settings.finetuning.finetuning_type != "lora" and not is_compared:
         small = context.run_dir / "model"
-        return on_rank_0(lambda: _keep_small_files(resumed, small)) if is_hub_id(name) else Path(name)
-    return fetched_on_node(
-        context, "model", name, settings.model.model_revision, settings.model.cache_dir, fetched=model_dir
-    )
+        is_folder = not _is_fetched(name, settings.model.mcore_model)
+        return Path(name) if is_folder else on_rank_0(lambda: _keep_small_files(resumed, small))
+    model = settings.model
+    of_model = name, model.model_revision, model.cache_dir, model.mcore_model
+    return fetched_on_node(context, "model", *of_model, fetched=model_dir)
 
 
 def fetched_on_node(
-    context: RankContext, note: str, name: str, revision: str, cache_dir: str | None, *, fetched: str | None = None
+    context: RankContext,
+    note: str,
+    name: str,
+    revision: str,
+    cache_dir: str | None,
+    weights: str | None = None,
+    *,
+    fetched: str | None = None,
 ) -> Path:
     """Return the folder of a model that is a folder or on a hub, on every rank. Collective.
 
@@ -122,12 +131,13 @@ def fetched_on_node(
 
     Args:
         note: names the model to the other ranks.
+        weights: a folder in Megatron-Core's format with the model's weights; None for its own.
         fetched: the folder that the launcher has put it into.
 
     Raises:
         MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
     """
-    if num_machines(context) == 1 and not is_hub_id(name):
+    if num_machines(context) == 1 and not _is_fetched(name, weights):
         return Path(name)
     key = f"{note}/{context.node_rank}"
     if context.local_rank:
@@ -136,7 +146,7 @@ def fetched_on_node(
     if fetched is not None:
         folder, version = Path(fetched), revision
     else:
-        model = open_model(name, revision, cache_dir)
+        model = open_model(name, revision, cache_dir, weights)
         folder, version = model.fetch(), model.commit or "a folder"
     groups.post(key, version)
     versions = [wait_for_note(context, f"{note}/{node}", "fetch") for node in range(num_machines(context))]
@@ -146,6 +156,11 @@ def fetched_on_node(
         raise MegatuneError(Finding(what, "model_name_or_path", fix=fix), ExitCode.INPUT)
     groups.post(f"{key}/folder", str(folder.absolute()))
     return folder
+
+
+def _is_fetched(name: str, weights: str | None) -> bool:
+    """Return whether a model lies elsewhere than in the folder of its name, or in parts."""
+    return weights is not None or is_hub_id(name) or is_torch_dist(name)
 
 
 def _keep_small_files(checkpoint: Path, folder: Path) -> Path:

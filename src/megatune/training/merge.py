@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -11,11 +10,11 @@ from pathlib import Path
 
 from megatune.bridge.merged_model import MergedModel
 from megatune.config.settings import Settings
-from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_config
 from megatune.hub.models import CONFIG
-from megatune.training.storage.files import amount, ensure_room, sync, writing
+from megatune.training.storage.files import amount
 from megatune.training.storage.model_files import reward_config, small_files
+from megatune.training.storage.new_folder import check_target, new_folder
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -43,26 +42,14 @@ def merge_adapters(
         MegatuneError: INPUT, where the model or an adapter cannot be used; CANNOT_WRITE.
     """
     began = time.perf_counter()
-    _check_target(target, [model_dir, *adapters], overwrite)
+    check_target(target, [model_dir, *adapters], overwrite)
     model = MergedModel(model_dir, adapters)
-    ensure_room(target, model.num_bytes)
-    partial, replaced = (target.with_name(f".{target.name}.{state}") for state in ("partial", "replaced"))
-    with writing(target, model.num_bytes):
-        for folder in (partial, replaced):
-            shutil.rmtree(folder, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with new_folder(target, model.num_bytes) as partial:
         merged = model.write(partial, max_file_bytes)
         for file in small_files(model_dir):
             shutil.copyfile(file, partial / file.name)
-            sync(partial / file.name)
         if model.becomes_reward_model:
             _write_reward_config(partial)
-        sync(partial)
-        if target.exists():
-            os.rename(target, replaced)
-        os.rename(partial, target)
-        sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
     count, files = len(adapters), f"{merged.num_files} file{'s' * (merged.num_files > 1)}"
     return (
         f"merged {count} adapter{'s' * (count > 1)} into {merged.num_changed} of {merged.num_tensors} tensors: "
@@ -74,7 +61,6 @@ def _write_reward_config(folder: Path) -> None:
     """Make a language model's config.json that of a reward model."""
     config = reward_config(read_config(folder), folder)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync(folder / CONFIG)
 
 
 def merge_run(settings: Settings, model_dir: Path, output_dir: Path) -> str:
@@ -84,20 +70,3 @@ def merge_run(settings: Settings, model_dir: Path, output_dir: Path) -> str:
     began = finetuning.adapter_name_or_path[: None if finetuning.create_new_adapter else -1]
     adapters = [*map(Path, began), output_dir]
     return merge_adapters(model_dir, adapters, output_dir / "merged", overwrite=True)
-
-
-def _check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
-    """Refuse to write over what is read, or over anything that the user did not mean to lose."""
-    resolved = target.resolve()
-    for source in sources:
-        if resolved == source.resolve() or resolved in source.resolve().parents:
-            why = f"{source} is read from there"
-            finding = Finding(f"{target} cannot be written", "export_dir", why, "choose another folder")
-            raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
-    if target.is_file():
-        finding = Finding(f"{target} is a file", "export_dir", "", "name a folder")
-        raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        fix = "choose another folder, or write overwrite_output_dir: true, which deletes what is in it"
-        finding = Finding(f"{target} is not empty", "export_dir", "", fix)
-        raise MegatuneError(finding, ExitCode.CANNOT_WRITE)

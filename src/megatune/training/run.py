@@ -150,7 +150,7 @@ def _build_trainer(
     warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
     callbacks = CallbackList()
     if context.rank == 0:
-        callbacks = build_callbacks(settings, output_dir, state.step, feed.quarantine)
+        callbacks = build_callbacks(settings, output_dir, state.step, feed.quarantine, context.run_dir / "logs")
     return Trainer(
         settings=settings,
         assembly=assembly,

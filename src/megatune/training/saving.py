@@ -67,6 +67,8 @@ class CheckpointSaver:
         files = CheckpointFiles(self._assembly, self._settings, state)
         claims = groups.gather((socket.gethostname(), files.num_bytes, free_memory()))
         needed = sum(num_bytes for _, num_bytes, _ in claims)
+        if self._settings.checkpoint.save_format == "torch_dist":
+            needed += groups.total(files.model_bytes)
         on_rank_0(lambda: ensure_room(self._store.output_dir, needed))
         folder = on_rank_0(lambda: self._store.begin(state.step))
         background = background and self._has_memory(claims)
@@ -99,7 +101,7 @@ class CheckpointSaver:
 
         def finish(digests: Sequence[FileDigest]) -> Path:
             with writing(folder):
-                digests = complete_checkpoint(folder, digests, assembly, settings, source)
+                digests = complete_checkpoint(folder, digests, assembly, settings, source, step)
             path = store.commit(step, digests, metadata)
             best = [] if best_step is None else [store.checkpoint(best_step)]
             rotate(store.output_dir, settings.checkpoint.save_total_limit, [path, *best])

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
-from megatune.hub.models import CONFIG, HubModel, is_hub_id, open_model
+from megatune.hub.models import CONFIG, HubModel, MegatronModel, Model, is_hub_id, open_model
 from megatune.training.storage.manifest import read_manifest
 from megatune.training.storage.store import list_checkpoints
 
@@ -28,7 +28,7 @@ class RunModel:
         self.settings = settings
         self.origins: dict[str, str] = {}
         self._asks = asks
-        self._model: HubModel | None = None
+        self._model: Model | None = None
 
     def config_dir(self, name: str) -> Path | None:
         """Return the folder with the model's config.json; None where another process asks the hub for it.
@@ -37,7 +37,7 @@ class RunModel:
             MegatuneError: as `hub.models.open_model`; INPUT, when there is no such checkpoint to resume from.
         """
         model = self.settings.model
-        if is_hub_id(name):
+        if is_hub_id(name) and model.mcore_model is None:
             if (checkpoint := _resumed_checkpoint(self.settings)) is not None:
                 with suppress(MegatuneError):  # said where the checkpoint is verified
                     metadata = read_manifest(checkpoint).metadata
@@ -47,15 +47,19 @@ class RunModel:
                     return checkpoint  # else it has adapters only
             if not self._asks:
                 return None
-        found = open_model(name, model.model_revision, model.cache_dir)
-        if isinstance(found, HubModel):
-            found.check_weights()
+        found = open_model(name, model.model_revision, model.cache_dir, model.mcore_model)
+        described = found.described if isinstance(found, MegatronModel) else found
+        if isinstance(described, HubModel):
+            if described is found:
+                found.check_weights()
+            self._pin(described.commit, f"{model.model_revision} on {described.host}")
+        if found is not described or isinstance(found, HubModel):
             self._model = found
-            self._pin(found.commit, f"{model.model_revision} on {found.host}")
         return found.config_dir()
 
     def fetch(self) -> str | None:
-        """Fetch what a run reads of a model on a hub, and return its folder; None where nothing is to be fetched."""
+        """Fetch what a run reads of a model on a hub, or put the parts of a Megatron model together, and return the
+        folder; None where neither is needed."""
         return str(self._model.fetch()) if self._model is not None else None
 
     def _pin(self, commit: str, origin: str) -> None:

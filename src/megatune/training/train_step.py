@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from megatune.bridge.assemble import Assembly
 from megatune.bridge.parameters import LocalParameter
 from megatune.data.batches import Batch
-from megatune.engine import groups, optimizer
+from megatune.engine import device, groups, optimizer
 from megatune.engine.agreement import Held, check_agreement, check_scalars
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.step import Objective, StepTotals, forward_backward
@@ -27,11 +28,13 @@ class StepResult:
         totals: loss, normalizer and metrics.
         grad_norm: L2 norm of all gradients before clipping.
         updated: False where gradients were not finite: the weights have not changed.
+        seconds: of "forward_backward" and of "optimizer" on this rank, where they were asked for.
     """
 
     totals: StepTotals
     grad_norm: float
     updated: bool
+    seconds: Mapping[str, float]
 
 
 def train_step(
@@ -43,6 +46,7 @@ def train_step(
     stop_requested: bool = False,
     save_ended: bool = False,
     checked_step: int | None = None,
+    timed: bool = False,
 ) -> StepResult:
     """Run forward, backward and update over one step's micro-batches; collective.
 
@@ -52,18 +56,27 @@ def train_step(
             `save_ended`, for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
+        timed: wait for the device between the parts of the step, to say how long each takes.
 
     Raises:
         MegatuneError: NOT_FINITE, where copies differ.
     """
+    seconds: dict[str, float] = {}
+    began = time.monotonic()
     flags = {"stop_requested": stop_requested, "save_ended": save_ended}
     totals = forward_backward(assembly.model, batches, objective, **flags)
+    if timed:
+        device.synchronize()
+        seconds["forward_backward"], began = time.monotonic() - began, time.monotonic()
     if checked_step is not None:
         check_gradients(assembly, checked_step)
     updated, grad_norm = optimizer.step(assembly.optimizer, learning_rate)
     if checked_step is not None:
         check_weights(assembly, checked_step, grad_norm=grad_norm, learning_rate=learning_rate)
-    return StepResult(totals, grad_norm, updated)
+    if timed:
+        device.synchronize()
+        seconds["optimizer"] = time.monotonic() - began
+    return StepResult(totals, grad_norm, updated, seconds)
 
 
 def check_gradients(assembly: Assembly, step: int) -> None:

@@ -10,6 +10,8 @@ KEYS = {
     "neat_packing": "data.packing",
     "eval_strategy": "evaluation.eval_strategy",
     "evaluation_strategy": "evaluation.eval_strategy",
+    "run_name": "run.run_name",
+    "swanlab_run_name": "run.run_name",
 }
 
 _TOKEN_MEAN = (
@@ -27,11 +29,6 @@ _KERNELS = "the engine's own layers are used, whose kernels the keys of Megatron
 NOT_BUILT: dict[str, Refused] = {
     # Values of keys that are built.
     "do_train": Refused("training is what this command does", values=(False,), off=(True,)),
-    "report_to": Refused(
-        "only TensorBoard is built; metrics.jsonl holds the same numbers for other tools",
-        values=("wandb", "swanlab", "mlflow", "all"),
-        fix="write report_to: tensorboard, or report_to: none",
-    ),
     "save_hf_model": Refused(
         "a checkpoint is always a Hugging Face model as it is; there is no other form to save",
         values=(False,),
@@ -41,6 +38,11 @@ NOT_BUILT: dict[str, Refused] = {
         "preference training and reward models are built; PPO is not",
         values=("ppo",),
         fix="write stage: dpo; PPO's place is `megatune rl`",
+    ),
+    "hub_strategy": Refused(
+        "the training state is not pushed: it is large, and of use where the run is",
+        values=("checkpoint", "all_checkpoints"),
+        fix="write hub_strategy: every_save",
     ),
     # Data.
     "preprocessing_batch_size": Refused(

@@ -20,6 +20,17 @@ class DataSettings(Group):
     """Folder that holds dataset_info.json and the files it names.
     How: ONLINE takes every name for a hub id; REMOTE:OWNER/NAME takes dataset_info.json from a data set on the hub.
     When: Set it when the data lies elsewhere than in ./data. Paths in `dataset` work without it."""
+    dataset_shuffle: bool = True
+    """Draw the rows of NAME#500 at random, with `seed`.
+    How: Each row is drawn once; where the number is beyond the rows, all are repeated, and the rest is drawn. false
+    takes the first rows, as streaming always does.
+    When: Set false where the order of a data set means something. The order of training is disable_shuffling's."""
+    columns: dict[str, str] = Field(default={})
+    """The columns of data sets that dataset_info.json does not describe: their own name, then the usual one.
+    How: The form of the rows is told as if they had the usual names: {question_text: query, reply: response} reads
+    these two columns as a query and its response. A column that no data set has is refused.
+    When: Set it where the form of a file is not told, or told wrongly, and an entry of dataset_info.json is not worth
+    writing."""
     eval_dataset: list[str] = Field(default=[])
     """Data sets to evaluate on, beside those trained on; named as in `dataset`.
     How: They are prepared like the training data and evaluated whole, in their order, when eval_strategy says.
@@ -143,14 +154,16 @@ class DataSettings(Group):
     """System message for conversations that have none. null keeps the template's own.
     How: It is written as the template writes system messages. Conversations with a system message keep theirs.
     When: Set it to what the model will be asked with."""
-    model_name: str | None = None
-    """Replaces {{name}} in the data, for teaching a model who it is.
-    How: The text is replaced before rows are tokenised. Data with {{name}} and no value here is refused.
-    When: Set it with identity data sets."""
-    model_author: str | None = None
-    """Replaces {{author}} in the data, for teaching a model who made it.
-    How: The text is replaced before rows are tokenised. Data with {{author}} and no value here is refused.
-    When: Set it with identity data sets."""
+    model_name: str | list[str] | None = None
+    """Replaces {{name}} and {{NAME}} in the data, for teaching a model who it is.
+    How: The text is replaced before rows are tokenised. Of a list of two, rows whose field `tag` is zh get the first,
+    all others the second. Data with the placeholder and no value here is refused.
+    When: Set it with identity data sets; give two where they are Chinese and English."""
+    model_author: str | list[str] | None = None
+    """Replaces {{author}} and {{AUTHOR}} in the data, for teaching a model who made it.
+    How: The text is replaced before rows are tokenised. Of a list of two, rows whose field `tag` is zh get the first,
+    all others the second. Data with the placeholder and no value here is refused.
+    When: Set it with identity data sets; give two where they are Chinese and English."""
     preprocessing_num_workers: Annotated[Count, "processes"] | None = None
     """Processes that turn text into tokens. null takes one.
     How: Rows are distributed to them in chunks of 256 and come back in order: their number changes no result. Each

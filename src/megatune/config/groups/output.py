@@ -15,12 +15,78 @@ class LoggingSettings(Group):
     How: The console, metrics.jsonl, trainer_log.jsonl and TensorBoard all have these lines. eval_steps: null takes it,
     too.
     When: 1 for short runs, 10 to 100 for long ones."""
-    report_to: list[Literal["tensorboard", "none"]] = Field(default=["tensorboard"])
-    """Where the numbers go beside the log files.
-    How: trainer_log.jsonl and metrics.jsonl are always written to output_dir.
-    When: none where nobody looks at TensorBoard.
-    - tensorboard: event files in output_dir/runs
-    - none: the log files only"""
+    report_to: list[Literal["tensorboard", "wandb", "swanlab", "mlflow", "none", "all"]] = Field(
+        default=["tensorboard"]
+    )
+    """Where the numbers go beside the log files, one or several.
+    How: trainer_log.jsonl and metrics.jsonl are always written to output_dir. A tracker has a thread of its own on rank
+    0: one that fails or hangs costs a warning, never the run. A resumed run goes on in the tracker's run it began.
+    When: none where nobody looks at TensorBoard. The others need their library: pip install "megatune[wandb]".
+    - tensorboard: event files in tensorboard_dir
+    - wandb: Weights & Biases, also without a network (WANDB_MODE=offline)
+    - swanlab: SwanLab, also without a network (swanlab_mode)
+    - mlflow: the store that MLFLOW_TRACKING_URI names, or else files in output_dir/mlruns
+    - none: the log files only
+    - all: every one of them whose library is installed"""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard's event files. null is output_dir/runs.
+    How: The event files lie in a folder of the run's name in it.
+    When: Set it where one TensorBoard looks at the runs of many output folders."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases that the run belongs to. null takes WANDB_PROJECT, or else megatune.
+    How: The run is called run_name there; WANDB_ENTITY names the account or team, WANDB_API_KEY or `wandb login` logs
+    in.
+    When: Set it with wandb in report_to."""
+    wandb_save_dir: str | None = None
+    """Folder in which Weights & Biases keeps its files of the run. null takes WANDB_DIR, or else output_dir.
+    How: They lie in a folder called wandb in it; `wandb sync` sends those of an offline run later.
+    When: Set it where output_dir is on a slow network file system."""
+    use_swanlab: bool = False
+    """Report to SwanLab, as swanlab in report_to does.
+    How: It adds SwanLab to what report_to names, also to none.
+    When: For files that were written for LLaMA-Factory."""
+    swanlab_project: str | None = None
+    """Project of SwanLab that the run belongs to. null takes SWANLAB_PROJ_NAME, or else megatune.
+    How: The run is called run_name there; SWANLAB_API_KEY or `swanlab login` logs in.
+    When: Set it with swanlab in report_to."""
+    swanlab_workspace: str | None = None
+    """Workspace of SwanLab that has the project. null takes SWANLAB_WORKSPACE, or else that of the account.
+    How: It is the name of a person or of an organization.
+    When: Set it to log into an organization's project."""
+    swanlab_mode: Literal["cloud", "local", "offline"] | None = None
+    """Whether SwanLab's numbers leave the machine. null takes SWANLAB_MODE, or else cloud.
+    How: Files are in output_dir/swanlog in every mode.
+    When: offline where training machines have no network: `swanlab sync` sends the files later.
+    - cloud: sends them while the run goes on
+    - local: keeps them for SwanLab's own page on this machine
+    - offline: keeps them to be sent later"""
+    swanlab_api_key: str | None = None
+    """Key of an account of SwanLab. null takes SWANLAB_API_KEY, or what `swanlab login` has stored.
+    How: It is never written: neither to run.yaml nor to logs or checkpoints.
+    When: Better leave it out and set SWANLAB_API_KEY: a file is easily shared by mistake."""
+    log_throughput: bool = True
+    """Log tokens per second, TFLOP/s per device and their share of its peak (mfu).
+    How: false leaves them out of the console and the trackers; metrics.jsonl always has them.
+    When: Turn it off for short lines."""
+    log_params_norm: bool = False
+    """Log the L2 norm of all parameters as params_norm.
+    How: Every parameter is counted once in any layout. It is computed at the steps that are logged, with one read of
+    the weights and one small exchange.
+    When: To see whether weights grow or shrink, such as with another weight_decay."""
+    log_timers: bool = False
+    """Log the seconds of a step that forward and backward, the optimizer and waiting for data take on rank 0.
+    How: time_forward_backward, time_optimizer and time_data are means over the steps of a line. The device is waited
+    for between the parts, which costs little.
+    When: To see which part of a step is slow; profile says why."""
+    log_memory: bool = False
+    """Log what memory rank 0 holds at the end of a step, beside the peak of all ranks, in GiB.
+    How: Of a GPU memory_allocated_gib, memory_reserved_gib and memory_peak_gib, as PyTorch's allocator counts them; on
+    a CPU memory_rss_gib, all that the process holds.
+    When: To see whether memory grows from step to step."""
+    log_validation_ppl: bool = True
+    """Log the perplexity of an evaluation, exp(loss), beside its loss.
+    How: false leaves it out of the console and the trackers; metrics.jsonl always has it.
+    When: Turn it off where the loss says enough."""
     plot_loss: bool = True
     """Draw the loss to output_dir/training_loss.png, while training and at its end.
     How: It is drawn at most every 30 seconds, and never for more than a hundredth of the time.
@@ -74,6 +140,15 @@ class CheckpointSettings(Group):
     from.
     How: Only the Hugging Face model is written.
     When: Where every checkpoint is to be evaluated and none will be resumed."""
+    save_format: Literal["hf", "torch_dist"] = "hf"
+    """Whether the model is written in Megatron-Core's format, too.
+    How: One process writes it from the safetensors, tensor by tensor, after those are whole, and the others wait: a
+    checkpoint takes the model's size once more on disk, and the time of reading and writing it. Resuming does not need
+    it; adapters alone have no such form.
+    When: torch_dist, to hand on to Megatron-LM or Megatron-SWIFT; `megatune export --to_mcore true` makes the same of
+    any checkpoint later.
+    - hf: a Hugging Face model only
+    - torch_dist: iter_N and latest_checkpointed_iteration.txt beside it"""
     save_hf_model: bool = True
     """Always true: every checkpoint is a Hugging Face model as it is.
     How: Weights are written as safetensors with the checkpoint's own keys.
@@ -84,6 +159,32 @@ class CheckpointSettings(Group):
     How: output_dir/merged gets a whole model: each matrix and the product of its adapter are added in fp32, and rounded
     once to the dtype of the base. Checkpoints keep the adapter alone.
     When: Turn it on to serve the model without peft; `megatune export` does the same later."""
+    push_to_hub: bool = False
+    """Upload the model to a hub: Hugging Face's, or ModelScope's with USE_MODELSCOPE_HUB=1.
+    How: The files of the model and a card made from the run are sent, without the training state, by a thread of rank
+    0. A push that fails or hangs costs a warning that says how to push later, never the run.
+    When: To share a model, or to have it where the machine does not stay."""
+    hub_model_id: str | None = None
+    """The repository to push to: OWNER/NAME, or NAME of the token's own account. null takes output_dir's name.
+    How: It is created where there is none.
+    When: Set it where the name of output_dir is not to be that of the model."""
+    hub_private_repo: bool | None = None
+    """Whether a repository that a push creates is private. null leaves that to the hub: public, unless the organization
+    has another default.
+    How: A repository that is there stays as it is.
+    When: true where nobody else is to see the model yet."""
+    hub_strategy: Literal["every_save", "end"] = "every_save"
+    """When to push.
+    How: At most one push is under way; of checkpoints that were saved meanwhile the newest is sent next.
+    When: end where the upload is slow, or checkpoints in between are of no use.
+    - every_save: every checkpoint, and the final model
+    - end: the final model only"""
+    hub_token: str | None = None
+    """Token of the hub, with the right to write. null takes HF_TOKEN, or for ModelScope MODELSCOPE_API_TOKEN, or what
+    the hub's login has stored.
+    How: It is never written: neither to run.yaml nor to logs or checkpoints. Models and data sets are fetched with it,
+    too.
+    When: Better leave it out and set the variable: a file is easily shared by mistake."""
 
 
 class EvaluationSettings(Group):

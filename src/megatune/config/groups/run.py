@@ -50,6 +50,16 @@ class RunSettings(Group):
     layout may differ from the one that saved it; in the same layout the run continues bit for bit.
     When: null is right for nearly every run. Use true where a start from step 0 would be a mistake, and a path to go
     back to an earlier step."""
+    no_load_optim: bool = False
+    """Resume with a fresh optimizer: no averages, no loss scale; master weights are made from the weights.
+    How: Step, schedule, place in the data and random numbers are the checkpoint's. A run that does not resume has
+    nothing to leave out.
+    When: Where the optimizer or its settings were changed, or its state is damaged."""
+    no_load_rng: bool = False
+    """Resume with random numbers drawn from seed instead of the checkpoint's.
+    How: It changes what dropout draws, and nothing of the order of rows. Without dropout the run is the same bit for
+    bit.
+    When: Rarely: where the states of random number generators cannot be read."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seeds the order of rows, the held-out split, packing and the random numbers of training.
     How: The order of rows is a pure function of the seed and the epoch, in every layout. The same seed in the same
@@ -86,8 +96,8 @@ class RunSettings(Group):
     - warn: only says so
     - off: does not plan"""
     run_name: str | None = None
-    """Name of the run in its log lines and in TensorBoard. null takes output_dir's name.
-    How: TensorBoard's event files lie in output_dir/runs under this name.
+    """Name of the run in its log lines and in trackers. null takes output_dir's name.
+    How: Trackers call the run so, and TensorBoard's event files lie in a folder of this name.
     When: Set it where several output folders end in the same name."""
 
 
@@ -99,6 +109,14 @@ class ModelSettings(Group):
     configuration and tokenizer are fetched, once a machine, into the hub's own cache. Each process reads only the
     slices of the safetensors that it holds; the final model has the same form and the same keys.
     When: Required. Start from an instruction-tuned model for behaviour, from a base model for continued pretraining."""
+    mcore_model: str | None = None
+    """A folder in Megatron-Core's torch_dist format to take the weights from, such as what Megatron-SWIFT or
+    Megatron-LM wrote.
+    How: The folder with latest_checkpointed_iteration.txt, or an iter_N folder itself. Each process reads the slices
+    that it holds, and nothing in the folder is executed. config.json and tokenizer come from model_name_or_path, else
+    from the folder, else from the model that its args.json names.
+    When: To go on from a run of Megatron without a conversion; `megatune export --to_hf true` makes a Hugging Face
+    model of it. A run that resumes takes its weights from its own checkpoint."""
     model_revision: str = "main"
     """Which version of a model on a hub: a branch, a tag or a commit.
     How: It is resolved to a commit when the run starts; run.yaml and the checkpoints name that commit, so that the same

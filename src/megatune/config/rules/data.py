@@ -132,4 +132,14 @@ def without_effect(context: Context) -> Iterator[Problem]:
         yield Problem(names, what, why, "remove preserve_thinking, or write mask_history: true")
 
 
-RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, without_effect)
+def names(context: Context) -> Iterator[Problem]:
+    """A name for Chinese rows and one for all others."""
+    data = context.settings.data
+    for key in ("model_name", "model_author"):
+        value = getattr(data, key)
+        if isinstance(value, list) and len(value) not in (1, 2):
+            why = "a list has the value of Chinese rows, then that of all others"
+            yield Problem((key,), f"{key} has {len(value)} values", why, "write one value, or two")
+
+
+RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, names, without_effect)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os.path
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,20 @@ from megatune.config.rules.problem import Context, Problem, either, multiples_ar
 
 _BEST = "load_best_model_at_end"
 _HELD_OUT = ("val_size", "eval_dataset")
+
+
+def megatron_form(context: Context) -> Iterator[Problem]:
+    """Megatron-Core's format is that of a whole language model."""
+    settings = context.settings
+    if settings.checkpoint.save_format != "torch_dist":
+        return
+    if settings.finetuning.finetuning_type == "lora":
+        why = "a checkpoint of adapters holds no model, and Megatron-Core has no form of them that others read"
+        fix = "write save_format: hf and merge_lora: true, then megatune export --to_mcore true of output_dir/merged"
+        yield Problem(("save_format", "finetuning_type"), "save_format torch_dist with finetuning_type lora", why, fix)
+    if settings.run.stage == "rm":
+        why = "Megatron-Core's language model has no place for the score of a reward model"
+        yield Problem(("save_format", "stage"), "save_format torch_dist with stage rm", why, "write save_format: hf")
 
 
 def output(context: Context) -> Iterator[Problem]:
@@ -22,11 +37,14 @@ def output(context: Context) -> Iterator[Problem]:
 
 def own_folder(context: Context) -> Iterator[Problem]:
     """The final model is written into output_dir itself, and would replace the one that the run starts from."""
-    model, output = context.settings.model.model_name_or_path, context.settings.run.output_dir
-    if model and output and os.path.abspath(model) == os.path.abspath(output):
-        what = f"output_dir is model_name_or_path, {output!r}"
-        why = "the final model is written into output_dir, over the weights that the run starts from"
-        yield Problem(("output_dir", "model_name_or_path"), what, why, "write another output_dir")
+    model, output = context.settings.model, context.settings.run.output_dir
+    for name in ("model_name_or_path", "mcore_model"):
+        folder = getattr(model, name)
+        if folder and output and os.path.abspath(folder) == os.path.abspath(output):
+            what = f"output_dir is {name}, {output!r}"
+            why = "the final model is written into output_dir, over the weights that the run starts from"
+            yield Problem(("output_dir", name), what, why, "write another output_dir")
+            return
 
 
 def fresh_start(context: Context) -> Iterator[Problem]:
@@ -93,6 +111,28 @@ def reports(context: Context) -> Iterator[Problem]:
     if "none" in report_to and len(set(report_to)) > 1:
         what = f"report_to has none and {', '.join(name for name in report_to if name != 'none')}"
         yield Problem(("report_to",), what, "", "remove none")
+
+
+def not_yet(context: Context) -> Iterator[Problem]:
+    """Refuse by name what is declared and does nothing so far."""
+    checkpoint = context.settings.checkpoint
+    for names, found in ((("push_to_hub",), checkpoint.push_to_hub),):
+        if found:
+            yield Problem(names, f"{names[0]} is not built so far", "", f"remove {names[0]}")
+
+
+def hub(context: Context) -> Iterator[Problem]:
+    """A repository is named to be pushed to, and one that a hub can have."""
+    checkpoint = context.settings.checkpoint
+    if checkpoint.hub_model_id is None:
+        return
+    if not checkpoint.push_to_hub and "checkpoint.push_to_hub" not in context.written:
+        what = f"hub_model_id {checkpoint.hub_model_id} without push_to_hub"
+        fix = "write push_to_hub: true, or remove hub_model_id"
+        yield Problem(("hub_model_id", "push_to_hub"), what, "nothing would be pushed", fix)
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", checkpoint.hub_model_id, re.ASCII):
+        what = f"hub_model_id {checkpoint.hub_model_id!r} is no id of a repository"
+        yield Problem(("hub_model_id",), what, "", "write hub_model_id: OWNER/NAME")
 
 
 def profiler(context: Context) -> Iterator[Problem]:
@@ -238,6 +278,7 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 
 RULES = (
-    *(output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, profiler),
+    *(megatron_form, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, not_yet, hub),
+    profiler,
     *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
 )

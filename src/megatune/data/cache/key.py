@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megatune.data.cache.folder import cache_dir
-from megatune.data.sources import resolve_datasets
+from megatune.data.sources import datasets_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 # Data settings that determine the rows by their values.
 BY_VALUE = frozenset((
     "cutoff_len", "truncation_strategy", "mix_strategy", "interleave_probs", "dataset_weights", "max_samples",
     "val_size", "train_on_prompt", "mask_history", "enable_thinking", "preserve_thinking", "default_system",
-    "model_name", "model_author",
+    "model_name", "model_author", "dataset_shuffle",
 ))  # fmt: skip
 # Those that determine them by the content that they name.
-BY_CONTENT = frozenset({"dataset", "dataset_dir", "eval_dataset", "template", "packing", "on_bad_row"})
+BY_CONTENT = frozenset({"dataset", "dataset_dir", "columns", "eval_dataset", "template", "packing", "on_bad_row"})
 # Those that determine the rows of a vision-language model: by its processor, and by the names of files.
 BY_PICTURES = frozenset((
     "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
@@ -103,8 +103,8 @@ def prepared_key(
         MegatuneError: a data set cannot be resolved (exit codes 64, 66 and 69), or a file not be read (66).
     """
     data, stage = settings.data, settings.run.stage
-    train = resolve_datasets(data.dataset, data.dataset_dir, stage)
-    evaluation = resolve_datasets(data.eval_dataset, data.dataset_dir, stage)
+    train = datasets_of(settings)
+    evaluation = datasets_of(settings, evaluation=True)
     sources = (*train, *evaluation)
     files: dict[Path, str] = {}
     for file in (file for source in sources for file in source.files):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import Conversation, Example, Message, PreferencePair
+from megatune.data.conversation import Conversation, Example, Message, PreferencePair, texts
 from megatune.data.formats import messages
 from megatune.data.formats.fields import encodable, first_present, listed, optional_string, short, string, tools
 from megatune.data.formats.form import (
@@ -31,16 +31,34 @@ from megatune.data.formats.form import (
     RESPONSE_NAMES,
     SYSTEM_NAMES,
     TEXT_NAMES,
+    USUAL_NAMES,
     Columns,
     Form,
     Tags,
     detect,
+    detect_named,
+    own_names,
 )
 from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
 from megatune.data.formats.pictures import check_without, pictures_of
 from megatune.data.readers import json_type
 
-__all__ = ["Columns", "Form", "Tags", "detect", "to_example"]
+__all__ = [
+    "USUAL_NAMES",
+    "Columns",
+    "Form",
+    "Question",
+    "Tags",
+    "detect",
+    "detect_named",
+    "own_names",
+    "to_example",
+    "to_question",
+]
+
+
+# ms-swift's tags for the objects of a picture and where they are, which its `objects` field lists.
+_GROUNDING = ("<bbox>", "<ref-object>")
 
 
 def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool = False) -> Example:
@@ -52,8 +70,16 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
 
     Raises:
         RowError: the row is not what its form says.
-        UnsupportedRow: the row has audio, or pictures and the model takes none, or its form has nothing for this stage.
+        UnsupportedRow: the row has audio, or boxes in pictures, or pictures and the model takes none, or its form has
+            nothing for this stage.
     """
+    example = _example(row, form, stage, pictures)
+    if row.get("objects") and any(tag in text for text in texts(example) for tag in _GROUNDING):
+        raise UnsupportedRow("its texts have <bbox> or <ref-object>, and training on boxes in pictures is not built")
+    return example
+
+
+def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> Example:
     columns = form.columns
     if columns.audios is not None and row.get(columns.audios):
         raise UnsupportedRow(f"field {columns.audios!r}: training on audio is not built")
@@ -78,6 +104,45 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
     found = pictures_of(row, columns, turns, {}, wanted=pictures)
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
+
+
+class Question(NamedTuple):
+    """What a row asks.
+
+    Attributes:
+        conversation: its messages end before the assistant's.
+        label: the row's own answer, None where it has none.
+    """
+
+    conversation: Conversation
+    label: str | None
+
+
+_NO_ANSWER = Message("assistant", "-")
+
+
+def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -> Question:
+    """Read one row as what a model is asked: a conversation, with or without the answer at its end.
+
+    Raises:
+        RowError, UnsupportedRow: as `to_example`, for stage sft.
+    """
+    if form.formatting == "text":
+        raise UnsupportedRow("its rows are texts, which ask nothing", "name a data set of conversations")
+    columns = form.columns
+    if columns.audios is not None and row.get(columns.audios):
+        raise UnsupportedRow(f"field {columns.audios!r}: audio is not built")
+    if form.formatting in ("sharegpt", "openai"):
+        # What has no answer of its own is read with one that stands for it.
+        chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)
+        last = chat.messages[-1]
+        return Question(replace(chat, messages=chat.messages[:-1]), None if last is _NO_ANSWER else last.content)
+    turns = tuple(_prompt(row, form))
+    name = columns.response or "output" if form.formatting == "alpaca" else None
+    name = first_present(row, (columns.response, *RESPONSE_NAMES)) if name is None else name
+    label = optional_string(row, name) if name is not None else ""
+    found = pictures_of(row, columns, turns, {}, wanted=pictures)
+    return Question(Conversation(turns, _system(row, form), tools(row, columns.tools), found), label or None)
 
 
 def _tag(row: Mapping[str, Any], column: str) -> bool:
@@ -121,7 +186,8 @@ def _system(row: Mapping[str, Any], form: Form) -> str:
 
 
 def _text(row: Mapping[str, Any], form: Form) -> str:
-    """Read the text of a row of stage pt: a column of text, alpaca's prompt column, or a response without a query."""
+    """Read the text of a row of stage pt: a column of text, alpaca's prompt column, a response without a query, or the
+    only message, where it is the assistant's (ms-swift's form)."""
     columns = form.columns
     if form.formatting == "alpaca":
         name = columns.prompt or "instruction"
@@ -136,11 +202,17 @@ def _text(row: Mapping[str, Any], form: Form) -> str:
             raise UnsupportedRow(what, "write stage: sft")
         name = _response_column(row, form)
     else:
-        raise UnsupportedRow("stage pt trains text, and its rows are conversations", "write stage: sft")
-    content = string(row, name)
-    if not content or content.isspace():
+        chat = messages_of(row, columns.messages or "messages", form)
+        if chat.system is not None or [message.role for message in chat.messages] != ["assistant"]:
+            raise UnsupportedRow("stage pt trains text, and its rows are conversations", "write stage: sft")
+        return _not_empty(chat.messages[0].content, columns.messages or "messages")
+    return _not_empty(string(row, name), name)
+
+
+def _not_empty(text: str, name: str) -> str:
+    if not text or text.isspace():
         raise RowError("empty-text", "the text is empty", f"field {name!r}")
-    return content
+    return text
 
 
 def _history(row: Mapping[str, Any], column: str | None) -> list[Message]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Formatting = Literal["alpaca", "sharegpt", "openai", "query_response", "text"]
@@ -18,6 +18,8 @@ TEXT_NAMES = ("text", "content")
 REJECTED_NAMES = ("rejected_response", "rejected_messages")  # ms-swift's
 TAG_NAMES = ("kto_tag", "label")  # LLaMA-Factory's, and ms-swift's and TRL's
 _MEDIA_NAMES = (("images", "image"), ("videos", "video"), ("audios", "audio"))
+# Several usual names for one column of `Columns`, which the first of them names.
+_SAME = {usual: names[0] for names in (SYSTEM_NAMES, *_MEDIA_NAMES) for usual in names[1:]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,45 @@ DEFAULT_FORMS: dict[Formatting, Form] = {
     "query_response": Form("query_response", Columns(prompt=None, query=None, response=None)),
     "text": Form("text", Columns(prompt="text")),
 }
+
+
+USUAL_NAMES: frozenset[str] = frozenset((
+    *(str(field.default) for field in fields(Columns) if field.default), *MESSAGES_NAMES, *QUERY_NAMES, *RESPONSE_NAMES,
+    *SYSTEM_NAMES, *TEXT_NAMES, *REJECTED_NAMES, *TAG_NAMES, *(name for names in _MEDIA_NAMES for name in names),
+))  # fmt: skip
+
+
+def detect_named(row: Mapping[str, object], own: Mapping[str, str]) -> Form | None:
+    """Return the form of a row as if its columns had their usual names, with the columns' own names in it.
+
+    Args:
+        own: usual name -> the column's own, in rows of this kind if not in this one. See `own_names`.
+    """
+    taken = {name: usual for usual, name in own.items()}
+    usual = {name: value for name, value in row.items() if name not in own and name not in taken}
+    form = detect(usual | {taken[name]: value for name, value in row.items() if name in taken})
+    if form is None:
+        return None
+    named = {field.name: getattr(form.columns, field.name) for field in fields(Columns)}
+    if form.formatting == "query_response":
+        named |= {"prompt": _first(own, QUERY_NAMES), "response": _first(own, RESPONSE_NAMES)}
+    named = {part: column and own.get(column, column) for part, column in named.items()}
+    return replace(form, columns=Columns(**named))
+
+
+def own_names(columns: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return usual name -> own name of the columns that rows have, in any case of letters.
+
+    Args:
+        columns: own name -> usual name; of two for the same the first one counts.
+        names: of the fields of rows.
+    """
+    found = {name.lower(): name for name in names} | {name: name for name in names}
+    own: dict[str, str] = {}
+    for name, usual in columns.items():
+        if (there := found.get(name) or found.get(name.lower())) is not None:
+            own.setdefault(_SAME.get(usual, usual), there)
+    return own
 
 
 def detect(fields: Mapping[str, object]) -> Form | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,17 @@ Kind = Literal["system", "user", "assistant", "call", "tool"]
 
 _TEXT_PARTS = ("text", "input_text")
 _AUDIO_PARTS = ("audio", "audio_url", "input_audio")
+# Words of ms-swift and OpenAI that are no tag of the form: what they mean where no tag says otherwise.
+_ROLES: dict[str, Kind] = {
+    "tool_call": "call",
+    "function_call": "call",
+    "tool": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+# Keys of a turn that is one object: {"human": "…", "assistant": "…"}.
+_USER_KEYS, _ASSISTANT_KEYS = ("user", "human"), ("assistant", "gpt", "bot")
 _ANTHROPIC_PARTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
@@ -70,6 +82,7 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
     if not isinstance(raw, list):
         raise RowError("messages-not-a-list", f"field {column!r}: expected a list of messages, got {json_type(raw)}")
     tags = form.tags
+    raw = _unpaired(raw, tags)
     system: str | None = None
     messages: list[Message] = []
     inline: Inline = {}
@@ -86,13 +99,35 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
             system = _content(item, tags.content_tag, column, number, None)
         else:
             values: list[object] = []
-            messages.append(_message(kind, item, tags, column, number, values))
+            message = _message(kind, item, tags, column, number, values)
+            if kind == "call" and messages and messages[-1].role == "assistant":
+                said, calls = messages[-1].content + message.content, messages[-1].tool_calls + message.tool_calls
+                messages[-1] = replace(messages[-1], content=said, tool_calls=calls)
+            else:
+                messages.append(message)
             if values:
                 inline[len(messages) - 1] = values
     if not messages:
         detail = "a system message only" if system is not None else ""
         raise RowError("no-messages", f"field {column!r}: no messages", detail)
     return Messages(system, tuple(messages), inline)
+
+
+def _unpaired(raw: list[Any], tags: Tags) -> list[Any]:
+    """Return turns that are one object each, the question and its answer, as two messages."""
+    if all(isinstance(item, dict) and tags.role_tag in item for item in raw):
+        return raw
+    messages: list[Any] = []
+    for item in raw:
+        keys = item if isinstance(item, dict) and tags.role_tag not in item else ()
+        user, answer = (next((key for key in known if key in keys), "") for known in (_USER_KEYS, _ASSISTANT_KEYS))
+        if user and answer:
+            messages.append({tags.role_tag: tags.user_tag, tags.content_tag: item[user]})
+            rest = {key: value for key, value in item.items() if key not in (user, answer)}
+            messages.append({**rest, tags.role_tag: tags.assistant_tag, tags.content_tag: item[answer]})
+        else:
+            messages.append(item)
+    return messages
 
 
 def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
@@ -137,7 +172,9 @@ def is_empty(message: Message) -> bool:
 def _kinds(tags: Tags, openai: bool) -> dict[str, Kind]:
     """Map each role to its kind; where two tags are the same, the one that is listed last here wins."""
     kinds: dict[str, Kind] = {"developer": "system"} if openai else {}
-    return kinds | {
+    return {
+        **_ROLES,
+        **kinds,
         tags.function_tag: "call",
         tags.observation_tag: "tool",
         tags.system_tag: "system",
@@ -165,7 +202,9 @@ def _message(
         return Message(kind, _content(item, tags.content_tag, column, number, values))
     place = f"message {number}" if number else ""
     if kind == "call":
-        owner = f"{column}[].{tags.content_tag}"
+        owner, given = f"{column}[].{tags.content_tag}", item.get(tags.content_tag)
+        if isinstance(given, dict):  # not written as JSON
+            return Message("assistant", "", tool_calls([given], owner, place), _trained(item, place))
         content, calls = function_call(string(item, tags.content_tag, column, number), owner, place)
         return Message("assistant", content, calls, _trained(item, place))
     raw_calls = item.get("tool_calls")
@@ -214,8 +253,8 @@ def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values
 
 
 def _trained(item: Mapping[str, Any], place: str) -> bool:
-    """Tell whether an answer is trained: `loss` (ms-swift) or, where it is not given, `weight` (OpenAI)."""
-    for key in ("loss", "weight"):
+    """Tell whether an answer is trained: `loss` or `loss_scale` (ms-swift), or where both are not given `weight`."""
+    for key in ("loss", "loss_scale", "weight"):
         value = item.get(key)
         if value is not None:
             if not isinstance(value, (bool, int, float)) or value not in (0, 1):

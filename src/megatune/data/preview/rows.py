@@ -19,9 +19,9 @@ from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
 from megatune.data.report import counted
 from megatune.data.rows import DESIRABLE, Arrangement, Document
-from megatune.data.samples import read_samples
+from megatune.data.samples import read_samples, replacements
 from megatune.data.scored_tokens import MARGIN
-from megatune.data.sources import DatasetSource, resolve_datasets
+from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.templates import stop_note
 from megatune.data.vision import VisionInput
 from megatune.data.workers import encode_all
@@ -116,7 +116,7 @@ def read_preview(
     Raises:
         MegatuneError: settings that do not fit the data (exit code 64), no row to show (65), a missing file (66).
     """
-    data, stage = settings.data, settings.run.stage
+    data = settings.data
     if evaluation and data.val_size and data.streaming:
         why = f"a stream holds out the first {data.val_size:g} samples that mix_strategy draws"
         fix = "leave out --eval: without it, the first rows of each data set are shown"
@@ -128,7 +128,7 @@ def read_preview(
     if evaluation and data.val_size:
         preview = _held_out(settings, tokenizer, vision, wanted)
     else:
-        sources = resolve_datasets(data.eval_dataset if evaluation else data.dataset, data.dataset_dir, stage)
+        sources = datasets_of(settings, evaluation=evaluation)
         preview = (_packed if settings.packing else _single)(settings, sources, encoder, wanted)
     preview.notes[:0] = _makers(settings, encoder)
     if data.val_size and not evaluation:
@@ -210,9 +210,10 @@ def _usable(
         source,
         stage=settings.run.stage,
         seed=settings.run.seed,
+        shuffle=data.dataset_shuffle,
         max_samples=data.max_samples,
         # What has no value is shown as it is written; a run would end with it.
-        placeholders={placeholder: getattr(data, name) or placeholder for placeholder, name in PLACEHOLDERS.items()},
+        placeholders={placeholder: both or (placeholder,) * 2 for placeholder, both in replacements(data).items()},
         pictures=encoder.vision is not None,
     )
     for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1):
@@ -252,9 +253,10 @@ def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
     data, stage = settings.data, settings.run.stage
     template = "" if stage == "pt" else f", template {data.template or 'default'}"
     yield f"stage {stage}{template}, cutoff_len {data.cutoff_len:,}" + (", packing" if settings.packing else "")
-    filled = [(p, getattr(data, name)) for p, name in PLACEHOLDERS.items() if getattr(data, name) is not None]
-    if filled:
-        yield ", ".join(f"{placeholder} is {value}" for placeholder, value in filled)
+    names = (("{{name}}", data.model_name), ("{{author}}", data.model_author))
+    if filled := [(placeholder, value) for placeholder, value in names if value is not None]:
+        said = ((placeholder, value if isinstance(value, str) else " or ".join(value)) for placeholder, value in filled)
+        yield ", ".join(f"{placeholder} is {value}" for placeholder, value in said)
     if encoder.template is not None and (note := stop_note(encoder.template, encoder.tokenizer)):
         yield f"note: {note}"
 

@@ -151,6 +151,13 @@ _NEEDS: tuple[tuple[str, str, Callable[[Settings, Architecture | None], bool]], 
     ("recompute.recompute_modules", "recompute_granularity: selective",
      lambda s, _: s.recompute.recompute_granularity == "selective"),
     ("performance.manual_gc_interval", "manual_gc: true", lambda s, _: s.performance.manual_gc),
+    ("logging.tensorboard_dir", "report_to: tensorboard", lambda s, _: "tensorboard" in s.trackers),
+    *((f"logging.wandb_{name}", "report_to: wandb", lambda s, _: "wandb" in s.trackers)
+      for name in ("project", "save_dir")),
+    *((f"logging.swanlab_{name}", "report_to: swanlab", lambda s, _: "swanlab" in s.trackers)
+      for name in ("project", "workspace", "mode")),
+    *((f"checkpoint.hub_{name}", "push_to_hub: true", lambda s, _: s.checkpoint.push_to_hub)
+      for name in ("private_repo", "strategy")),
     ("checkpoint.save_steps", "save_strategy: steps", lambda s, _: s.checkpoint.save_strategy == "steps"),
     ("evaluation.eval_steps", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy == "steps"),
     ("batch.per_device_eval_batch_size", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy != "no"),

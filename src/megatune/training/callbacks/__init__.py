@@ -16,14 +16,21 @@ from megatune.training.callbacks.base import Callback, EvalReport, LogReport, St
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Prediction, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
+from megatune.training.callbacks.shown import Shown
+from megatune.training.callbacks.trackers import Trackers
 from megatune.training.run_schedule import RunSchedule
+from megatune.training.trackers import WORKERS, asked_trackers, run_name
 
 _logger = logging.getLogger(__name__)
 _PACE_STEPS = 20
 
 
 def build_callbacks(
-    settings: Settings, output_dir: Path, resume_step: int = 0, quarantine: Callback | None = None
+    settings: Settings,
+    output_dir: Path,
+    resume_step: int = 0,
+    quarantine: Callback | None = None,
+    log_dir: Path | None = None,
 ) -> CallbackList:
     """Build what the settings ask for, as one callback that the loop calls.
 
@@ -31,10 +38,12 @@ def build_callbacks(
         output_dir: with plan.json, where there is a plan to hold the run against (`begin_record`).
         resume_step: steps already done; what an earlier run logged beyond them is dropped.
         quarantine: keeps the names of unreadable pictures, where on_bad_row asks for it.
+        log_dir: gets what libraries of trackers print; output_dir/logs unless given.
     """
-    run_name = settings.run.run_name or output_dir.absolute().name
+    name, shown, asked = run_name(settings, output_dir), Shown.of(settings), asked_trackers(settings)
+    workers = {each: WORKERS[each] for each in asked if each in WORKERS}
     callbacks: list[Callback] = [
-        Console(run_name, resume_step),
+        Console(name, resume_step, shown=shown),
         Metrics(output_dir, resume_step),
         TrainerLog(output_dir, resume_step),
         Results(output_dir),
@@ -45,8 +54,11 @@ def build_callbacks(
         callbacks.append(quarantine)
     if settings.logging.plot_loss:
         callbacks.append(LossPlot(output_dir))
-    if "tensorboard" in settings.logging.report_to:
-        callbacks.append(TensorBoard(output_dir / "runs" / run_name.replace("/", "-"), resume_step))
+    if "tensorboard" in asked:
+        events = Path(settings.logging.tensorboard_dir or output_dir / "runs")
+        callbacks.append(TensorBoard(events / name.replace("/", "-"), resume_step, shown))
+    if workers:
+        callbacks.append(Trackers(settings, workers, output_dir, log_dir or output_dir / "logs", resume_step))
     return CallbackList(callbacks, settings.logging.logging_steps)
 
 

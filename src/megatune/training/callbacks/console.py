@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batch_pictures import Unreadable
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.callbacks.shown import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 
 _SHORT_NAMES = {"load_balancing_loss": "balance"}
@@ -31,9 +32,13 @@ class Console(Callback):
     Args:
         resume_step: steps done before this process.
         console: where to print; standard output unless given.
+        shown: what the switches of logging leave in.
     """
 
-    def __init__(self, run_name: str, resume_step: int = 0, console: RichConsole | None = None) -> None:
+    def __init__(
+        self, run_name: str, resume_step: int = 0, console: RichConsole | None = None, shown: Shown = SHOW_ALL
+    ) -> None:
+        self._shown = shown
         self._run_name = run_name
         self._resume_step = resume_step
         self._console = console or RichConsole()
@@ -70,7 +75,7 @@ class Console(Callback):
                 self._print(f"warning: left out of the loss: {each.where}: {each.reason}{detail}")
 
     def on_log(self, report: LogReport) -> None:
-        self._print(log_line(report))
+        self._print(log_line(report, self._shown))
         if not self._warned and self._num_steps >= _JUDGED and self._data_seconds > _LONG_WAIT * self._seconds:
             share = self._data_seconds / self._seconds
             self._print(f"warning: {share:.0%} of the time is spent waiting for data\n{_WAIT_ADVICE}")
@@ -80,7 +85,7 @@ class Console(Callback):
             self._progress.update(self._progress.task_ids[0], description=text)
 
     def on_evaluate(self, report: EvalReport) -> None:
-        self._print(evaluation_line(report))
+        self._print(evaluation_line(report, self._shown))
 
     def on_save(self, path: Path) -> None:
         self._print(f"saved {path}")
@@ -102,7 +107,7 @@ class Console(Callback):
         self._console.file.flush()  # a pipe would hold lines back for minutes
 
 
-def log_line(report: LogReport) -> str:
+def log_line(report: LogReport, shown: Shown = SHOW_ALL) -> str:
     """step 10/120  epoch 0.25  loss 2.3456  ...  eta 0:01:23"""
     parts = [
         f"step {report.step}/{report.total_steps}",
@@ -110,9 +115,7 @@ def log_line(report: LogReport) -> str:
         f"loss {report.loss:.4f}",
         f"lr {report.learning_rate:.2e}",
         f"grad_norm {report.grad_norm:.2f}",
-        f"tokens/s {report.tokens_per_second:,.0f}",
-        f"{_short(report.model_tflops)} TFLOP/s",
-        f"mfu {report.mfu:.1%}" if report.mfu is not None else "mfu —",
+        *(_throughput(report) if shown.throughput else ()),
         f"mem {report.memory_gib:.1f} GiB",
     ]
     parts += _metrics(report.metrics)
@@ -125,15 +128,21 @@ def log_line(report: LogReport) -> str:
     return "  ".join([*parts, f"eta {_duration(report.eta_seconds)}"])
 
 
-def evaluation_line(report: EvalReport) -> str:
+def evaluation_line(report: EvalReport, shown: Shown = SHOW_ALL) -> str:
     """step 20  eval_loss 2.1234  perplexity 8.36  12,345 tokens in 3.2 s"""
     parts = [f"step {report.step}  eval_loss {report.loss:.4f}"]
-    if report.perplexity is not None:
+    if report.perplexity is not None and shown.perplexity:
         parts.append(f"perplexity {report.perplexity:.4g}")
     parts += _metrics(report.metrics)
     if report.unreadable_pictures:
         parts.append(f"unreadable pictures {report.unreadable_pictures}")
     return "  ".join([*parts, f"{report.num_tokens:,} tokens in {report.seconds:.1f} s"])
+
+
+def _throughput(report: LogReport) -> Iterator[str]:
+    yield f"tokens/s {report.tokens_per_second:,.0f}"
+    yield f"{_short(report.model_tflops)} TFLOP/s"
+    yield f"mfu {report.mfu:.1%}" if report.mfu is not None else "mfu —"
 
 
 def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:

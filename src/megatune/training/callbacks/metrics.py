@@ -20,6 +20,7 @@ from megatune.errors import MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.run import record as plan_record
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.callbacks.shown import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import write_atomically
 
@@ -31,11 +32,6 @@ _ALWAYS = {"load_balancing_loss": None, "z_loss": None}
 _HISTORY = {key: key for key in ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")}
 _HISTORY["eval_seconds"] = "eval_runtime"
 _ACCURACIES = ("rewards/accuracies", "accuracy")  # what LLaMA-Factory logs as accuracy
-
-_TRAIN_TAGS = (
-    *("loss", "learning_rate", "grad_norm", "epoch", "data_seconds"),
-    *("tokens_per_second", "model_tflops", "mfu", "memory_gib"),
-)
 
 
 class _JsonLines(Callback):
@@ -174,8 +170,8 @@ class TensorBoard(Callback):
     The folder's name is the run's in TensorBoard, which hides events after the steps done before this process.
     """
 
-    def __init__(self, log_dir: Path, resume_step: int = 0) -> None:
-        self._log_dir = log_dir
+    def __init__(self, log_dir: Path, resume_step: int = 0, shown: Shown = SHOW_ALL) -> None:
+        self._log_dir, self._shown = log_dir, shown
         self._resume_step = resume_step
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
@@ -184,11 +180,10 @@ class TensorBoard(Callback):
         self._writer = SummaryWriter(str(self._log_dir), purge_step=self._resume_step + 1, flush_secs=30)
 
     def on_log(self, report: LogReport) -> None:
-        values = {tag: getattr(report, tag) for tag in _TRAIN_TAGS}
-        self._add("train", {**report.metrics, **values}, report.step)
+        self._add(self._shown.train_values(report), report.step)
 
     def on_evaluate(self, report: EvalReport) -> None:
-        self._add("eval", {**report.metrics, "loss": report.loss, "perplexity": report.perplexity}, report.step)
+        self._add(self._shown.eval_values(report), report.step)
 
     def on_save(self, path: Path) -> None:
         self._writer.flush()
@@ -196,10 +191,9 @@ class TensorBoard(Callback):
     def on_train_end(self, summary: TrainSummary) -> None:
         self._writer.close()
 
-    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+    def _add(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(f"{group}/{tag}", value, step)
+            self._writer.add_scalar(tag, value, step)
 
 
 def begin_record(output_dir: Path, case: Case, first_step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from megatune.families.scores import as_saved
 # Weights in any format, and what belongs to a training run, is not copied from the model's own folder.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json", ".md", ".png")
 _RUN_FILES = (
-    "run.yaml", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json", "report.json", "adapter_config.json"
+    "run.yaml", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json", "report.json", "adapter_config.json",
+    "args.json", "latest_checkpointed_iteration.txt",
 )  # fmt: skip
 
 
@@ -26,6 +28,16 @@ def reward_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
     return as_saved(config, class_name, padding_token(load_tokenizer(folder)))
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json that says the dtype of the weights, as torch names it, wherever it says one."""
+    said: dict[str, Any] = json.loads(json.dumps(config))
+    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
+    said.setdefault("dtype" if "torch_dtype" not in said else "torch_dtype", None)
+    for part in (said, said.get("text_config") or {}, said.get("vision_config") or {}):
+        part |= {key: dtype for key in ("dtype", "torch_dtype") if key in part}
+    return said
 
 
 def small_files(folder: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from megatune.training.storage.manifest import (
 
 _logger = logging.getLogger(__name__)
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_ITERATION = re.compile(r"iter_\d{7,}")  # of the same model in Megatron-Core's format
 # Without these neither Transformers nor peft loads anything.
 _CONFIGS = ("config.json", "adapter_config.json")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -219,6 +220,7 @@ def finalize_model(checkpoint: Path, output_dir: Path) -> None:
     manifest = read_manifest(checkpoint)
     names = [file.name for file in manifest.files if not file.name.startswith(TRAINING_FOLDER)]
     names.sort(key=lambda name: (name in _CONFIGS, name))
+    iterations = {name.partition("/")[0] for name in names if _ITERATION.match(name)}
     bytes_needed = sum(file.size for file in manifest.files if file.name in names)
     with writing(output_dir, bytes_needed):
         for name in _CONFIGS:
@@ -227,6 +229,8 @@ def finalize_model(checkpoint: Path, output_dir: Path) -> None:
         for path in output_dir.iterdir():
             if _WEIGHTS.fullmatch(path.name) and path.name not in names:
                 path.unlink()
+            elif iterations and _ITERATION.fullmatch(path.name) and path.name not in iterations:
+                shutil.rmtree(path)
         for name in names:
             _place(checkpoint / name, output_dir / name)
         sync(output_dir)
@@ -236,7 +240,7 @@ def _place(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     partial.unlink(missing_ok=True)
-    if source.suffix == ".safetensors":
+    if source.suffix in (".safetensors", ".distcp"):
         with contextlib.suppress(OSError):  # another file system, or one without hard links
             os.link(source, partial)
     if not partial.exists():

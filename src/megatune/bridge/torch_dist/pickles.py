@@ -1,0 +1,185 @@
+"""Pickles read without executing anything: classes become records of ours, and any other name refuses the file."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+_DTYPE_NAMES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+    "uint8", "bool",
+)  # fmt: skip
+_DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
+# Of a checkpoint's metadata. Plans of the processes that saved it are noise, and become records, too.
+_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+_VALUES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    ("collections", "defaultdict"): lambda factory=None, *args: dict(*args),
+    ("builtins", "list"): list,
+    ("builtins", "dict"): dict,
+    ("builtins", "set"): set,
+    ("builtins", "int"): int,
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+}
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+}  # fmt: skip
+
+
+_MOST_COMMON_BYTES = 1 << 28
+_COMMANDS = (
+    "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "pty", "runpy", "importlib", "ctypes", "code",
+)  # fmt: skip
+_BUILTINS, _CALLS = ("builtins", "__builtin__"), ("eval", "exec", "compile", "__import__", "open", "breakpoint")
+
+
+class Record:
+    """What stands for an object of a class that is not loaded: its class's name, its arguments and its state."""
+
+    kind = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        """Return an attribute of the object; None where it has none of that name."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Refused(Exception):  # noqa: N818  (becomes a MegatuneError with the file's name)
+    pass
+
+
+class _Restricted(pickle.Unpickler):
+    def __init__(self, data: bytes, find: Callable[[str, str], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._find = find
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._find(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def load_metadata(data: bytes, where: str) -> Record:
+    """Read the pickle of a checkpoint's `.metadata` as records.
+
+    Raises:
+        MegatuneError: INPUT, naming what in it is none of a checkpoint's metadata; nothing of it has been executed.
+    """
+    kinds: dict[str, type[Record]] = {}
+
+    def find(module: str, name: str) -> Any:
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return str
+        if f"{module}.".startswith(_MODULES) and "." not in name:
+            return kinds.setdefault(name, type(name, (Record,), {"kind": name}))
+        raise _Refused(f"{module}.{name}")
+
+    found = _load(data, find, where)
+    if not isinstance(found, Record) or found.kind != "Metadata":
+        raise _no_pickle(where, "it holds something else than a checkpoint's metadata")
+    return found
+
+
+def load_tensor_header(data: bytes, where: str) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
+    """Read the pickle of a tensor that torch.save wrote.
+
+    Returns:
+        The dtype, the storage's key in the archive, the first element in the storage, sizes and strides.
+
+    Raises:
+        MegatuneError: INPUT, where it is no plain tensor; nothing of it has been executed.
+    """
+
+    def find(module: str, name: str) -> Any:
+        known: Mapping[tuple[str, str], Any] = {
+            ("torch._utils", "_rebuild_tensor_v2"): lambda *args: args,
+            ("collections", "OrderedDict"): dict,
+        }
+        if (module, name) in known:
+            return known[module, name]
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        raise _Refused(f"{module}.{name}")
+
+    try:
+        (_, dtype, key, _, _), first, size, stride, *_ = _load(data, find, where)
+    except (TypeError, ValueError):
+        raise _no_pickle(where, "it is no tensor") from None
+    numbers = (first, *size, *stride) if isinstance(size, tuple) and isinstance(stride, tuple) else (-1,)
+    if not isinstance(dtype, torch.dtype) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise _no_pickle(where, "it is no tensor")
+    return dtype, str(key), first, size, stride
+
+
+def check_unread(path: Path) -> None:
+    """Refuse a `common.pt` that attacks whoever loads it. Nothing here does; Megatron-Core unpickles it.
+
+    It may hold any settings, so that only names are refused that run commands. They are read without loading it.
+
+    Raises:
+        MegatuneError: INPUT, naming what it would run.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (info,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+            names = list(_names(archive.read(info) if info.file_size < _MOST_COMMON_BYTES else b"."))
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return  # nothing that is read here
+    for module, name in names:
+        if module.partition(".")[0] in _COMMANDS or (module in _BUILTINS and name in _CALLS):
+            what = f"names {f'{module}.{name}'[:120]!r}, which no settings need"
+            why = "Megatron, which unpickles this file, would run it; nothing of it was run here"
+            raise MegatuneError(Finding(what, str(path), why, "do not use this checkpoint"), ExitCode.INPUT)
+
+
+def _names(data: bytes) -> Iterator[tuple[str, str]]:
+    """Yield the modules and names that a pickle asks for; those that are texts before their use as pairs in order."""
+    texts: list[str] = []
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("GLOBAL", "INST"):
+            module, _, name = str(argument).partition(" ")
+            yield module, name
+        elif isinstance(argument, str):
+            texts.append(argument)
+    yield from pairwise(texts)
+
+
+def _load(data: bytes, find: Callable[[str, str], Any], where: str) -> Any:
+    try:
+        return _Restricted(data, find).load()
+    except _Refused as refused:
+        what = f"names {refused.args[0][:120]!r}, which no weights need"
+        why = "a pickle can run what it names; nothing of this one was run"
+        raise MegatuneError(
+            Finding(what, where, why, "do not use this file: find out who wrote it"), ExitCode.INPUT
+        ) from None
+    except MemoryError:
+        raise _no_pickle(where, "it asks for more memory than there is") from None
+    except Exception as error:
+        raise _no_pickle(where, f"{type(error).__name__}: {str(error)[:120]}") from None
+
+
+def _no_pickle(where: str, why: str) -> MegatuneError:
+    return MegatuneError(Finding("cannot be read", where, why, "copy it again"), ExitCode.INPUT)

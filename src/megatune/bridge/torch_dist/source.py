@@ -1,0 +1,197 @@
+"""The weights of a torch_dist checkpoint as Hugging Face tensors, of which slices are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatune.architecture import Architecture
+from megatune.bridge.safetensors_files import ModelFolder, TensorEntry
+from megatune.bridge.torch_dist.chunks import ChunkReader
+from megatune.bridge.torch_dist.pickles import check_unread
+from megatune.bridge.torch_dist.table import StoredTensor, read_table
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.forms import CheckpointForm
+from megatune.families.megatron_names import LANGUAGE_MODEL, Part, candidates
+from megatune.families.weights import (
+    WHOLE,
+    Segment,
+    Slice,
+    TensorLayout,
+    Weight,
+    by_expert,
+    experts_of,
+    hf_shape,
+    hf_shapes,
+    layers_of,
+    segments,
+)
+from megatune.hub.megatron import METADATA, iteration_folder
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Piece(NamedTuple):
+    """Rows of a Hugging Face tensor: `first` to `last` are those of a stored tensor from `row` on, at `index`."""
+
+    first: int
+    last: int
+    stored: StoredTensor
+    index: tuple[int, ...]
+    row: int
+
+
+class TorchDistFolder(ModelFolder):
+    """The model in a torch_dist checkpoint, under the names of its Hugging Face checkpoint.
+
+    Only what is asked for is read. Nothing in the folder is executed.
+
+    Args:
+        weights: those that the checkpoint must have.
+        form: how the Hugging Face checkpoint names and arranges them.
+
+    Raises:
+        MegatuneError: INPUT, where the folder is none, is damaged, or holds another model; naming every tensor that is
+            missing, unknown or of another shape than config.json says.
+    """
+
+    def __init__(
+        self, folder: str | Path, architecture: Architecture, weights: Sequence[Weight], form: CheckpointForm
+    ) -> None:
+        self.folder = iteration_folder(folder)
+        self._form, self._weights, self._architecture = form, weights, architecture
+        self._reader = ChunkReader()
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        check_unread(self.folder / "common.pt")
+        self._locate(read_table(self.folder))
+        self._file_shapes = form.all_shapes(weights, architecture)
+        self._first_of = {place.name: name for name, place in form.locate_all(weights, architecture).items()}
+
+    def names(self) -> set[str]:
+        return set(self._file_shapes)
+
+    def entry(self, name: str) -> TensorEntry:
+        return TensorEntry(name, self._file_shapes[name], self._pieces[self._first_of[name]][0].stored.dtype)
+
+    def files(self) -> list[Path]:
+        return torch_dist_files(self.folder)
+
+    def check_files(self) -> None:
+        """Hold what every chunk says of itself against the table, before any weight is read."""
+        for stored in {
+            piece.stored.name: piece.stored for pieces in self._pieces.values() for piece in pieces
+        }.values():
+            self._reader.check(stored)
+
+    def has(self, name: str) -> bool:
+        return name in self._pieces
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+        name = prefix + segment.name
+        rows, *rest = self._shapes[name]
+        first, last, columns = segment.start, segment.stop, (0, rest[0] if rest else 0)
+        if segment.dim == 1:
+            first, last, columns = 0, rows, (segment.start, segment.stop)
+        found = []
+        for piece in self._pieces[name]:
+            start, stop = max(first, piece.first), min(last, piece.last)
+            if start < stop:
+                row = piece.row + start - piece.first
+                low, high = [*piece.index, row], [*(each + 1 for each in piece.index), row + stop - start]
+                if rest:
+                    low, high = [*low, columns[0], *(0 for _ in rest[1:])], [*high, columns[1], *rest[1:]]
+                box = self._reader.read(piece.stored, low, high)
+                found.append(box.view(box.shape[len(piece.index) :]))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _locate(self, table: dict[str, StoredTensor]) -> None:
+        """Find every weight in the table, and a weight for every tensor in it."""
+        # A vision-language model's decoder may have a prefix.
+        plain = {name.removeprefix(LANGUAGE_MODEL): stored for name, stored in table.items()}
+        used: set[str] = set()
+        missing: list[str] = []
+        wrong: list[str] = []
+        for weight in self._weights:
+            for layer in layers_of(weight, self._architecture):
+                parts = by_expert(weight, self._architecture, WHOLE)
+                for part, expert in zip(parts, experts_of(weight, self._architecture), strict=True):
+                    ways = list(candidates(weight, self._architecture, layer, expert))
+                    used.update(one.key for parts in ways for one in parts)
+                    way = next((parts for parts in ways if all(one.key in plain for one in parts)), None)
+                    if way is None:
+                        missing += [parts[0].key for parts in ways[:1]]
+                        continue
+                    wrong += self._problems(weight, way, plain)
+                    self._add(weight, layer, part, way, plain)
+        unknown = plain.keys() - used
+        if self._architecture.tie_word_embeddings or self._architecture.num_labels:
+            unknown -= {"output_layer.weight"}
+        self._refuse(missing, sorted(unknown), wrong)
+
+    def _problems(self, weight: Weight, way: Sequence[Part], table: dict[str, StoredTensor]) -> Iterator[str]:
+        """Yield what is wrong with the shapes or dtypes of a weight's tensors."""
+        rest = hf_shape(weight.hf[0], self._architecture)[1:]
+        for part in way:
+            stored, expected = table[part.key], (*part.sizes, part.rows, *rest)
+            found, dim = list(stored.shape), len(part.sizes)
+            if weight.layout is TensorLayout.VOCABULARY and found[dim : dim + 1] > [part.rows]:
+                found[dim] = part.rows  # padding
+            if found != list(expected):
+                yield f"{stored.name} is {list(stored.shape)}, config.json says {list(expected)}"
+            elif stored.dtype not in _DTYPES:
+                yield f"{stored.name} is {stored.dtype}, and weights are read in 16 or 32 bits"
+
+    def _add(
+        self, weight: Weight, layer: int, part: Slice, way: Sequence[Part], table: dict[str, StoredTensor]
+    ) -> None:
+        """Note where the rows of a weight's Hugging Face tensors are."""
+        shapes = hf_shapes(weight, self._architecture, layer, part)
+        position = 0
+        for segment in segments(weight, self._architecture, part, layer):
+            shape = shapes[segment.name]
+            first, last = (segment.start, segment.stop) if segment.dim == 0 else (0, shape[0])
+            self._shapes[segment.name] = shape
+            pieces = self._pieces.setdefault(segment.name, [])
+            for one in way:
+                start, stop = max(position, one.first), min(position + last - first, one.first + one.rows)
+                if start < stop:
+                    offset = first + start - position
+                    pieces.append(_Piece(offset, offset + stop - start, table[one.key], one.index, start - one.first))
+            position += last - first
+
+    def _refuse(self, missing: Sequence[str], unknown: Sequence[str], wrong: Sequence[str]) -> None:
+        where, model_type = str(self.folder), self._architecture.model_type
+        findings = []
+        if missing and any(".lora_" in name for name in unknown):
+            what, fix = "holds an adapter, without its model", "export the merged model where it was trained"
+            raise MegatuneError(Finding(what, where, "its keys are those of LoRA", fix), ExitCode.INPUT)
+        if missing:
+            why = f"config.json describes a {model_type} that has them"
+            fix = "use the config.json and the weights of one model"
+            findings.append(Finding(f"{len(missing)} tensors are missing: {_some(missing)}", where, why, fix))
+        if unknown:
+            why = f"a {model_type} has no place for them, and nothing is left out silently"
+            fix = "check that config.json belongs to these weights"
+            findings.append(Finding(f"{len(unknown)} tensors are unknown: {_some(unknown)}", where, why, fix))
+        findings += [Finding(each, where) for each in dict.fromkeys(wrong)]
+        if findings:
+            raise MegatuneError(findings, ExitCode.INPUT)
+
+
+def torch_dist_files(folder: str | Path) -> list[Path]:
+    """List the files of a checkpoint's tensors, and of the table of them."""
+    found = iteration_folder(folder)
+    return [found / METADATA, *sorted(found.glob("*.distcp"))]
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(f"{name:.120}" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,195 @@
+"""The table of a torch_dist checkpoint: its tensors, their chunks and where those lie, checked against the files."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatune.bridge.torch_dist.pickles import Record, load_metadata
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.megatron import METADATA
+
+Box = tuple[int, ...]
+_MOST_DIMENSIONS = 8
+# Besides weights: what the optimizer keeps, random numbers, the state of quantized layers and of what counts faults,
+# and layers that predict further tokens, which take no part in training.
+_IGNORED = re.compile(
+    r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer(\..*)?|opt_param_scheduler.*|rng_state.*|rerun_state.*|mtp\..*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor: its corner and shape in it, and where the file has it."""
+
+    offsets: Box
+    sizes: Box
+    path: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the checkpoint; its chunks cover it once.
+
+    Attributes:
+        by_first: chunks by their index in dimension 0, where each has a single one; else all at None.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Box
+    by_first: dict[int | None, list[Chunk]]
+
+    def near(self, first: int) -> list[Chunk]:
+        """Return the chunks that may have an index of dimension 0."""
+        return self.by_first[None] if None in self.by_first else self.by_first[first]
+
+
+def read_table(folder: Path) -> dict[str, StoredTensor]:
+    """Read which weights a checkpoint holds; what a resume of Megatron needs besides is left out.
+
+    Every claim is held against the files before anything is allocated.
+
+    Raises:
+        MegatuneError: INPUT, naming the file and what is wrong with it.
+    """
+    path = folder / METADATA
+    try:
+        metadata = load_metadata(path.read_bytes(), str(path))
+    except OSError as error:
+        raise MegatuneError(Finding(f"cannot be read: {error.strerror}", str(path)), ExitCode.INPUT) from None
+    try:
+        return _Table(folder, metadata).tensors()
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        why = f"{type(error).__name__}: {str(error)[:120]}"
+        finding = Finding("is no table of a checkpoint's tensors", str(path), why, "copy it again")
+        raise MegatuneError(finding, ExitCode.INPUT) from None
+
+
+class _Table:
+    def __init__(self, folder: Path, metadata: Record) -> None:
+        self._folder, self._where = folder, str(folder / METADATA)
+        self._entries: dict[str, Record] = metadata.get("state_dict_metadata")
+        self._files: dict[str, int] = {}
+        self._places: dict[tuple[str, Box], Record] = {}
+        for index, info in metadata.get("storage_data").items():
+            if index.get("offset") is not None:
+                self._places[index.get("fqn"), _box(index.get("offset"))] = info
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        found = {}
+        for name, entry in self._entries.items():
+            if entry.kind == "TensorStorageMetadata" and not _IGNORED.fullmatch(name):
+                found[name] = self._tensor(name, entry)
+        return found
+
+    def _tensor(self, name: str, entry: Record) -> StoredTensor:
+        properties = entry.get("properties").state
+        dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+        shape = _box(entry.get("size"))
+        if not isinstance(dtype, torch.dtype):
+            raise self._refused(f"{name!r} has no dtype")
+        boxes = [(_box(each.get("offsets")), _box(each.get("sizes"))) for each in entry.get("chunks")]
+        if problem := cover_problem(shape, boxes):
+            raise self._refused(f"{name!r} {list(shape)}: {problem}")
+        chunks = [self._chunk(name, *box) for box in boxes]
+        by_first: dict[int | None, list[Chunk]] = {None: chunks}
+        if len(shape) > 1 and all(chunk.sizes[0] == 1 for chunk in chunks):
+            by_first = {}
+            for chunk in chunks:
+                by_first.setdefault(chunk.offsets[0], []).append(chunk)
+        for chunk in chunks:
+            if math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
+                raise self._refused(f"{name!r} has {list(chunk.sizes)} of {dtype} in {chunk.length} bytes")
+        return StoredTensor(name, dtype, shape, by_first)
+
+    def _chunk(self, name: str, offsets: Box, sizes: Box) -> Chunk:
+        info = self._places.get((name, offsets))
+        if info is None:
+            raise self._refused(f"{name!r} has a chunk at {list(offsets)} that is in no file")
+        file, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+        if info.get("transform_descriptors"):
+            raise self._refused(f"{name!r} is compressed", "only plain tensors are read")
+        if type(start) is not int or type(length) is not int or min(start, length) < 0:
+            raise self._refused(f"{name!r} lies at {start!r}, {length!r} bytes")
+        size = self._size(name, file)
+        if start + length > size:
+            what = f"{name!r} ends at byte {start + length} of {file}, which has {size}"
+            raise self._refused(what, "the file is cut short, or is another one")
+        return Chunk(offsets, sizes, self._folder / file, start, length)
+
+    def _size(self, name: str, file: Any) -> int:
+        """Return the bytes of a file of the folder."""
+        if file in self._files:
+            return self._files[file]
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+            raise self._refused(f"{name!r} lies in {file!r}", "that is outside the checkpoint's folder")
+        path = self._folder / file
+        if not path.is_file():
+            raise self._refused(f"{file} is missing", "", "copy the checkpoint again")
+        self._files[file] = path.stat().st_size
+        return self._files[file]
+
+    def _refused(
+        self, what: str, why: str = "", fix: str = "copy the checkpoint again, or do not use it"
+    ) -> MegatuneError:
+        return MegatuneError(Finding(what[:300], self._where, why, fix), ExitCode.INPUT)
+
+
+def _box(values: Any) -> Box:
+    """Check sizes or offsets."""
+    if not isinstance(values, tuple) or len(values) > _MOST_DIMENSIONS:
+        raise ValueError(f"{values!r:.60} is no shape")
+    if not all(type(value) is int and 0 <= value < 2**48 for value in values):
+        raise ValueError(f"{values!r:.60} is no shape")
+    return values
+
+
+def cover_problem(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> str:
+    """Say how boxes (offsets, sizes) fail to cover a tensor once; "" where they do.
+
+    A cover is cut where no box is in two parts, dimension by dimension, until each part is a box.
+    """
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+        return "a chunk has another number of dimensions"
+    pending = [((0,) * len(shape), shape, list(boxes))]
+    while pending:
+        offsets, sizes, inside = pending.pop()
+        if len(inside) == 1 and inside[0] == (offsets, sizes):
+            continue
+        if not inside:
+            return f"no chunk has what is at {list(offsets)}"
+        parts = next((found for dim in range(len(shape)) if (found := list(_cut(offsets, sizes, inside, dim)))), None)
+        if parts is None:
+            return f"chunks overlap, or leave gaps, at {list(inside[0][0])}"
+        pending += parts
+    return ""
+
+
+def _cut(offsets: Box, sizes: Box, boxes: list[tuple[Box, Box]], dim: int) -> Iterator[tuple[Box, Box, list[Any]]]:
+    """Yield the parts of a box along a dimension; nothing where it cannot be cut, or a part would be missing."""
+    ordered = sorted(boxes, key=lambda box: box[0][dim])
+    groups: list[tuple[int, int, list[Any]]] = []
+    for box in ordered:
+        first, last = box[0][dim], box[0][dim] + box[1][dim]
+        if groups and first < groups[-1][1]:
+            groups[-1] = groups[-1][0], max(groups[-1][1], last), [*groups[-1][2], box]
+        else:
+            groups.append((first, last, [box]))
+    edges = [offsets[dim], *(last for _, last, _ in groups)]
+    if len(groups) < 2 or edges[-1] != offsets[dim] + sizes[dim]:
+        return
+    if any(first != edge for (first, _, _), edge in zip(groups, edges, strict=False)):
+        return
+    for first, last, inside in groups:
+        corner, shape = list(offsets), list(sizes)
+        corner[dim], shape[dim] = first, last - first
+        yield tuple(corner), tuple(shape), inside

@@ -1,0 +1,135 @@
+"""`megatune megatron sft | pt | rlhf | export` and `megatune swift export | infer`: Megatron-SWIFT's command lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.config.settings import Settings
+
+_TRAINING = ("sft", "pt", "rlhf")
+_VERBS = {"megatron": (*_TRAINING, "export"), "swift": ("export", "infer")}
+_EPILOG = {
+    "megatron": """verbs: sft, pt, rlhf and export, with Megatron-SWIFT's flags of versions 3 and 4, or a file of them:
+
+    NPROC_PER_NODE=2 megatune megatron sft --model Qwen3-0.6B --dataset my.jsonl --train_iters 100 --save out
+    megatune megatron rlhf run.yaml --lr 5e-7
+
+Each flag that has another name here, or changes nothing, is said before training; run.yaml in the output folder has
+all settings, for `megatune train`. NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say which processes
+there are; without them there is one. docs/migrate-from-megatron-swift.md has what differs.""",
+    "swift": """verbs: export and infer, with ms-swift's flags:
+
+    megatune swift infer --model out --stream true --temperature 0 --max_new_tokens 2048
+    megatune swift export --model Qwen3-0.6B --adapters out --merge_lora true --output_dir merged
+
+Training with `swift sft` there is training with Transformers; here it is `megatune megatron sft`.""",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verbs megatron and swift."""
+    for name, text in (
+        ("megatron", "train and export with Megatron-SWIFT's command lines"),
+        ("swift", "export and infer with ms-swift's command lines"),
+    ):
+        parser = subparsers.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=_EPILOG[name],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("words", nargs=argparse.REMAINDER, metavar=f"{' | '.join(_VERBS[name])} --key value")
+        parser.set_defaults(run=run, program=name, help=parser.format_help)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one verb of a program of ms-swift.
+
+    Raises:
+        MegatuneError: whatever is wrong, all of it, before any process starts.
+    """
+    verb, *words = args.words or ["--help"]
+    if verb in ("-h", "--help") or any(word in ("-h", "--help") for word in words):
+        print(args.help())
+        return ExitCode.DONE
+    verb = verb.replace("_", "-")
+    if verb not in _VERBS[args.program]:
+        raise _no_verb(args.program, verb)
+    return _train(verb, words) if verb in _TRAINING else _hand_over(verb, words)
+
+
+def _no_verb(program: str, verb: str) -> MegatuneError:
+    place, verbs = f"megatune {program}", _VERBS[program]
+    if program == "swift" and verb in _TRAINING:
+        why = f"`swift {verb}` trains with Transformers; Megatron-Core trains here, with the flags of `megatron {verb}`"
+        finding = Finding(f"{verb} is not done", place, why, f"`megatune megatron {verb}`")
+    elif program == "swift" and verb in ("deploy", "rollout"):
+        finding = Finding(f"{verb} is not done", place, "models are answered for by a verb of their own",
+                          "`megatune --help` lists the verbs")  # fmt: skip
+    else:
+        near = difflib.get_close_matches(verb, verbs, n=1, cutoff=0.5)
+        fix = f"did you mean `{place} {near[0]}`?" if near else f"one of: {', '.join(verbs)}"
+        finding = Finding(f"unknown verb {verb!r}", place, fix=fix)
+    return MegatuneError(finding, ExitCode.SETTINGS)
+
+
+def _train(verb: str, words: Sequence[str]) -> int:
+    """Read a command line, once to find the model, and again with what its config.json decides; then start."""
+    from megatune.cli.train import start
+    from megatune.config.dialects.swift import read_swift
+    from megatune.config.dialects.swift_lines import swift_lines
+    from megatune.launch.devices import count_gpus
+
+    asked = read_swift(verb, words, env=os.environ)
+    with _environment(asked.command.variables):
+        config = _config(asked.loaded.settings)
+        found = read_swift(verb, words, env=os.environ, config=config, on_cpu=count_gpus() == 0)
+        return start(found.loaded, lambda loaded: swift_lines(found, loaded))
+
+
+def _hand_over(verb: str, words: Sequence[str]) -> int:
+    """Call `megatune export` or `megatune infer` with the same flags."""
+    from megatune.cli.main import main
+    from megatune.config.dialects.swift_other_verbs import export_words, hub_variables, infer_words
+
+    found = export_words(words) if verb == "export" else infer_words(words)
+    if found.findings:
+        raise MegatuneError(found.findings, ExitCode.SETTINGS)
+    if found.lines:
+        print("\n".join(found.lines), flush=True)
+    with _environment(hub_variables(found, os.environ)):
+        return main([verb, *found.words])
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set, for this process and those that it starts, and take them back."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+def _config(settings: Settings) -> dict[str, object]:
+    """Return the model's config.json; {} where it cannot be read, which is said when the run is checked."""
+    from megatune.families import read_config
+    from megatune.training.source import RunModel
+
+    name = settings.model.model_name_or_path
+    try:
+        folder = RunModel(settings, asks=True).config_dir(name) if name else None
+        return read_config(folder) if folder is not None else {}
+    except MegatuneError:
+        return {}

@@ -1,0 +1,206 @@
+"""What Megatron-SWIFT's flags mean together, where a table cannot say it: how long, how fast and what is trained.
+
+Each function reads a `Command`, and changes, sets, ignores or refuses flags of it.
+"""
+
+from __future__ import annotations
+
+from megatune.config.dialects.swift_command import Command
+from megatune.config.entry import SettingEntry
+from megatune.config.values import parse
+from megatune.errors import Finding
+
+_MODULES = {
+    "all-linear": ["all"],
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+    "all-router": ["gate"],
+    "router": ["gate"],
+}
+_WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}
+_OF_LORA = (
+    "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "merge_lora",
+    "lora_bias", "lora_dtype", "target_regex",
+)  # fmt: skip
+_OF_RLHF = (
+    "rlhf_type", "beta", "loss_type", "rpo_alpha", "label_smoothing", "desirable_weight", "undesirable_weight",
+    "calculate_KL", "center_rewards_coefficient", "ref_model", "ref_adapters", "reference_free", "f_divergence_type",
+)  # fmt: skip
+
+
+def steps(command: Command) -> None:
+    """How long it trains: version 4 lets epochs win over steps, version 3 ends at whichever comes first."""
+    epochs = "max_epochs" if command.generation == 3 else "num_train_epochs"
+    if not command.given("train_iters") and not command.given("num_train_epochs"):
+        if not command.given("max_steps"):
+            fix = f"write --train_iters 1000, or --{epochs} 1"
+            command.findings.append(Finding("train_iters is missing", why="nothing says when training ends", fix=fix))
+    elif command.given("train_iters") and command.given("num_train_epochs"):
+        if command.generation == 4 and not command.value("streaming"):
+            command.ignore("train_iters", "num_train_epochs decides, in version 4")
+        else:
+            why = f"with both, training ends at whichever comes first: a run here has {epochs} or train_iters"
+            command.refuse("num_train_epochs", why, f"keep --train_iters, or --{epochs}")
+
+
+def learning_rate(command: Command) -> None:
+    """lr depends on what is trained; the schedule's arguments are on several flags."""
+    if not command.given("lr"):
+        command.default("lr", 1e-4 if command.value("tuner_type") == "lora" else 1e-5)
+    style, lowest, highest = command.value("lr_decay_style"), command.number("min_lr"), command.number("lr")
+    has_warmup = bool(command.number("lr_warmup_iters") or command.number("lr_warmup_fraction"))
+    if style == "constant":
+        if has_warmup:
+            command.becomes("lr_decay_style", "constant_with_warmup")
+        command.ignore("min_lr", "a constant rate does not fall")
+    elif style == "cosine" and lowest:
+        command.becomes("lr_decay_style", "cosine_with_min_lr")
+        command.sets("min_lr", "lr_scheduler_kwargs", {"min_lr": lowest})
+        command.flags.pop("min_lr")
+    elif style == "WSD":
+        _warmup_stable_decay(command, lowest, highest)
+    elif lowest:
+        fix = "write --min_lr 0, or --lr_decay_style cosine"
+        command.refuse("min_lr", f"lr_decay_style {style} falls to 0 here", fix)
+    if style == "inverse-square-root" and not has_warmup:
+        why = "without a warm-up its time counts samples there, and steps here"
+        command.refuse("lr_decay_style", why, "write --lr_warmup_iters 10, or --lr_decay_style cosine")
+    if style != "WSD":
+        command.ignore("lr_wsd_decay_style", "it is of lr_decay_style WSD")
+        command.ignore("lr_wsd_decay_iters", "it is of lr_decay_style WSD")
+    command.ignore("min_lr", "0 is where the rate falls to")
+    if command.given("lr_decay_iters") and command.value("lr_decay_iters") == command.value("train_iters"):
+        command.ignore("lr_decay_iters", "it is train_iters")
+    command.refuse("lr_decay_iters", "the learning rate falls until training ends", "remove --lr_decay_iters")
+
+
+def _warmup_stable_decay(command: Command, lowest: float, highest: float) -> None:
+    shape = command.value("lr_wsd_decay_style", "exponential")
+    if shape not in ("cosine", "linear"):
+        why = f"lr_wsd_decay_style {shape} is not built"
+        command.refuse("lr_decay_style", why, "write --lr_wsd_decay_style cosine or linear")
+        return
+    kwargs: dict[str, object] = {"decay_type": shape}
+    if iters := command.number("lr_wsd_decay_iters"):
+        kwargs["num_decay_steps"] = int(iters)
+    if lowest and highest:
+        kwargs["min_lr_ratio"] = lowest / highest
+    name = "lr_wsd_decay_iters" if iters else "lr_decay_style"
+    command.sets(name, "lr_scheduler_kwargs", kwargs)
+    for each in ("min_lr", "lr_wsd_decay_style", "lr_wsd_decay_iters"):
+        if each in command.flags:
+            where = command.flags.pop(each).where
+            command.whys.setdefault(where, "in lr_scheduler_kwargs")
+
+
+def tuner(command: Command) -> None:
+    """Adapters have defaults of their own, and mean LoRA where nothing else does."""
+    if command.given("adapters") and command.value("tuner_type") == "full":
+        command.default("tuner_type", "lora", "adapters are given")
+        command.flags.pop("tuner_type", None)
+    if command.value("tuner_type") != "lora":
+        for name in _OF_LORA:
+            command.ignore(name, "it is of tuner_type lora")
+        return
+    for name, value in (("lora_alpha", 32), ("lora_dropout", 0.05)):
+        if not command.given("adapters") and not command.given(name):
+            command.default(name, value)
+    if command.generation == 4 and not command.given("merge_lora") and command.value("save_safetensors", True):
+        command.default("merge_lora", True, "version 4 writes the merged model, too")
+    modules = command.value("target_modules")
+    if isinstance(modules, list):
+        if "all-embedding" in modules:
+            why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
+            command.refuse("target_modules", why, fix)
+        else:
+            names = [name for module in modules for name in _MODULES.get(module, [module])]
+            command.becomes("target_modules", names)
+    if isinstance(whole := command.value("modules_to_save"), list):
+        command.becomes("modules_to_save", [_WHOLE.get(name, name) for name in whole])
+
+
+def pictures(command: Command) -> None:
+    """freeze_aligner is true by itself; bounds of pictures are environment variables there, with other defaults."""
+    if "vision_config" not in command.config:
+        return
+    if command.value("freeze_vit") is False and not command.given("freeze_aligner"):
+        command.default("freeze_deepstack_mergers", True, "they are of freeze_aligner")
+    side = 32 if str(command.config.get("model_type", "")).startswith("qwen3") else 28
+    for variable, key, otherwise in (
+        ("MAX_PIXELS", "image_max_pixels", 16384 * side**2),
+        ("MIN_PIXELS", "image_min_pixels", 4 * side**2),
+        ("VIDEO_MAX_PIXELS", "video_max_pixels", 768 * side**2),
+        ("VIDEO_MIN_PIXELS", "video_min_pixels", 128 * side**2),
+        ("FPS", "video_fps", 2.0),
+        ("FPS_MAX_FRAMES", "video_maxlen", 768),
+    ):
+        text = command.env.get(variable) or _tokens(command, variable, side)
+        if text:
+            command.defaults[key] = SettingEntry(key, parse(text), f"{variable}={text}", f"{variable}={text}")
+        else:
+            command.default(key, otherwise)
+
+
+def _tokens(command: Command, variable: str, side: int) -> str:
+    """Return pixels that are said as tokens of a picture, as Qwen3-VL's are."""
+    named = variable if variable.startswith("VIDEO") else f"IMAGE_{variable}"
+    tokens = command.env.get(named.replace("PIXELS", "TOKEN_NUM"), "")
+    return str(int(tokens) * side**2) if "PIXELS" in variable and tokens.isdigit() else ""
+
+
+def losses(command: Command) -> None:
+    """What is trained of a row, and what a step's loss is the mean of."""
+    scale = command.value("loss_scale")
+    if command.stage == "pt":
+        if scale == "all":
+            command.ignore("loss_scale", "every token of a text is trained")
+        command.refuse("loss_scale", "every token of a text is trained", "remove --loss_scale")
+    elif command.verb == "rlhf" and scale in (None, "last_round"):
+        command.ignore("loss_scale", "preferences train the last answer")
+    elif scale not in (None, "default", "last_round", "all"):
+        why = "answers are trained, all of them or the last, or every token: none weighs more than another"
+        command.refuse("loss_scale", why, "write --loss_scale default, last_round or all")
+    is_mean_of_tokens = command.verb != "rlhf"
+    if command.value("calculate_per_token_loss") is is_mean_of_tokens:
+        command.ignore("calculate_per_token_loss", "that is the mean here")
+    why = "a step's loss is the mean of its trained tokens" if is_mean_of_tokens else "it is the mean of pairs"
+    fix = f"write --calculate_per_token_loss {str(is_mean_of_tokens).lower()}"
+    command.refuse("calculate_per_token_loss", why, fix)
+    if command.value("use_chat_template") is (command.stage != "pt"):
+        command.ignore("use_chat_template", "the stage says it")
+    fix = "`megatune megatron pt` trains on plain text, sft and rlhf on conversations"
+    command.refuse("use_chat_template", "plain text is trained by stage pt, and only there", fix)
+
+
+def preferences(command: Command) -> None:
+    """rlhf's own flags, of which each loss takes some."""
+    if command.verb != "rlhf":
+        for name in _OF_RLHF:
+            command.ignore(name, "it is of rlhf")
+        return
+    if not command.given("rlhf_type"):
+        command.default("rlhf_type", "dpo")
+    loss = command.value("loss_type")
+    if command.stage == "rm":
+        command.ignore("loss_type", "a reward model has one loss")
+    elif loss is not None:
+        key = "kto_loss" if command.stage == "kto" else "pref_loss"
+        command.sets("loss_type", key, loss if key == "kto_loss" else loss.split())
+        command.flags.pop("loss_type")
+    wants_kl = loss != "apo_zero_unpaired"
+    if command.value("calculate_KL") is wants_kl or command.stage != "kto":
+        command.ignore("calculate_KL", "the loss says whether it needs it")
+    fix = "write --loss_type apo_zero_unpaired" if wants_kl else "remove --calculate_KL"
+    command.refuse("calculate_KL", "the loss says whether it needs it", fix)
+
+
+def seeds(command: Command) -> None:
+    """One seed for everything."""
+    if command.value("data_seed", 42) == command.value("seed", 42):
+        command.ignore("data_seed", "seed is that of rows, too")
+    command.refuse("data_seed", "one seed orders rows and draws weights", "write --seed with that number")
+
+
+MEANINGS = (steps, tuner, learning_rate, pictures, losses, preferences, seeds)

@@ -1,0 +1,245 @@
+"""What Megatron-SWIFT's flags mean together: model and folders, precision, evaluation, data and the machine."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megatune.config.dialects.swift_command import Command
+from megatune.config.settings import setting_paths
+
+_OURS = "training/manifest.json"  # what a checkpoint of this program has
+# Version 3's names of the shape -> those of config.json.
+_SHAPE = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "rotary_base": "rope_theta",
+    "norm_epsilon": "rms_norm_eps",
+    "num_experts": "num_experts",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+
+
+def model(command: Command) -> None:
+    """Where the weights come from: --load and --mcore_model name a checkpoint of Megatron-Core, or of Transformers."""
+    source = command.value("mcore_model")
+    if isinstance(source, str):
+        if holds_torch_dist(Path(source)) and "mcore_model" in setting_paths():
+            entry = command.flags["mcore_model"]
+            command.flags["mcore_model"] = replace(entry, key="mcore_model")
+            command.whys[entry.where] = "a checkpoint of Megatron-Core"
+        elif holds_torch_dist(Path(source)):
+            why = "reading checkpoints of Megatron-Core for training is not built"
+            command.refuse("mcore_model", why, "write --model with the Hugging Face model that it was made from")
+        else:
+            if command.given("model"):
+                command.ignore("model", f"the weights are those of {command.typed('mcore_model')}")
+            entry = command.flags.pop("mcore_model")
+            command.flags["model"] = replace(entry, key="model")
+            command.whys.setdefault(entry.where, "a Hugging Face model")
+    for name in ("no_load_optim", "no_load_rng"):
+        command.ignore(name, "a run starts with the weights alone")
+    start = command.value("model")
+    if command.value("finetune") is False and isinstance(start, str) and (Path(start) / _OURS).is_file():
+        command.sets("finetune", "resume_from_checkpoint", start, "a checkpoint of this program")
+        command.flags.pop("finetune")
+    if command.value("finetune"):
+        command.ignore("finetune", "a run starts with the weights alone, at step 0")
+    elif command.given("finetune"):
+        why = "the weights of a model are read, without an optimizer; a run started again goes on from its checkpoint"
+        command.ignore("finetune", why)
+
+
+def holds_torch_dist(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of Megatron-Core, and none of Transformers beside it."""
+    if any(folder.glob("*.safetensors")):
+        return False
+    return (folder / "latest_checkpointed_iteration.txt").is_file() or (folder / ".metadata").is_file()
+
+
+def output(command: Command) -> None:
+    """The folder of the run, and what is saved there."""
+    if not command.given("output_dir"):
+        name = str(command.value("model") or command.value("mcore_model", "model")).rstrip("/")
+        command.default("output_dir", f"megatron_output/{name.rpartition('/')[2]}")
+    if command.value("add_version"):
+        _add_version(command)
+    elif not command.given("add_version"):
+        command.whys["add_version"] = "off: --add_version true adds vN-DATE-TIME to output_dir"
+    else:
+        command.ignore("add_version", "output_dir is as it is written")
+    if command.value("save_safetensors", True):
+        command.ignore("save_safetensors", "checkpoints are Hugging Face models")
+    elif "save_format" in setting_paths():
+        command.sets("save_safetensors", "save_format", "torch_dist", "beside the Hugging Face model")
+        command.flags.pop("save_safetensors")
+    command.refuse("save_safetensors", "checkpoints are Hugging Face models", "`megatune export` writes other forms")
+    if "async_save" not in setting_paths():
+        if not command.value("async_save", False):
+            command.ignore("async_save", "checkpoints are written between steps")
+        command.refuse("async_save", "checkpoints are written between steps", "remove --async_save")
+
+
+def _add_version(command: Command) -> None:
+    folder = Path(str(command.value("output_dir", "")))
+    if command.env.get("NNODES", "1") not in ("", "1") or command.env.get("WORLD_SIZE"):
+        why = "every machine would name another folder by its clock"
+        command.refuse("add_version", why, "write --output_dir with a name of its own, and --add_version false")
+        return
+    found = [re.match(r"v(\d+)-", each.name) for each in folder.glob("v*-*")] if folder.is_dir() else []
+    number = 1 + max((int(each[1]) for each in found if each), default=-1)
+    versioned = str(folder / f"v{number}-{time.strftime('%Y%m%d-%H%M%S')}")
+    entry = command.flags.pop("add_version")
+    command.whys[entry.where] = f"output_dir: {versioned}"
+    if command.given("output_dir"):
+        command.becomes("output_dir", versioned)
+    else:
+        command.default("output_dir", versioned)
+
+
+def hub(command: Command) -> None:
+    """Names of a hub are ModelScope's, unless use_hf says Hugging Face's."""
+    on_hugging_face = command.value("use_hf", command.env.get("USE_HF", "0").lower() in ("1", "true"))
+    command.variables.setdefault("USE_MODELSCOPE_HUB", "0" if on_hugging_face else "1")
+    if command.given("use_hf"):
+        host = "Hugging Face" if on_hugging_face else "ModelScope"
+        command.whys[command.flags.pop("use_hf").where] = f"what is no folder or file here is taken from {host}"
+        return
+    names = [command.value("model"), *(command.value("dataset") or ())]
+    if not on_hugging_face and any(isinstance(name, str) and not Path(name.split("#")[0]).exists() for name in names):
+        command.whys["hub"] = "what is no folder or file here is taken from ModelScope; --use_hf: from Hugging Face"
+
+
+def precision(command: Command) -> None:
+    """Without a flag the model's own dtype decides, and float32 becomes fp16 as float16 does."""
+    is_said = any(command.given(name) for name in ("torch_dtype", "fp16", "bf16"))
+    is_fp32 = command.value("fp16") is False and command.value("bf16") is False
+    if is_fp32:
+        command.whys[command.flags["bf16"].where] = "fp32"
+    elif not is_said or not (command.given("torch_dtype") or command.value("fp16") or command.value("bf16")):
+        dtype = command.model_config.get("dtype") or command.model_config.get("torch_dtype")
+        key = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(dtype).removeprefix("torch."))
+        if key is not None and not command.given(key):
+            command.default(key, True, f"config.json's dtype is {dtype}")
+    if command.value("accumulate_allreduce_grads_in_fp32") is False and (is_fp32 or command.value("bf16")):
+        command.ignore("accumulate_allreduce_grads_in_fp32", "main_grads_dtype says it of bf16, and fp32 is fp32")
+
+
+def length(command: Command) -> None:
+    """Without max_length rows are as long as the model allows, which memory is not planned for."""
+    if command.given("max_length"):
+        command.ignore("seq_length", "max_length says it")
+    if command.given("max_length") or command.given("seq_length"):
+        return
+    longest = command.model_config.get("max_position_embeddings")
+    if isinstance(longest, int):
+        command.default("max_length", longest, "config.json's max_position_embeddings")
+        command.default("memory_check", "warn", "rows may be shorter than the model allows")
+
+
+def evaluation(command: Command) -> None:
+    """An evaluation set turns evaluation on; all of it is evaluated, every so often."""
+    if command.value("streaming") and not command.given("split_dataset_ratio"):
+        command.ignore("split_dataset_ratio", "streamed rows are not held out")
+    if command.given("val_dataset"):
+        command.ignore("split_dataset_ratio", "val_dataset is evaluated")
+    has_rows = command.given("val_dataset") or command.number("split_dataset_ratio") > 0
+    if not has_rows or command.value("eval_iters") == 0:
+        why = "eval_iters is 0" if has_rows else "there is nothing to evaluate on"
+        for name in ("val_dataset", "eval_steps", "split_dataset_ratio"):
+            command.ignore(name, why)
+    else:
+        strategy = "epoch" if command.value("save_strategy") == "epoch" else "steps"
+        command.default("eval_strategy", strategy, "there is an evaluation set")
+        if not command.given("eval_steps"):
+            command.default("eval_steps", command.value("save_steps", 500) or 500, "it is save_steps")
+    command.ignore("eval_iters", "an evaluation takes the whole set")
+
+
+def rows(command: Command) -> None:
+    """How rows are shuffled, mixed and cut."""
+    if command.value("train_dataloader_shuffle") is False and command.value("dataset_shuffle") is False:
+        command.sets("train_dataloader_shuffle", "disable_shuffling", True)
+        command.flags.pop("train_dataloader_shuffle")
+    why = "rows are shuffled once" if command.value("train_dataloader_shuffle") else "dataset_shuffle still is on"
+    command.ignore("train_dataloader_shuffle", why)
+    if "dataset_shuffle" not in setting_paths():
+        command.ignore("dataset_shuffle", "it orders rows before they are shuffled for training")
+    system = command.value("system")
+    if isinstance(system, str) and system.endswith(".txt") and Path(system).is_file():
+        command.becomes("system", Path(system).read_text(encoding="utf-8"), "the text of the file")
+    if not command.given("interleave_prob"):
+        command.ignore("stopping_strategy", "it is of interleave_prob")
+    elif not command.given("stopping_strategy"):
+        command.default("stopping_strategy", "first_exhausted")
+    if command.value("truncation_strategy") == "split":
+        if command.stage == "pt":
+            command.ignore("truncation_strategy", "longer texts are cut into pieces")
+        command.refuse("truncation_strategy", "it is of stage pt", "write --truncation_strategy delete, left or right")
+    elif command.stage == "pt":
+        command.ignore("truncation_strategy", "longer texts are cut into pieces")
+
+
+def parallel(command: Command) -> None:
+    """Layouts: what has no effect there, or is counted in another way."""
+    if command.value("sequence_parallel") is True and command.value("tensor_model_parallel_size", 1) == 1:
+        command.ignore("sequence_parallel", "there is one tensor-parallel process")
+    if command.value("virtual_pipeline_model_parallel_size") == 1:
+        command.ignore("virtual_pipeline_model_parallel_size", "one is none")
+    each = command.number("num_layers_per_virtual_pipeline_stage")
+    layers, stages = command.model_config.get("num_hidden_layers"), command.number("pipeline_model_parallel_size") or 1
+    if each and isinstance(layers, int) and layers % (each * stages) == 0:
+        chunks = int(layers / stages / each)
+        if chunks > 1:
+            name = "virtual_pipeline_model_parallel_size"
+            command.sets("num_layers_per_virtual_pipeline_stage", name, chunks)
+        else:
+            command.whys[command.flags["num_layers_per_virtual_pipeline_stage"].where] = "a stage has one part"
+        command.flags.pop("num_layers_per_virtual_pipeline_stage")
+    why = "it does not divide the layers of a stage"
+    fix = "write --virtual_pipeline_model_parallel_size 2"
+    command.refuse("num_layers_per_virtual_pipeline_stage", why, fix)
+    backend = "gloo" if command.on_cpu else "nccl"
+    if command.value("ddp_backend") in (backend, "nccl"):
+        command.ignore("ddp_backend", f"{backend} is that of this machine")
+    command.refuse("ddp_backend", f"{backend} is that of this machine", "remove --ddp_backend")
+    if command.value("manual_gc_steps") == 0:
+        command.ignore("manual_gc_steps", "garbage is collected every 50 steps")
+    kernel = str(command.value("attention_backend", ""))
+    if re.fullmatch(r"flash_[234]", kernel):
+        command.becomes("attention_backend", "flash", "torch has its own")
+        kernel = "flash"
+    if kernel in ("flash", "fused") and command.on_cpu:
+        command.becomes("attention_backend", "auto", "a CPU has neither")
+
+
+def shape(command: Command) -> None:
+    """Version 3 can give a model another shape than its config.json, which its weights would not fit."""
+    for name, key in _SHAPE.items():
+        wanted, found = command.value(name), command.model_config.get(key)
+        if wanted is not None and found is not None and wanted != found:
+            why = f"{key} is {found} in the model's config.json, and its weights are made for that"
+            command.refuse(name, why, f"remove --{name}")
+
+
+def experts(command: Command) -> None:
+    """Mixtures of experts have defaults of their own."""
+    if not command.has_experts:
+        return
+    if command.generation == 4:
+        for name, value in (("moe_router_dtype", "fp32"), ("expert_tensor_parallel_size", 1)):
+            if not command.given(name):
+                command.default(name, value)
+    elif not command.given("moe_aux_loss_coeff"):
+        found = command.model_config.get("router_aux_loss_coef")
+        if isinstance(found, int | float) and found:
+            command.default("moe_aux_loss_coeff", float(found), "config.json's router_aux_loss_coef")
+
+
+MEANINGS = (model, hub, output, precision, length, evaluation, rows, parallel, shape, experts)

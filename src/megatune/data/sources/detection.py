@@ -1,0 +1,90 @@
+"""The form of data sets that no entry of dataset_info.json describes, and which forms a stage trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+from megatune.config.groups.run import PAIR_STAGES
+from megatune.data.formats import USUAL_NAMES, Form, detect_named, own_names
+from megatune.data.readers import read_rows
+from megatune.data.sources.registry import DATASET_INFO, DatasetReference, nearest
+from megatune.data.sources.source import DatasetSource, source_of
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+# Readable rows that are looked at for the form of a data set that no entry describes.
+ROWS_FOR_DETECTION = 100
+
+
+@dataclass(slots=True)
+class Detection:
+    """Tells the form of data sets that no entry describes.
+
+    Attributes:
+        columns: own name -> usual name.
+        seen: the names of the fields of all of them, in the rows that were looked at.
+    """
+
+    stage: str
+    columns: Mapping[str, str]
+    seen: set[str] = field(default_factory=set)
+
+    def source(self, text: str, reference: DatasetReference, files: tuple[Path, ...]) -> DatasetSource:
+        """Resolve a data set: its form is that of its first readable row whose fields are known."""
+        readable = (row.fields for file in files for row in read_rows(file) if row.error is None)
+        rows = list(islice(readable, ROWS_FOR_DETECTION))
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        self.seen.update(names)
+        if not rows:  # an empty form will do: the report on the rows says what is wrong with them
+            return source_of(text, files, Form(), reference.num_samples)
+        own = own_names(self.columns, names)
+        capital = {name: name.lower() for name in names if name != name.lower() and name.lower() in USUAL_NAMES}
+        for known in (own, own_names(capital, names) | own):
+            if form := next((form for row in rows if (form := detect_named(row, known))), None):
+                return source_of(text, files, self._of_stage(form, text), reference.num_samples)
+        what = f"{text}: no known form has the fields {', '.join(rows[0]) or 'of a row without fields'}"
+        fix = f"write columns: {{{next(iter(rows[0]), 'FIELD')}: query, ...}}, or describe it in {DATASET_INFO}"
+        raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)
+
+    def _of_stage(self, form: Form, text: str) -> Form:
+        fix = f"name the two answers chosen and rejected, or describe them in {DATASET_INFO}"
+        if self.stage == "kto":
+            fix = f"name the field that says so label, or describe it in {DATASET_INFO}"
+        else:  # a label is no tag there
+            form = replace(form, columns=replace(form.columns, kto_tag=None))
+        check_stage(form, self.stage, f"dataset: {text}", fix)
+        return form
+
+    def unknown_columns(self) -> list[Finding]:
+        """Say which columns no data set has, and which names are not those of any form."""
+        there, listed = {name.lower() for name in self.seen}, ", ".join(sorted(self.seen))
+        usual = ", ".join(sorted(USUAL_NAMES))
+        fix = (
+            f"one of {listed}" if listed else f"write them into the entries of {DATASET_INFO}, which every data set has"
+        )
+        missing = [name for name in self.columns if name.lower() not in there]
+        unknown = [name for name in self.columns.values() if name not in USUAL_NAMES]
+        return [
+            *(Finding(f"columns: no data set has a field {name!r}", fix=fix) for name in missing),
+            *(
+                Finding(f"columns: {name!r} is no usual name", fix=f"one of {nearest(name, USUAL_NAMES) or usual}")
+                for name in unknown
+            ),
+        ]
+
+
+def check_stage(form: Form, stage: str, where: str, fix: str) -> None:
+    if form.ranking and stage not in PAIR_STAGES:
+        what = f"its rows are preference pairs, which stage {stage} does not train"
+        raise MegatuneError(Finding(what, where, fix="write stage: dpo, or rm"), ExitCode.SETTINGS)
+    if not form.ranking and stage in PAIR_STAGES:
+        what = f"its rows are no preference pairs, and stage {stage} trains nothing else"
+        raise MegatuneError(Finding(what, where, fix=f"{fix}; else write stage: sft"), ExitCode.SETTINGS)
+    if form.columns.kto_tag is not None and stage == "sft":
+        what = "its rows are answers that are wanted or not, and stage sft would train them all"
+        raise MegatuneError(Finding(what, where, fix="write stage: kto, or remove kto_tag"), ExitCode.SETTINGS)
+    if form.columns.kto_tag is None and stage == "kto":
+        what = "its rows do not say whether an answer is wanted, which stage kto needs"
+        raise MegatuneError(Finding(what, where, fix=fix), ExitCode.SETTINGS)

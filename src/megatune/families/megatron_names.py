@@ -1,0 +1,118 @@
+"""What Megatron-Core calls the weights of a weight map in its checkpoints, and how it stacks them.
+
+Its tensors are arranged as the engine's are. Layers that are all alike lie in one tensor, [layers, ...], others by
+themselves; experts are a further dimension, or lie by themselves, too. Gate and up may be two tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatune.architecture import Architecture
+from megatune.families.dense import ENGINE_LAYER
+from megatune.families.weights import Stack, TensorLayout, Weight, hf_shape
+
+# A vision-language model's decoder, and its encoder as Megatron-SWIFT names it.
+LANGUAGE_MODEL = "language_model."
+_ENCODER, _ENCODERS = "vision_model.", ("visual.visual.", "visual.", "vision_model.")
+_LAYERS = "decoder.layers."
+_NORM = "layer_norm_weight"
+# By the engine's name in a layer, the first one first. Norms may belong to the linear layer behind them: Transformer
+# Engine computes both at once.
+_NAMES = {
+    "input_layernorm.weight": (f"self_attention.linear_qkv.{_NORM}", "input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": (f"mlp.linear_fc1.{_NORM}", "pre_mlp_layernorm.weight"),
+    "self_attention.q_layernorm.weight": (
+        "self_attention.q_layernorm.weight", f"self_attention.linear_q_up_proj.{_NORM}",
+    ),
+    "self_attention.kv_layernorm.weight": (
+        "self_attention.kv_layernorm.weight", f"self_attention.linear_kv_up_proj.{_NORM}",
+    ),
+    "mlp.experts.weight1": ("mlp.experts.experts.linear_fc1.weight",),
+    "mlp.experts.weight2": ("mlp.experts.experts.linear_fc2.weight",),
+}  # fmt: skip
+_EXPERTS = ".experts.experts."
+
+
+class Part(NamedTuple):
+    """Rows of the engine's tensor of a layer, or of an expert of it, as a tensor of Megatron's has them.
+
+    Attributes:
+        index: into the tensor's first dimensions: layer, expert.
+        sizes: of these dimensions.
+        first, rows: which rows of the engine's whole tensor these are.
+    """
+
+    key: str
+    index: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+    rows: int
+
+
+def is_stacked(architecture: Architecture) -> bool:
+    """Return whether Megatron-Core stacks the layers of such a model: where all are alike."""
+    return architecture.moe is None or all(architecture.moe.layers)
+
+
+def candidates(weight: Weight, architecture: Architecture, layer: int, expert: int) -> Iterator[list[Part]]:
+    """Yield the ways in which a checkpoint may have a weight's layer and expert, the usual one first."""
+    shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
+    rows = sum(shape[0] for shape in shapes)
+    for key, index, sizes in _places(weight, architecture, layer, expert):
+        yield [Part(key, index, sizes, 0, rows)]
+        if weight.layout is TensorLayout.GATE_UP:
+            half = rows // 2
+            yield [Part(f"{key}_w", index, sizes, 0, half), Part(f"{key}_v", index, sizes, half, half)]
+
+
+def written(weight: Weight, architecture: Architecture, layer: int, expert: int) -> list[Part]:
+    """Return the tensors that readers of Megatron look for: of a norm one, or one for each kind of reader."""
+    found = [parts[0] for parts in candidates(weight, architecture, layer, expert) if len(parts) == 1]
+    stacked = is_stacked(architecture)
+    if weight.per_layer and weight.stack is Stack.DECODER:
+        # Layers, then experts, are dimensions, or layers have keys of their own.
+        dimensions = int(stacked) + weight.per_expert
+        found = [part for part in found if part.key.startswith(f"{_LAYERS}{layer}.") != stacked]
+        found = [part for part in found if len(part.index) == dimensions]
+        found = [part for part in found if _is_read(weight, architecture, layer, part.key)]
+    else:
+        found = found[:1]
+    if architecture.vision is not None and weight.stack is Stack.DECODER:
+        return [part._replace(key=LANGUAGE_MODEL + part.key) for part in found]
+    return found
+
+
+def _is_read(weight: Weight, architecture: Architecture, layer: int, key: str) -> bool:
+    """Return whether some reader looks for a norm under a name."""
+    name = weight.engine.removeprefix(f"{ENGINE_LAYER}.")
+    is_latent = architecture.mla is not None
+    if name == "input_layernorm.weight":
+        return key.endswith(_NORM) != is_latent
+    if name == "pre_mlp_layernorm.weight":
+        return key.endswith(_NORM) or is_latent or architecture.is_moe_layer(layer)
+    return is_latent or not key.endswith(_NORM)
+
+
+def _places(
+    weight: Weight, architecture: Architecture, layer: int, expert: int
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Yield keys, with indices into their first dimensions and the sizes of those."""
+    if weight.stack is not Stack.DECODER:
+        name = weight.engine.format(layer=layer).removeprefix(_ENCODER)
+        yield from ((f"{prefix}{name}", (), ()) for prefix in _ENCODERS)
+        return
+    if not weight.per_layer:
+        yield weight.engine, (), ()
+        return
+    name = weight.engine.removeprefix(f"{ENGINE_LAYER}.")
+    num_experts = architecture.moe.num_experts if architecture.moe is not None else 0
+    inner, sizes = ((expert,), (num_experts,)) if weight.per_expert else ((), ())
+    for each in _NAMES.get(name, (name,)):
+        yield f"{_LAYERS}{each}", (layer, *inner), (architecture.num_layers, *sizes)
+        yield f"{_LAYERS}{layer}.{each}", inner, sizes
+        if weight.per_expert:
+            by_itself = f".{each}".replace(_EXPERTS, f"{_EXPERTS}{expert}.")[1:]
+            yield f"{_LAYERS}{by_itself}", (layer,), (architecture.num_layers,)
+            yield f"{_LAYERS}{layer}.{by_itself}", (), ()

@@ -1,0 +1,82 @@
+"""The endpoint's process: its address, and its end."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import socket
+import threading
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.generation.endpoint.streams import Streams
+
+_SECONDS_TO_END = 10  # for answers that are being sent when the endpoint is stopped
+
+
+def listening_socket(host: str, port: int, *, has_key: bool) -> socket.socket:
+    """Take an address, before the seconds that loading a model takes; nobody can connect yet.
+
+    Raises:
+        MegatuneError: (SETTINGS) no such address, or one that others reach while there is no key; (UNAVAILABLE) it is
+            taken, or not for this user.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError, OverflowError) as error:
+        finding = Finding(f"{host} is no address of this machine", "--host", str(error), "--host 127.0.0.1")
+        raise MegatuneError(finding, ExitCode.SETTINGS) from error
+    if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        why = f"{host} is reached from other machines, and whoever reaches it could use the model"
+        fix = "set MEGATUNE_API_KEY, or --host 127.0.0.1"
+        raise MegatuneError(Finding("there is no API key", "--host", why, fix), ExitCode.SETTINGS)
+    taken = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except (OSError, OverflowError) as error:
+        taken.close()
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        finding = Finding(
+            f"{host}:{port} cannot be listened on", "--port", why, "give another --port; 0 takes a free one"
+        )
+        raise MegatuneError(finding, ExitCode.UNAVAILABLE) from error
+    return taken
+
+
+class Server(uvicorn.Server):
+    """Serves an application until SIGINT or SIGTERM, which also end the answer that is being written."""
+
+    def __init__(self, app: Starlette, streams: Streams, log_level: str = "warning") -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, log_level=log_level, timeout_graceful_shutdown=_SECONDS_TO_END, server_header=False, ws="none",
+            )
+        )  # fmt: skip
+        self._streams = streams
+
+    def serve_on(self, taken: socket.socket) -> None:
+        """Serve on an address; returns when it is stopped."""
+        # uvicorn raises the signals that ended it once more, for handlers that were there before: here, nobody.
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {each: signal.signal(each, _nothing) for each in (signal.SIGINT, signal.SIGTERM) if is_main}
+        try:
+            self.run(sockets=[taken])
+        finally:
+            self._streams.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End answers, then the endpoint."""
+        self._streams.close()
+        super().handle_exit(sig, frame)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    pass

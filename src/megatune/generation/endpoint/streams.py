@@ -1,0 +1,106 @@
+"""Answers as events, for many clients at once: what the endpoint asks of a backend, and how one model gives it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+from megatune.generation.endpoint.errors import ApiError
+from megatune.generation.options import Sampling
+from megatune.generation.prompt import Backend, Prompt, Reply
+
+Event = Prompt | str | Reply
+Events = AsyncGenerator[Event, None]
+
+
+class Streams(Protocol):
+    """Answers prompts of several clients."""
+
+    def stream(self, make: Callable[[], Prompt], sampling: Sampling) -> Events:
+        """Yield the prompt as soon as its turn has come, then pieces of text, and at last the whole answer.
+
+        Closing the iterator ends the answer.
+
+        Args:
+            make: makes the prompt, which may take a while: in a thread.
+
+        Raises:
+            ApiError: (503) too many are waiting, or the endpoint ends.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every answer, and give back what was taken."""
+        ...
+
+
+class OneAtATime:
+    """A backend that answers one prompt at a time, in a thread of its own; others wait.
+
+    Args:
+        max_waiting: prompts that may wait; more are refused.
+    """
+
+    def __init__(self, backend: Backend, max_waiting: int) -> None:
+        self._backend, self._max_waiting = backend, max_waiting
+        self._thread = ThreadPoolExecutor(1, "generate")
+        self._unfinished = 0  # in the event loop's thread only
+        self._closed = threading.Event()
+
+    async def stream(self, make: Callable[[], Prompt], sampling: Sampling) -> Events:
+        """Yield the events of one answer; see `Streams.stream`."""
+        if self._closed.is_set():
+            raise _ending()
+        if self._unfinished > self._max_waiting:
+            raise ApiError(503, f"{self._max_waiting} requests are waiting; try again later", code="queue_full")
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | BaseException]()
+        left = threading.Event()
+
+        def tell(event: Event | BaseException) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def is_stopped() -> bool:
+            return left.is_set() or self._closed.is_set()
+
+        def work() -> None:
+            try:
+                if not is_stopped():
+                    prompt = make()
+                    tell(prompt)
+                    reply = self._backend.write(prompt, sampling, tell, is_stopped)
+                tell(_ending() if is_stopped() else reply)
+            except BaseException as error:
+                tell(error)
+            finally:
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._finish)
+
+        self._unfinished += 1
+        self._thread.submit(work)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if isinstance(event, Reply):
+                    return
+        finally:
+            left.set()
+
+    def _finish(self) -> None:
+        self._unfinished -= 1
+
+    def close(self) -> None:
+        """End the answer that is being written, and those that wait."""
+        self._closed.set()
+        self._thread.shutdown(wait=False)
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "the endpoint is ending", code="ending")

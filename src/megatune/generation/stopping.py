@@ -1,0 +1,92 @@
+"""What ends an answer before its last token, and text handed on while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
+
+from megatune.generation.options import Sampling
+from megatune.generation.prompt import IsStopped, OnText, cut_at_stop_word
+
+_TOKENS_OF_A_CHARACTER = 4  # at most: the bytes of its UTF-8
+
+
+class StopWords(StoppingCriteria):
+    """Ends an answer whose last token completes a stop word.
+
+    Attributes:
+        lengths: tokens of each answer that a stop word ended, by its row.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, num_prompt_tokens: int) -> None:
+        self.lengths: dict[int, int] = {}
+        self._tokenizer, self._sampling, self._start = tokenizer, sampling, num_prompt_tokens
+        # The last token completes the word: it is in these tokens, and the one before its first may share a character.
+        self._window = _TOKENS_OF_A_CHARACTER * (max(map(len, sampling.stop_words)) + 1)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Return which rows have ended, given int64 input_ids [rows, tokens]."""
+        length = input_ids.shape[1] - self._start
+        for row, ids in enumerate(input_ids[:, -min(self._window, length) :].tolist()):
+            if row not in self.lengths:
+                text = self._tokenizer.decode(ids, skip_special_tokens=True)
+                if cut_at_stop_word(text, self._sampling)[1]:
+                    self.lengths[row] = length
+        ended = [row in self.lengths for row in range(len(input_ids))]
+        return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
+
+
+class Stopped(StoppingCriteria):
+    """Ends every answer as soon as somebody says so."""
+
+    def __init__(self, is_stopped: IsStopped) -> None:
+        self._is_stopped = is_stopped
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Return the same for all rows of int64 input_ids [rows, tokens]."""
+        return torch.full((len(input_ids),), self._is_stopped(), dtype=torch.bool, device=input_ids.device)
+
+
+class Stream(TextStreamer):
+    """Hands generated text to a function as soon as its last word is whole and cannot become a stop word."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, on_text: OnText) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._held = HeldText(sampling, on_text)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Take the next piece of text from the base class."""
+        self._held.add(text, is_last=stream_end)
+
+
+class HeldText:
+    """Keeps back the end of a growing text while it may be the beginning of a stop word."""
+
+    def __init__(self, sampling: Sampling, on_text: Callable[[str], None]) -> None:
+        self._sampling, self._on_text = sampling, on_text
+        self._held, self._ended = "", False
+
+    def add(self, text: str, *, is_last: bool = False) -> None:
+        """Take the next piece, and hand on what is sure."""
+        if self._ended:
+            return
+        self._held, self._ended = cut_at_stop_word(self._held + text, self._sampling)
+        sure = len(self._held) - (0 if self._ended or is_last else self._unsure())
+        if sure:
+            self._on_text(self._held[:sure])
+            self._held = self._held[sure:]
+
+    def _unsure(self) -> int:
+        """Return how much of the end begins a stop word."""
+        return max(
+            (
+                size
+                for word in self._sampling.stop_words
+                for size in range(1, min(len(word), len(self._held) + 1))
+                if self._held.endswith(word[:size])
+            ),
+            default=0,
+        )

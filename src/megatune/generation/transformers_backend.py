@@ -1,0 +1,177 @@
+"""A model of Transformers on this machine's device, and how it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.generation.inputs import has_tokenizer
+from megatune.generation.options import Sampling
+from megatune.generation.pictures import generate_inputs
+from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply, cut_at_stop_word
+from megatune.generation.stopping import Stopped, StopWords, Stream
+
+if TYPE_CHECKING:
+    from megatune.architecture import Vision
+
+
+def load_tokenizer(folder: Path, adapters: Sequence[Path] = ()) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, or of the last adapter that has one.
+
+    Raises:
+        MegatuneError: (INPUT) it cannot be read.
+    """
+    folder = next((each for each in reversed(adapters) if has_tokenizer(each)), folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _cannot_load(folder, str(error)) from error
+
+
+class TransformersBackend:
+    """Continues prompts with Transformers' generate.
+
+    Args:
+        model: a causal language model, or a vision-language model, in eval mode.
+        vision: of a model that takes pictures.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vision: Vision | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.vision = model, tokenizer, vision
+        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        adapters: Sequence[Path] = (),
+        vision: Vision | None = None,
+    ) -> TransformersBackend:
+        """Load the model of a folder onto this machine's device, with adapters applied in order.
+
+        Raises:
+            MegatuneError: (INPUT) what is missing or can't be read.
+        """
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+            shows = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            model, loading = (AutoModelForImageTextToText if shows else AutoModelForCausalLM).from_pretrained(
+                folder, local_files_only=True, dtype="auto", output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise _cannot_load(folder, str(error)) from error
+        # Transformers fills what is missing with random numbers, and its warning is silenced above.
+        if missing := sorted(loading["missing_keys"]):
+            raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
+        if adapters:
+            from megatune.bridge.peft_model import apply_adapter, merge_adapters
+
+            model = apply_adapter(merge_adapters(model, adapters[:-1]), adapters[-1]).model
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return cls(model.to(device).eval(), tokenizer, vision)
+
+    def write(
+        self, prompt: Prompt, sampling: Sampling, on_text: OnText | None = None, is_stopped: IsStopped | None = None
+    ) -> Reply:
+        """Continue one prompt; see `Backend.write`."""
+        stream = Stream(self.tokenizer, sampling, on_text) if on_text else None
+        return self._generate([prompt], sampling, stream, is_stopped)[0]
+
+    def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
+        """Continue prompts in one batch; those with pictures, or that reach the end of the context, one by one."""
+        together = [each for each in prompts if not each.pictures and self._room(each, sampling) is None]
+        replies = iter(self._generate(together, sampling) if together else ())
+        alone = {id(each) for each in prompts} - {id(each) for each in together}
+        return [self.write(each, sampling) if id(each) in alone else next(replies) for each in prompts]
+
+    def _room(self, prompt: Prompt, sampling: Sampling) -> int | None:
+        """Return the tokens that the context leaves for an answer, None where it leaves enough."""
+        left = None if self.context is None else self.context - len(prompt.token_ids)
+        return left if left is not None and left < sampling.max_new_tokens else None
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        stream: Stream | None = None,
+        is_stopped: IsStopped | None = None,
+    ) -> list[Reply]:
+        """Continue prompts side by side; pictures, and an answer that the context bounds, are of a prompt alone."""
+        input_ids, attention_mask = _padded(prompts)
+        num_prompt_tokens = input_ids.shape[1]
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if self.vision is not None:
+            inputs |= generate_inputs(self.vision, input_ids, prompts[0].pictures)
+        words = StopWords(self.tokenizer, sampling, num_prompt_tokens) if sampling.stop_words else None
+        criteria = [*([words] if words else []), *([Stopped(is_stopped)] if is_stopped else [])]
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        with torch.inference_mode():
+            generated = self.model.generate(
+                max_new_tokens=self._room(prompts[0], sampling) or sampling.max_new_tokens,
+                streamer=stream,
+                stopping_criteria=StoppingCriteriaList(criteria),
+                **{name: tensor.to(self.model.device) for name, tensor in inputs.items()},
+                **_arguments(sampling),
+            )
+        lengths = words.lengths if words else {}
+        return [
+            self._reply(ids[: lengths.get(row)], sampling, row in lengths)
+            for row, ids in enumerate(generated[:, num_prompt_tokens:].tolist())
+        ]
+
+    def _reply(self, new_ids: list[int], sampling: Sampling, by_word: bool) -> Reply:
+        """Make an answer of its tokens; what follows a stop token is padding."""
+        stop_ids = self.model.generation_config.eos_token_id
+        stop_ids = {stop_ids} if isinstance(stop_ids, int) else set(stop_ids or ())
+        end = next((index + 1 for index, each in enumerate(new_ids) if each in stop_ids), None)
+        text, cut = cut_at_stop_word(self.tokenizer.decode(new_ids[:end], skip_special_tokens=True), sampling)
+        return Reply(text, len(new_ids[:end]), stopped=end is not None or cut or by_word)
+
+
+def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int64 input_ids and attention_mask, both [prompts, tokens], padded on the left.
+
+    A prompt is padded with its own first token: a repetition penalty reads padding, too, and changes nothing then.
+    """
+    longest = max(len(each.token_ids) for each in prompts)
+    missing = [longest - len(each.token_ids) for each in prompts]
+    ids = [[each.token_ids[0]] * count + each.token_ids for each, count in zip(prompts, missing, strict=True)]
+    mask = [[0] * count + [1] * (longest - count) for count in missing]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def _arguments(sampling: Sampling) -> dict[str, Any]:
+    """Return the arguments of `generate` that are not left to the model's generation config."""
+    temperature = sampling.temperature
+    do_sample = None if temperature is None else temperature > 0
+    chosen = {"do_sample": do_sample, "repetition_penalty": sampling.repetition_penalty}
+    if do_sample is not False:
+        chosen |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _cannot_load(folder: Path, why: str) -> MegatuneError:
+    what, fix = "the model cannot be loaded", "copy or save the model again"
+    return MegatuneError(Finding(what, str(folder), why.strip().partition("\n")[0], fix), ExitCode.INPUT)

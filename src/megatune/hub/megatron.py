@@ -1,0 +1,89 @@
+"""Folders in Megatron-Core's torch_dist format: where the weights are, and which model they are of."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+TRACKER, METADATA, ARGS = "latest_checkpointed_iteration.txt", ".metadata", "args.json"
+_CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def is_torch_dist(folder: str | Path) -> bool:
+    """Return whether a folder holds weights in this format, and none as safetensors."""
+    path = Path(folder)
+    has_weights = any((path / name).is_file() for name in _WEIGHTS)
+    return not has_weights and any((path / name).is_file() for name in (TRACKER, METADATA))
+
+
+def iteration_name(iteration: int) -> str:
+    """Return what Megatron calls the folder of an iteration."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_folder(folder: str | Path) -> Path:
+    """Return the folder with .metadata: that of the iteration that the tracker names, or the folder itself.
+
+    Raises:
+        MegatuneError: INPUT, when there is none.
+    """
+    path = Path(folder)
+    if (path / METADATA).is_file():
+        return path
+    try:
+        said = (path / TRACKER).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        fix = f"give the folder with {TRACKER}, or the iter_N folder in it"
+        raise _refused(path, "is no checkpoint of Megatron-Core in torch_dist format", "", fix) from None
+    if not re.fullmatch(r"\d{1,18}|release", said):
+        raise _refused(path / TRACKER, f"says {said[:40]!r}", "expected a number, or release", "name an iter_N folder")
+    found = path / (said if said == "release" else iteration_name(int(said)))
+    if (found / METADATA).is_file():
+        return found
+    why = f"{TRACKER} names it"
+    if (found / "common.pt").is_file() and not any(found.glob("*.distcp")):
+        why = "it holds common.pt only, as Megatron-SWIFT writes it with no_save_optim: its weights are safetensors"
+    elif any(found.glob("mp_rank_*")):
+        why = "it is in Megatron's older format, of pickles: ckpt_format torch"
+    raise _refused(found, f"has no {METADATA}", why, "give a checkpoint with ckpt_format torch_dist")
+
+
+def described_by(folder: str | Path) -> str | None:
+    """Return the model whose config.json and tokenizer belong to the weights: a folder, or an id on a hub; None where
+    nothing says it.
+
+    Those beside the weights win over the model that args.json, as Megatron-SWIFT writes it, names.
+    """
+    path = Path(folder)
+    places = [path, path.parent] if (path / METADATA).is_file() else [path]
+    for place in places:
+        if (place / _CONFIG).is_file():
+            return str(place)
+    for place in places:
+        try:
+            said = json.loads((place / ARGS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        names = [said[key] for key in ("model_dir", "model") if isinstance(said, dict) and said.get(key)]
+        here = [name for name in names if isinstance(name, str) and (Path(name) / _CONFIG).is_file()]
+        if here:
+            return here[0]
+        return next((name for name in reversed(names) if isinstance(name, str)), None)
+    return None
+
+
+def no_config(folder: str | Path, described: str | None) -> MegatuneError:
+    """Return what is said where nothing describes the model, or what does, `described`, is not here."""
+    why = f"neither a config.json nor an {ARGS} is beside the weights"
+    if described is not None:
+        why = f"its {ARGS} names {described!r}, which is not here"
+    fix = "name the Hugging Face model that it was made from, beside it: model_name_or_path and mcore_model"
+    return _refused(Path(folder), "does not say what the model is", why, fix)
+
+
+def _refused(path: Path, what: str, why: str = "", fix: str = "") -> MegatuneError:
+    return MegatuneError(Finding(what, str(path), why, fix), ExitCode.INPUT)

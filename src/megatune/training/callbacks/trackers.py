@@ -1,0 +1,155 @@
+"""Numbers for trackers, each through a pipe to a process of its own: `megatune.training.trackers`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatune.config.settings import Settings
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
+from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
+from megatune.training.callbacks.shown import Shown
+from megatune.training.run_schedule import RunSchedule
+from megatune.training.storage.files import write_atomically
+from megatune.training.trackers import IDS_NAME, RunInfo, new_id, read_ids, run_info
+from megatune.training.trackers.worker import SAID_WHY, end_family
+
+_logger = logging.getLogger(__name__)
+_PIPE_BYTES = 1 << 20  # about a thousand log lines
+FINISH_SECONDS = 30.0
+_FAILED_SECONDS = 3.0  # for a run that failed: others wait for its end
+
+
+class Trackers(Callback):
+    """Reports to trackers. A resumed run goes on in the tracker's run, and leaves out the steps that are there.
+
+    Args:
+        workers: name -> "module:Class" of a `Tracker`.
+        log_dir: gets what the trackers' libraries print.
+        resume_step: steps done before this process.
+    """
+
+    def __init__(
+        self, settings: Settings, workers: Mapping[str, str], output_dir: Path, log_dir: Path, resume_step: int = 0
+    ) -> None:
+        self._output_dir, self._log_dir, self._shown = output_dir, log_dir, Shown.of(settings)
+        goes_on = resume_step > 0 and not settings.run.overwrite_output_dir
+        earlier = read_ids(output_dir) if goes_on else {}
+        ids = {name: earlier.get(name) or new_id(name) for name in workers}
+        self._ids = {**earlier, **ids}
+        self._workers = {
+            name: (target, run_info(settings, name, ids[name], output_dir)) for name, target in workers.items()
+        }
+        # What an earlier process logged beyond the checkpoint is still in this file, and in the trackers' runs.
+        records = read_json_lines(output_dir / METRICS_NAME) if earlier else []
+        self._logged = {key: max((r["step"] for r in records if key in r), default=0) for key in ("loss", "eval_loss")}
+        self._new = {name for name in workers if name not in earlier}
+        self._running: list[TrackerProcess] = []
+
+    def on_train_begin(self, schedule: RunSchedule) -> None:
+        write_atomically(self._output_dir / IDS_NAME, json.dumps(self._ids, indent=1) + "\n")
+        for name, (target, info) in self._workers.items():
+            self._running.append(TrackerProcess(name, target, info, self._log_dir / f"tracker-{name}.log"))
+
+    def on_log(self, report: LogReport) -> None:
+        self._send(self._shown.train_values(report), report.step, self._logged["loss"])
+
+    def on_evaluate(self, report: EvalReport) -> None:
+        self._send(self._shown.eval_values(report), report.step, self._logged["eval_loss"])
+
+    def on_train_end(self, summary: TrainSummary) -> None:
+        values = {"step": summary.step, "train_runtime": summary.seconds}
+        if summary.best_loss is not None:
+            values["best_eval_loss"] = summary.best_loss
+        limit = _FAILED_SECONDS if summary.outcome == "failed" else FINISH_SECONDS
+        deadline = time.monotonic() + limit
+        for process in self._running:
+            process.send({"finish": summary.outcome, "values": values})
+        for process in self._running:
+            process.finish(deadline, limit)
+
+    def _send(self, values: Mapping[str, float], step: int, logged: int) -> None:
+        for process in self._running:
+            if process.name in self._new or step > logged:
+                process.send({"values": values, "step": step})
+
+
+class TrackerProcess:
+    """A tracker's process, as rank 0 sees it: never waited for but at the end."""
+
+    def __init__(self, name: str, target: str, info: RunInfo, log: Path) -> None:
+        self.name, self._log = name, log
+        self._rest = b""  # of a line whose beginning is in the pipe
+        self._is_off = self._has_dropped = False
+        read, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        with contextlib.suppress(OSError):  # a kernel may allow less
+            fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        module = "megatune.training.trackers.worker"
+        words = [sys.executable, "-P", "-m", module, target, str(os.getpid()), str(log.absolute()), name]
+        try:
+            # The end of a rank's process group must not cut off its last numbers.
+            self._process = subprocess.Popen(words, stdin=read, start_new_session=True)
+        finally:
+            os.close(read)
+        self.send({"begin": asdict(info)})
+
+    def send(self, order: Mapping[str, Any]) -> None:
+        """Put an order into the pipe; one that does not fit is dropped, with a warning once."""
+        if self._is_off or self._has_ended():
+            return
+        self._write()
+        if not self._rest:
+            self._rest = json.dumps(order).encode() + b"\n"
+            self._write()
+        elif not self._has_dropped:
+            self._has_dropped = True
+            _logger.warning("%s does not keep up: it gets no numbers until it goes on (%s)", self.name, self._log)
+
+    def finish(self, deadline: float, limit: float) -> None:
+        """Wait for the end until the deadline, on the monotonic clock, `limit` seconds after it was asked for."""
+        while self._rest and not self._is_off and (left := deadline - time.monotonic()) > 0 and not self._has_ended():
+            select.select([], [self._pipe], [], min(left, 0.1))
+            self._write()
+        os.close(self._pipe)
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+            self._has_ended()
+        except subprocess.TimeoutExpired:
+            self._kill()
+            _logger.warning("%s did not finish in %.0f s and was ended (%s)", self.name, limit, self._log)
+
+    def _write(self) -> None:
+        try:
+            while self._rest:
+                self._rest = self._rest[os.write(self._pipe, self._rest) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._has_ended()
+
+    def _has_ended(self) -> bool:
+        """Return whether the process is gone; says so once, unless it has said why, or was asked to."""
+        code = self._process.poll()
+        if code is not None and not self._is_off:
+            self._is_off = True
+            if code not in (0, SAID_WHY):
+                _logger.warning("%s ended with code %d and is off for the rest of the run", self.name, code)
+        return code is not None
+
+    def _kill(self) -> None:
+        """Kill the process and what its library has started."""
+        end_family(self._process.pid)
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,188 @@
+"""Conversions between Hugging Face checkpoints and Megatron-Core's torch_dist: streamed, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatune import __version__
+from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import open_adapter
+from megatune.bridge.assemble import open_checkpoint
+from megatune.bridge.merged import MergedFolder
+from megatune.bridge.merged_model import MergedModel
+from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.bridge.save import MAX_FILE_BYTES
+from megatune.bridge.torch_dist.export import MegatronModel
+from megatune.bridge.torch_dist.source import TorchDistFolder
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import FAMILIES, load_architecture, read_config
+from megatune.families.forms import CheckpointForm
+from megatune.hub.megatron import ARGS, TRACKER, iteration_folder, iteration_name
+from megatune.hub.models import CONFIG
+from megatune.training.storage.files import amount
+from megatune.training.storage.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    digest_files,
+    problem_of,
+    read_manifest,
+    write_manifest,
+)
+from megatune.training.storage.model_files import small_files, with_dtype
+from megatune.training.storage.new_folder import check_target, new_folder
+
+_PROGRESS_SECONDS = 10.0
+_ITERATION = 1  # as Megatron-SWIFT's own export
+
+
+def to_mcore(
+    model_dir: Path,
+    adapters: Sequence[Path],
+    target: Path,
+    *,
+    name: str,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
+) -> str:
+    """Write a model in Megatron-Core's format, with tokenizer and configuration beside it.
+
+    Args:
+        adapters: merged into it, in this order.
+        name: of the model, for args.json.
+        dtype: of all weights; None keeps each tensor's own.
+
+    Returns:
+        What was done, in a line.
+
+    Raises:
+        MegatuneError: INPUT, where the model or an adapter cannot be used; CANNOT_WRITE.
+    """
+    began = time.perf_counter()
+    check_target(target, [model_dir, *adapters], overwrite)
+    architecture = load_architecture(model_dir)
+    folder, form = open_checkpoint(model_dir, architecture)
+    merged = [open_adapter(path, architecture) for path in adapters]
+    source = MergedFolder(folder, merged) if merged else folder
+    model = MegatronModel(source, folder, form, architecture, dtype)
+    progress = Progress("writing", model.num_bytes)
+    with new_folder(target, model.num_bytes) as partial:
+        iteration = partial / iteration_name(_ITERATION)
+        iteration.mkdir()
+        model.write(iteration, _ITERATION, max_file_bytes=max_file_bytes, progress=progress)
+        (partial / TRACKER).write_text(str(_ITERATION), encoding="utf-8")
+        _copy_small_files(model_dir, partial, model.dtype)
+        args = {"model": name, "torch_dtype": str(model.dtype).removeprefix("torch."), "task_type": "causal_lm"}
+        (partial / ARGS).write_text(json.dumps(args, indent=2) + "\n", encoding="utf-8")
+        files = digest_files(partial, [path for path in partial.rglob("*") if path.is_file()])
+        write_manifest(partial, Manifest(_ITERATION, tuple(files), {"megatune": __version__, "made_from": name}))
+    return f"{_merging(adapters)}{name} to Megatron-Core's torch_dist: {_amount(model.num_bytes, began)}, in {target}"
+
+
+def to_hf(
+    model_dir: Path,
+    weights: Path,
+    adapters: Sequence[Path],
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
+) -> str:
+    """Write a model that is in Megatron-Core's format as a Hugging Face checkpoint.
+
+    Args:
+        model_dir: with config.json, tokenizer and a link to the weights.
+        weights: the folder that was named.
+        adapters, dtype: as for `to_mcore`.
+
+    Returns:
+        What was done, in a line.
+
+    Raises:
+        MegatuneError: INPUT, where the model or an adapter cannot be used; CANNOT_WRITE.
+    """
+    began = time.perf_counter()
+    check_target(target, [weights, *adapters], overwrite)
+    check_digests(weights)
+    folder, _ = open_checkpoint(model_dir, load_architecture(model_dir))
+    assert isinstance(folder, TorchDistFolder)
+    folder.check_files()
+    model = MergedModel(model_dir, adapters, dtype)
+    progress = Progress("writing", model.num_bytes)
+    with new_folder(target, model.num_bytes) as partial:
+        written = model.write(partial, max_file_bytes, progress)
+        _copy_small_files(model_dir, partial, model.dtype)
+    files = f"{written.num_files} file{'s' * (written.num_files > 1)}"
+    return f"{_merging(adapters)}{weights} to Hugging Face: {_amount(model.num_bytes, began)} in {files}, in {target}"
+
+
+def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm, step: int) -> None:
+    """Write the weights in a checkpoint's safetensors in Megatron-Core's format as well.
+
+    Args:
+        form: of the safetensors, all of which are there.
+    """
+    source = SafetensorsFolder(folder)
+    source.places = form.locate_all(FAMILIES[architecture.model_type].weight_map(architecture), architecture)
+    iteration = folder / iteration_name(step)
+    iteration.mkdir()
+    MegatronModel(source, source, form, architecture).write(iteration, step)
+    (folder / TRACKER).write_text(str(step), encoding="utf-8")
+
+
+def check_digests(folder: Path) -> None:
+    """Compare the files of a checkpoint with the digests that were written with it, where it has some.
+
+    Raises:
+        MegatuneError: INPUT, naming every file that is missing or damaged.
+    """
+    found = iteration_folder(folder)
+    for place in dict.fromkeys((found, folder, found.parent)):
+        if (place / MANIFEST_NAME).is_file():
+            problems = [problem for file in read_manifest(place).files if (problem := problem_of(place, file))]
+            if problems:
+                findings = [Finding(problem, str(place), fix="copy the checkpoint again") for problem in problems]
+                raise MegatuneError(findings, ExitCode.INPUT)
+
+
+class Progress:
+    """Counts bytes, and prints how far it has come now and then."""
+
+    def __init__(self, verb: str, total: int) -> None:
+        self._verb, self._total, self._done = verb, max(1, total), 0
+        self._began = self._printed = time.monotonic()
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if (now := time.monotonic()) - self._printed > _PROGRESS_SECONDS:
+            self._printed = now
+            rate = self._done / 1e9 / (now - self._began)
+            print(
+                f"{self._verb:<10} {self._done / self._total:.0%} of {amount(self._total)}, {rate:.3g} GB/s", flush=True
+            )
+
+
+def _copy_small_files(model_dir: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copy configuration and tokenizer; config.json says the dtype of the weights."""
+    for file in small_files(model_dir):
+        shutil.copyfile(file, target / file.name)
+    config: dict[str, Any] = read_config(model_dir)
+    if (said := with_dtype(config, str(dtype).removeprefix("torch."))) != config:
+        (target / CONFIG).write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _merging(adapters: Sequence[Path]) -> str:
+    return f"merged {len(adapters)} adapter{'s' * (len(adapters) > 1)} and converted " if adapters else "converted "
+
+
+def _amount(num_bytes: int, began: float) -> str:
+    seconds = time.perf_counter() - began
+    return f"{amount(num_bytes)} in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.3g} GB/s"

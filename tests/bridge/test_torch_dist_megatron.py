@@ -1,0 +1,128 @@
+"""What Megatron-Core's own dist_checkpointing makes of our checkpoints, and we of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from bridging import assert_same_bits, tensors
+from model_sizes import MakeModel
+from torch import Tensor
+from torch_dist_kit import to_mcore
+from transformers import AutoModelForCausalLM
+
+from megatune.bridge.merged_model import MergedModel
+from megatune.config.settings import Settings
+from megatune.engine.groups import build
+from megatune.families import load_architecture
+
+TOKENS = torch.tensor([[3, 17, 250, 9, 41, 77, 300, 5]])
+
+
+def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
+    """Megatron-Core's GPTModel of its local layers, in the layout that the ranks are in."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    place = build(settings.parallel, seed=0, timeout=60)
+    found, moe = load_architecture(model), {}
+    if found.moe is not None:
+        moe = {
+            "num_moe_experts": found.moe.num_experts,
+            "moe_ffn_hidden_size": found.moe.moe_ffn_hidden_size,
+            "moe_router_topk": found.moe.router_topk,
+            "moe_layer_freq": [int(sparse) for sparse in found.moe.layers],
+        }
+    names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
+    config = TransformerConfig(
+        **{name: getattr(found, name) for name in names},
+        **moe,
+        tensor_model_parallel_size=place.tp_size,
+        pipeline_model_parallel_size=place.pp_size,
+        expert_model_parallel_size=place.ep_size,
+        pipeline_dtype=torch.float32,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=found.norm_epsilon,
+        qk_layernorm=True,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False
+        ),
+        vocab_size=-(-found.vocab_size // 128) * 128,
+        max_sequence_length=128,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=found.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=found.rotary_base,
+    ).eval()
+
+
+@torch.no_grad()
+def logits(model: Path, folder: Path, settings: Settings) -> Tensor:
+    """On a rank: what Megatron-Core's model computes after its own loader, strict as it is, has read our folder."""
+    from megatron.core import dist_checkpointing
+
+    gpt = megatron_model(model, settings)
+    gpt.load_state_dict(dist_checkpointing.load({"model": gpt.sharded_state_dict()}, str(folder))["model"])
+    size = TOKENS.shape[1]
+    mask = torch.ones(1, 1, size, size).tril() < 0.5
+    return gpt(TOKENS, torch.arange(size)[None], mask)[0]
+
+
+def test_megatron_computes_what_transformers_does(pool, model_dir: MakeModel, tmp_path: Path) -> None:
+    model = model_dir("qwen3")
+    folder = to_mcore(model, tmp_path / "mcore")
+    (found,) = pool.run(1, logits, model, folder / "iter_0000001", Settings())
+    expected = AutoModelForCausalLM.from_pretrained(model)(TOKENS).logits[0]
+    error = (found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5
+
+
+def resave(model: Path, folder: Path, out: Path, settings: Settings) -> None:
+    """On every rank: Megatron-Core loads a folder of ours, and saves it as it does."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    gpt = megatron_model(model, settings)
+    gpt.load_state_dict(dist_checkpointing.load({"model": gpt.sharded_state_dict()}, str(folder))["model"])
+    # Its saver starts processes, which those of the pool may not.
+    with mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False}):
+        dist_checkpointing.save(gpt.sharded_state_dict(), str(out))
+        filesystem_async._results_queue = None
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "parallel"),
+    [
+        ("qwen3", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+        ("qwen3_moe", 2, {"expert_model_parallel_size": 2}),
+    ],
+)
+def test_what_megatron_writes(
+    pool, model_dir: MakeModel, tmp_path: Path, family: str, ranks: int, parallel: dict[str, int]
+) -> None:
+    """Of whatever layout, with a padded vocabulary."""
+    model = model_dir(family)
+    folder = to_mcore(model, tmp_path / "mcore")
+    for name in ("out", "hf"):
+        (tmp_path / name).mkdir()
+    settings = Settings.model_validate({"parallel": parallel})
+    pool.run(ranks, resave, model, folder / "iter_0000001", tmp_path / "out", settings)
+    (tmp_path / "out/config.json").write_text((model / "config.json").read_text())
+    MergedModel(tmp_path / "out", []).write(tmp_path / "hf", 5 * 10**9)
+    assert_same_bits(tensors(tmp_path / "hf"), tensors(model))

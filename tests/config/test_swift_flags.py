@@ -1,0 +1,104 @@
+"""No flag of Megatron-SWIFT is dropped in silence: each is translated, ignored with its reason, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatune.config.dialects.swift import SwiftRun, read_swift
+from megatune.config.dialects.swift_defaults import VERSION_3
+from megatune.config.dialects.swift_lines import swift_lines
+from megatune.config.settings import setting_paths
+
+
+class Flag(NamedTuple):
+    name: str
+    versions: str
+    kind: str
+    default: str
+    sample: str
+    fate: str
+    beside: tuple[str, ...]
+
+
+def _flags() -> list[Flag]:
+    lines = Path(__file__).with_name("swift_flags.txt").read_text().splitlines()
+    return [Flag(*words[:6], tuple(words[6:])) for words in map(str.split, lines) if words[0] != "#"]
+
+
+FLAGS = _flags()
+REQUIRED = {"model": "m", "dataset": "d", "output_dir": "o", "train_iters": "5"}
+STANDS_FOR = {"save": "output_dir", "num_train_epochs": "train_iters", "max_epochs": "train_iters"}
+
+
+# The settings that these flags set come with other work; until then they are refused.
+LATER = {
+    name: setting
+    for setting, names in {
+        "async_save": "async_save",
+        "columns": "columns dataset_shuffle",
+        "save_format": "save_safetensors",
+        "hub_token": "hub_model_id hub_private_repo hub_token push_to_hub swanlab_project tensorboard_dir "
+        "wandb_project wandb_save_dir log_params_norm log_throughput log_memory_to_tensorboard log_timers_to_tensorboard "
+        "log_validation_ppl_to_tensorboard",
+    }.items()
+    for name in names.split()
+    if setting not in setting_paths()
+}
+
+
+def read(*flags: Flag) -> SwiftRun:
+    verb, values = "sft", dict(REQUIRED)
+    for flag in flags:
+        for word in flag.beside:
+            name, equals, value = word.partition("=")
+            verb = verb if equals else name
+            values |= {name: value} if equals else {}
+        values.pop(STANDS_FOR.get(flag.name, ""), None)
+    values |= {flag.name: flag.sample for flag in flags}
+    words = [word for name, value in values.items() for word in (f"--{name}", value)]
+    return read_swift(verb, words, env={}, config={"num_hidden_layers": 4}, on_cpu=True)
+
+
+def fate(run: SwiftRun, flag: Flag) -> str:
+    """What a user is told of a flag."""
+    where = f"--{flag.name}"
+    if any(finding.where == where for finding in run.loaded.findings):
+        return "refused"
+    # A line of its own, in a column of its own: swift      --lr 1e-5   learning_rate: 1e-05
+    said = [line for line in swift_lines(run, run.loaded) if line.split()[1] == where]
+    if said:
+        return "ignored" if "  ignored: " in said[0] else "translated"
+    set_here = [path for path, entry in run.loaded.entries.items() if entry.where == where]
+    same = any(path.partition(".")[2] == flag.name for path in set_here)
+    return "translated" if same else "dropped"
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_becomes_what_the_table_says(flag):
+    if flag.name not in LATER:
+        assert fate(read(flag), flag) == flag.fate
+
+
+def test_flags_of_version_3_alone_tell_the_version():
+    both = {"no_masked_softmax_fusion", "no_bias_dropout_fusion", "no_gradient_accumulation_fusion"}  # --no_X of 4
+    assert {flag.name for flag in FLAGS if flag.versions == "3"} - both == set(VERSION_3)
+
+
+def test_what_is_refused_passes_at_the_value_that_it_has_there():
+    kept = [flag for flag in FLAGS if flag.fate == "refused" and flag.default not in ("null", "[]") and not flag.beside]
+    assert len(kept) > 80
+    for flag in kept:
+        run = read(flag._replace(sample=flag.default))
+        assert fate(run, flag) != "refused", flag.name
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(FLAGS), min_size=2, max_size=6, unique_by=lambda flag: flag.name))
+def test_no_combination_hides_a_flag(flags):
+    run = read(*flags)
+    assert [flag.name for flag in flags if fate(run, flag) == "dropped"] == []
