@@ -140,7 +140,12 @@ def hold_until_settled(monkeypatch: pytest.MonkeyPatch) -> None:
         settle(trainer)
         released.clear()
 
-    on_writing(monkeypatch, released.wait)
+    def hold() -> None:
+        process, thread = (os.getpriority(os.PRIO_PROCESS, one) for one in (os.getpid(), threading.get_native_id()))
+        assert thread > process  # training comes first
+        released.wait()
+
+    on_writing(monkeypatch, hold)
     monkeypatch.setattr(loop.Trainer, "_settle", release)
 
 

@@ -8,6 +8,7 @@ operations is that of training, which goes on meanwhile.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from megatune.training.storage.store import CheckpointStore, rotate
 _KEY = "save"
 # What of a machine's free memory copies may take: the page cache has a use for some of it, too.
 _LARGEST_SHARE = 0.8
+_NICENESS = 10  # of threads that write
 
 
 class CheckpointSaver:
@@ -162,6 +164,8 @@ class _Save(threading.Thread):
     def run(self) -> None:
         """Write this rank's files and, on rank 0, finish the checkpoint once all ranks have written theirs."""
         try:
+            if self.ident is not None:
+                os.nice(_NICENESS)  # on Linux of this thread alone: where processors are short, training comes first
             post_outcome(_KEY, str(self._folder), self._write())
             if groups.rank() == 0:
                 parts = posted_outcomes(_KEY, str(self._folder), self._world_size)
