@@ -159,7 +159,7 @@ class _Save(threading.Thread):
         self._store, self._step, self._folder, self._needed = store, step, folder, needed
         self._files, self._finish, self._world_size = files, finish, world_size
         self._path: Path | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def run(self) -> None:
         """Write this rank's files and, on rank 0, finish the checkpoint once all ranks have written theirs."""
@@ -170,7 +170,7 @@ class _Save(threading.Thread):
             if groups.rank() == 0:
                 parts = posted_outcomes(_KEY, str(self._folder), self._world_size)
                 self._path = self._finish([digest for part in parts for digest in part])
-        except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
+        except Exception as error:
             self._error = error
             post_outcome(_KEY, str(self._folder), error)
 
@@ -187,7 +187,7 @@ class _Save(threading.Thread):
         """
 
         if self.ident is None and self._error is not None and not isinstance(self._error, MegatuneError):
-            raise self._error  # a peer that is gone, or Ctrl-C: nobody may be there to tell
+            raise self._error  # a peer that is gone: nobody may be there to tell
 
         def outcome() -> Path:
             if self.ident is not None:
