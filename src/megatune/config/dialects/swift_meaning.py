@@ -6,6 +6,7 @@ Each function reads a `Command`, and changes, sets, ignores or refuses flags of 
 from __future__ import annotations
 
 from megatune.config.dialects.swift_command import Command
+from megatune.config.dialects.swift_rollouts import DEFAULTS, WITHOUT_DEFAULT
 from megatune.config.entry import SettingEntry
 from megatune.config.values import parse
 from megatune.errors import Finding
@@ -28,6 +29,7 @@ _OF_RLHF = (
     "rlhf_type", "beta", "loss_type", "rpo_alpha", "label_smoothing", "desirable_weight", "undesirable_weight",
     "calculate_KL", "center_rewards_coefficient", "ref_model", "ref_adapters", "reference_free", "f_divergence_type",
 )  # fmt: skip
+ROLLOUTS = (*WITHOUT_DEFAULT, *DEFAULTS)
 
 
 def steps(command: Command) -> None:
@@ -125,6 +127,11 @@ def tuner(command: Command) -> None:
 
 def pictures(command: Command) -> None:
     """freeze_aligner is true by itself; bounds of pictures are environment variables there, with other defaults."""
+    bounds = command.value("model_kwargs", {})
+    known = {"max_pixels", "min_pixels", "video_max_pixels", "video_min_pixels", "fps", "fps_max_frames"}
+    if isinstance(bounds, dict) and bounds and bounds.keys() <= {*known, "image_max_token_num", "video_max_token_num"}:
+        command.env = {**{name.upper(): str(value) for name, value in bounds.items()}, **command.env}
+        command.whys[command.flags.pop("model_kwargs").where] = "bounds of pictures, as environment variables are"
     if "vision_config" not in command.config:
         return
     if command.value("freeze_vit") is False and not command.given("freeze_aligner"):
@@ -184,6 +191,10 @@ def preferences(command: Command) -> None:
         return
     if not command.given("rlhf_type"):
         command.default("rlhf_type", "dpo")
+    if command.stage in ("grpo", "gkd"):  # one reason for all of their flags
+        for name in (*_OF_RLHF[1:], *ROLLOUTS):
+            command.ignore(name, f"it is of {command.stage}")
+        return
     loss = command.value("loss_type")
     if command.stage == "rm":
         command.ignore("loss_type", "a reward model has one loss")
