@@ -332,6 +332,21 @@ def test_a_checkpoint_of_megatron_core_is_told_from_a_model(tmp_path):
     assert value(read(f"--load {tmp_path}"), "model.model_name_or_path") == str(tmp_path)
 
 
+def test_trackers_are_those_of_the_version():
+    old, new = read("--wandb_exp_name run"), read("--report_to swanlab --swanlab_exp_name run")
+    assert value(old, "logging.report_to") == ["tensorboard"]  # the name alone says nothing to version 4
+    assert value(read("--wandb_exp_name run --log_interval 1"), "logging.report_to") == ["tensorboard", "wandb"]
+    assert value(new, "logging.swanlab_project") == "megatron-swift"
+    assert value(new, "run.run_name") == "run"
+
+
+def test_a_token_is_not_shown():
+    run = read("--hub_token secret --push_to_hub")
+    lines = "\n".join(swift_lines(run, run.loaded))
+    assert "--hub_token ***" in lines
+    assert "secret" not in lines
+
+
 def test_run_yaml_trains_the_same(tmp_path):
     run = read("--lr 3e-5 --global_batch_size 8 --lora_rank 4 --tuner_type lora --min_lr 1e-6", NPROC_PER_NODE="2")
     loaded = run.loaded.for_world(2)
