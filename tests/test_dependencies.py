@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Modules that go by another name than their distribution.
-NAMES = {"yaml": "pyyaml", "megatron": "megatron-core", "PIL": "pillow"}
+NAMES = {"yaml": "pyyaml", "megatron": "megatron-core", "PIL": "pillow", "mlflow": "mlflow-skinny"}
 # What a distribution is needed by that imports nothing of it by name.
 NEEDED_BY = {
     "tensorboard": "torch.utils.tensorboard",
@@ -35,8 +35,8 @@ def _name(text: str) -> str:
 def imported(folder: str) -> tuple[set[str], set[str]]:
     """Distributions whose modules the files of a folder import, and the modules."""
     # Tests import from benchmarks, too.
-    own = {path.stem for one in {folder, "benchmarks"} for path in (ROOT / one).rglob("*") if path.suffix != ".md"}
-    own.add("megatune")
+    beside = {folder, "benchmarks"} - {"src"}
+    own = {"megatune", *(path.stem for one in beside for path in (ROOT / one).rglob("*") if path.suffix != ".md")}
     modules: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -65,7 +65,7 @@ def test_tests_and_benchmarks_import_what_their_extras_declare() -> None:
     tests, dev = imported("tests")[0], declared(EXTRAS["dev"])
     assert not tests - package - dev - declared(EXTRAS["modelscope"])  # a test that is skipped without it
     stubs = {name for name in dev if name.startswith("types-") and name.removeprefix("types-") in package}
-    assert not dev - tests - stubs - TOOLS
+    assert not dev - tests - stubs - TOOLS - imported("src")[0]  # what the package imports where it is asked for
     found, modules = imported("benchmarks")
     extras = declared([*EXTRAS["benchmarks"], *EXTRAS["benchmarks-gpu"]])
     assert not found - package - extras

@@ -14,9 +14,11 @@ from tiny_models import tiny_model
 
 from megatune.cli import infer
 from megatune.errors import ExitCode, MegatuneError
+from megatune.generation import vllm_backend
 from megatune.generation.chat import chat
 from megatune.generation.generator import Generator
-from megatune.generation.options import GenerationOptions
+from megatune.generation.options import GenerationOptions, Sampling
+from megatune.generation.prompt import Prompt
 from megatune.generation.results import ResultFile
 
 Say = Callable[..., None]
@@ -172,6 +174,21 @@ def test_what_is_not_built_is_refused_by_name(qwen3: Path) -> None:
     named = ["--model", "--num_beams", "--logprobs", "--write_batch_size", "--infer_backend"]
     assert [finding.where for finding in raised.value.findings] == named
     assert all(finding.fix for finding in raised.value.findings)
+
+
+def test_vllm_samples_as_transformers_would(qwen3: Path) -> None:
+    defaults = vllm_backend._Defaults(qwen3, {})
+    prompt = Prompt(list(range(60)))
+    greedy = Sampling(stop_words=("x",), top_p=0.5)
+    expected = {"max_tokens": 4, "temperature": 0.0, "stop": ["x"], "include_stop_str_in_output": True}
+    assert defaults.arguments(greedy, prompt) == expected
+    defaults.generation.do_sample, defaults.generation.temperature, defaults.generation.top_p = True, 0.6, 0.95
+    sampled = defaults.arguments(Sampling(temperature=None, top_k=20, keep_stop_word=False, seed=7), prompt)
+    expected = {"max_tokens": 4, "temperature": 0.6, "seed": 7, "include_stop_str_in_output": False}
+    assert sampled == {**expected, "top_p": 0.95, "top_k": 20}
+    with pytest.raises(MegatuneError, match="adapters are not built") as raised:
+        vllm_backend.check_vllm(GenerationOptions(), [qwen3])
+    assert raised.value.exit_code == ExitCode.SETTINGS
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")

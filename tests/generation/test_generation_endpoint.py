@@ -6,7 +6,11 @@ import base64
 import http.client
 import io
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -124,6 +128,10 @@ def test_a_chat_is_answered_as_infer_answers(client: openai.OpenAI, generator: G
         model="tiny", messages=[*developer, *HI], n=1, frequency_penalty=0.0, user="me", logprobs=False
     )
     assert again.choices[0].message.content == expected.text
+    history = [*messages, answer.choices[0].message.model_dump(), *HI]
+    turns = [*messages, {"role": "assistant", "content": expected.text}, *HI]
+    again = client.chat.completions.create(model="tiny", messages=history)
+    assert again.choices[0].message.content == generator.answer(turns).text
     thoughtless = client.chat.completions.create(
         model="tiny", messages=HI, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
     )
@@ -182,6 +190,8 @@ def test_sampling_is_that_of_the_request(client: openai.OpenAI) -> None:
         ({"messages": []}, "messages", None),
         ({"messages": [{"role": "user", "content": "1" * 5000}]}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", None),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content", None),
+        ({"messages": [{**HI[0], "tool_calls": []}]}, "messages.0.tool_calls", None),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", None),
     ],
 )  # fmt: skip
@@ -266,10 +276,11 @@ def test_an_answer_that_takes_too_long_and_one_that_the_end_finds(generator: Gen
             list(client.completions.create(model="tiny", prompt="x", max_tokens=3000, stream=True))
         # Without a key, pages that call this machine by a name of theirs are turned away.
         assert asked(port, "GET", "/v1/models", Host="page.example").status == 403
+        assert asked(port, "GET", "/v1/models", Host="[page").status == 403
         assert asked(port, "GET", "/v1/models", Host=f"localhost:{port}").status == 200
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=3000, stream=True)
         next(iter(stream))
-        streams.close()
+        streams.stop()
         with pytest.raises(openai.APIError, match="is ending"):
             list(stream)
 
@@ -298,6 +309,23 @@ def test_images_are_shown_where_they_stand(tmp_path: Path) -> None:
         for url in ("https://x.example/a.png", "/etc/hostname", "data:image/png;base64,AAAA"):
             with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content"):
                 answer({"type": "image_url", "image_url": {"url": url}})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_a_signal_ends_the_verb_and_the_answer_that_it_finds(generator: Generator) -> None:
+    command = [sys.executable, "-m", "megatune", "serve", "--model", generator.source, "--port", "0"]
+    environment = {**os.environ, "MEGATUNE_API_KEY": "k"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said.startswith("tiny is at http://127.0.0.1:")
+        client = client_of(int(said.split(":")[2].partition("/")[0]), "k")
+        stream = client.completions.create(model="tiny", prompt="x", max_tokens=3500, stream=True)
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="is ending"):
+            list(stream)
+        assert (process.wait(30), process.stderr.read()) == (ExitCode.DONE, "")
 
 
 def test_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

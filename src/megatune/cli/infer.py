@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.cli import model_flags
-from megatune.cli.model_flags import add_boolean, add_flag
+from megatune.cli.model_flags import add_boolean
+from megatune.cli.own_flags import add_flag
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:

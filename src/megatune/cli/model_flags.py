@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatune.cli import refused_flags
+from megatune.cli.own_flags import add_flag
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -31,37 +32,6 @@ _BOOLEANS = {
     **dict.fromkeys(("false", "no", "n", "f", "0"), False),
 }
 
-# ms-swift's flags of `swift infer` and `swift deploy` that are not built here, at the values that change nothing, and
-# what to do in place of others.
-_REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "num_beams": (("1",), "beam search is not built; leave it out"),
-    "logprobs": (("false",), "probabilities of tokens are not written; leave it out"),
-    "top_logprobs": ((), "probabilities of tokens are not written; leave it out"),
-    "structured_outputs_regex": ((), "answers are not held to a pattern; leave it out"),
-    "val_dataset_sample": ((), "write the number behind the data set: --val_dataset NAME#N"),
-    "load_data_args": (("false",), "name the data set: --val_dataset NAME"),
-    "load_args": (("true", "false"), ""),
-    "merge_lora": (("false",), "`megatune export --merge_lora` writes a merged model; adapters need none to be asked"),
-    "dataset": ((), "name what is to be answered: --val_dataset NAME"),
-    "template": ((), "a checkpoint's tokenizer has its chat template; leave it out"),
-    "use_chat_template": (("true",), "--raw leaves the chat template out"),
-    "task_type": (("causal_lm",), "only models that write text are asked"),
-    "torch_dtype": ((), "a model is loaded in the dtype of its config.json; leave it out"),
-    "attn_impl": ((), "Transformers chooses the attention; leave it out"),
-    "device_map": ((), "a model is loaded onto one device; --infer_backend vllm spreads it over several"),
-    "quant_bits": ((), "models are not quantized here; leave it out"),
-    "max_length": ((), "prompts are not cut: what the model's context does not hold is refused; leave it out"),
-    "max_pixels": ((), "write --image_max_pixels"),
-    "write_batch_size": (("1",), "each answer is written as soon as it is there; leave it out"),
-    "reranker_use_activation": (("true",), "only models that write text are asked"),
-    "ssl_keyfile": ((), "put a proxy with TLS before the endpoint"),
-    "ssl_certfile": ((), "put a proxy with TLS before the endpoint"),
-    "owned_by": (("megatune",), "leave it out"),
-    "max_logprobs": ((), "probabilities of tokens are not written; leave it out"),
-    "log_interval": (("-1",), "no statistics are printed; leave it out"),
-    "verbose": (("false",), "what is asked is not logged; leave it out"),
-}
-
 
 class InPlaceOfModel(argparse.Action):
     """A flag that lets the positional MODEL be left out: it names the model, or an adapter, which names its base."""
@@ -74,13 +44,6 @@ class InPlaceOfModel(argparse.Action):
         """Take the value."""
         setattr(namespace, self.dest, values)
         self._positional.required = False
-
-
-def add_flag(parser: Any, name: str, *others: str, **kwargs: Any) -> argparse.Action:
-    """Declare a flag in both spellings, with underscores and dashes."""
-    spellings = [f"--{each}" for name in (name, *others) for each in dict.fromkeys((name, name.replace("_", "-")))]
-    action: argparse.Action = parser.add_argument(*spellings, **kwargs)
-    return action
 
 
 def add_boolean(parser: Any, name: str, text: str, default: bool | None = None) -> None:
@@ -106,8 +69,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "model_revision", default="main", metavar="REVISION",
              help="branch, tag or commit of a model on a hub (main)")  # fmt: skip
     add_flag(parser, "cache_dir", metavar="DIR", help="where files of a hub are kept (the hub's own cache)")
-    for name in _REFUSED:
-        add_flag(parser, name, dest=f"refused_{name}", nargs="*", help=argparse.SUPPRESS)
+    refused_flags.add(parser)
 
 
 def add_asking(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +136,7 @@ def check(args: argparse.Namespace, *, brings_pictures: bool = False) -> Checked
     """
     from megatune.generation.options import GenerationOptions, PictureFile, check_options
 
-    if findings := [*_model_findings(args), *_refusals(args), *_backend_findings(args)]:
+    if findings := [*_model_findings(args), *refused_flags.findings(args), *_backend_findings(args)]:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     given = {each.name: getattr(args, each.name) for each in fields(GenerationOptions) if hasattr(args, each.name)}
     given |= {"stop_words": tuple(args.stop_words), "system": _system(args.system)}
@@ -246,16 +208,6 @@ def _model_findings(args: argparse.Namespace) -> list[Finding]:
         why = f"MODEL is {args.model} already"
         return [Finding("names the model a second time", "--model", why, "leave one of them out")]
     return []
-
-
-def _refusals(args: argparse.Namespace) -> list[Finding]:
-    """Return what to say of ms-swift's flags that are not built here."""
-    findings = []
-    for name, (neutral, fix) in _REFUSED.items():
-        given: Sequence[str] | None = getattr(args, f"refused_{name}")
-        if given is not None and (" ".join(given).lower() or "true") not in neutral:
-            findings.append(Finding("is not built", f"--{name}", fix=fix))
-    return findings
 
 
 def _backend_findings(args: argparse.Namespace) -> list[Finding]:

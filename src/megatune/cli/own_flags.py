@@ -7,13 +7,20 @@ import difflib
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatune.errors import Finding
 
 if TYPE_CHECKING:
     from megatune.config.dialects.dialect import Dialect
     from megatune.config.entry import Arguments
+
+
+def add_flag(parser: Any, name: str, *others: str, **kwargs: Any) -> argparse.Action:
+    """Declare a flag in both spellings, with underscores and dashes."""
+    spellings = [f"--{each}" for name in (name, *others) for each in dict.fromkeys((name, name.replace("_", "-")))]
+    action: argparse.Action = parser.add_argument(*spellings, **kwargs)
+    return action
 
 
 def split_words(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.cli import model_flags
-from megatune.cli.model_flags import Checked, add_flag
+from megatune.cli.model_flags import Checked
+from megatune.cli.own_flags import add_flag
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -84,8 +85,12 @@ def _serve(args: argparse.Namespace, checked: Checked, key: str | None, taken: s
     limits = Limits(body_bytes=int(args.max_body_mib * 2**20), seconds=args.request_timeout)
     app = App(prompter, streams, name, int(time.time()), defaults=checked.options, api_key=key, limits=limits)
     host = f"[{args.host}]" if ":" in args.host else args.host
-    print(f"{name} is at http://{host}:{taken.getsockname()[1]}/v1; Ctrl-C ends", file=sys.stderr, flush=True)
-    Server(app.asgi(args.cors_origins), streams, args.log_level).serve_on(taken)
+    address = f"http://{host}:{taken.getsockname()[1]}/v1"
+
+    def say() -> None:
+        print(f"{name} is at {address}; Ctrl-C ends", file=sys.stderr, flush=True)
+
+    Server(app.asgi(args.cors_origins), streams, args.log_level, say).serve_on(taken)
 
 
 def _findings(args: argparse.Namespace, key: str | None) -> list[Finding]:

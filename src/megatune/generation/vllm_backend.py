@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ class VllmBackend:
         """Load a model; `arguments` are vLLM's own, beside the model's folder."""
         from vllm import LLM
 
-        return cls(LLM(model=str(folder), **arguments), _Defaults(folder, arguments))
+        with _loading(folder):
+            return cls(LLM(model=str(folder), **arguments), _Defaults(folder, arguments))
 
     def write(
         self, prompt: Prompt, sampling: Sampling, on_text: OnText | None = None, is_stopped: IsStopped | None = None
@@ -120,9 +122,11 @@ class VllmStreams:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._defaults = _Defaults(folder, arguments)
+        with _loading(folder):
+            self._defaults = _Defaults(folder, arguments)
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
         self.context = self._defaults.context
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
+        self._tokenizing = asyncio.Lock()
 
     async def stream(
         self, make: Callable[[], Prompt], sampling: Sampling
@@ -131,7 +135,8 @@ class VllmStreams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        prompt = await asyncio.to_thread(make)
+        async with self._tokenizing:  # a tokenizer serves one thread
+            prompt = await asyncio.to_thread(make)
         arguments = self._defaults.arguments(sampling, prompt)
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         yield prompt
@@ -148,9 +153,23 @@ class VllmStreams:
                 yield piece.text
         yield Reply(text, num_tokens, stopped=reason == "stop")
 
+    def stop(self) -> None:
+        """Leave answers to the endpoint, which ends them after a while; see `Streams.stop`."""
+
     def close(self) -> None:
         """End its processes."""
         self._engine.shutdown()
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """Turn what vLLM refuses a model, or this machine, with into one line (UNAVAILABLE)."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:  # pydantic's errors are ValueErrors
+        why = str(error).strip().partition("\n")[0]
+        finding = Finding("vLLM cannot load the model", str(folder), why, "leave out --infer_backend vllm")
+        raise MegatuneError(finding, ExitCode.UNAVAILABLE) from error
 
 
 def _reply(output: Any) -> Reply:

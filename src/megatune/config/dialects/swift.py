@@ -138,7 +138,9 @@ def _set_processes(command: Command) -> None:
     """One process on each machine, or NPROC_PER_NODE; a launcher that started this process knows better."""
     env = command.env
     machines, each = env.get("NNODES") or "1", env.get("NPROC_PER_NODE") or "1"
-    if (env.get("RANK") and env.get("WORLD_SIZE")) or not (machines.isdigit() and each.isdigit()):
+    # Clusters set RANK and WORLD_SIZE for whole machines; only a launcher sets LOCAL_RANK.
+    is_launched = all(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if is_launched or not (machines.isdigit() and each.isdigit()):
         return  # what is no number is found where the processes are decided
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     copy = math.prod(int(command.number(name)) or 1 for name in sizes)

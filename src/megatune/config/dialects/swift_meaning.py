@@ -106,12 +106,14 @@ def tuner(command: Command) -> None:
         for name in _OF_LORA:
             command.ignore(name, "it is of tuner_type lora")
         return
-    for name, value in (("lora_alpha", 32), ("lora_dropout", 0.05)):
+    modules = command.value("target_modules")
+    of_attention = isinstance(modules, list) and {*modules} <= {"linear_qkv", "linear_proj"}
+    drops = (0.0, "adapters of experts drop nothing") if command.has_experts and not of_attention else (0.05,)
+    for name, value in (("lora_alpha", (32,)), ("lora_dropout", drops)):
         if not command.given("adapters") and not command.given(name):
-            command.default(name, value)
+            command.default(name, *value)
     if command.generation == 4 and not command.given("merge_lora") and command.value("save_safetensors", True):
         command.default("merge_lora", True, "version 4 writes the merged model, too")
-    modules = command.value("target_modules")
     if isinstance(modules, list):
         if "all-embedding" in modules:
             why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"

@@ -238,6 +238,8 @@ def experts(command: Command) -> None:
     """Mixtures of experts have defaults of their own."""
     if not command.has_experts:
         return
+    if not any(command.model_config.get(name) for name in ("shared_expert_intermediate_size", "n_shared_experts")):
+        command.ignore("moe_shared_expert_overlap", "the model has no shared experts")
     if command.generation == 4:
         for name, value in (("moe_router_dtype", "fp32"), ("expert_tensor_parallel_size", 1)):
             if not command.given(name):

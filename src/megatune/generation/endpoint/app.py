@@ -109,8 +109,7 @@ class App:
     def _admit(self, request: Request) -> None:
         """Refuse who does not know the key; without a key, web pages that call this machine by a name of theirs."""
         if self._api_key is None:
-            host = urlsplit(f"//{request.headers.get('host', '')}").hostname
-            if host not in _LOCAL_NAMES:
+            if _host(request) not in _LOCAL_NAMES:
                 raise ApiError(403, "without an API key, only this machine's own names are answered: localhost")
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -172,6 +171,14 @@ class App:
             gone.cancel()
             if not is_handed_over:
                 await events.aclose()
+
+
+def _host(request: Request) -> str | None:
+    """Return the name that a client calls this machine by, without the port."""
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname
+    except ValueError:
+        return None
 
 
 async def _gone(request: Request) -> None:

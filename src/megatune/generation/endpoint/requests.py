@@ -1,113 +1,21 @@
-"""What clients ask: OpenAI's request bodies, each field used, neutral or refused by name."""
+"""What clients ask: a prompt to make, and how its answer is written."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from megatune.data.bad_rows import RowError
 from megatune.data.media.sources import picture_source
 from megatune.errors import MegatuneError
+from megatune.generation.endpoint.bodies import ChatBody, Common, CompletionBody, Image, Message, validated
 from megatune.generation.endpoint.errors import ApiError
 from megatune.generation.options import Sampling, out_of_range
 from megatune.generation.prompt import Prompt
 from megatune.generation.prompter import Prompter, TooLongError
 
 _MOST_STOP_WORDS = 16
-# Fields that would change an answer, at the values at which they don't; None is always one.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "min_p": (0, 0.0),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "echo": (False,),
-    "suffix": ("",),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
-# Fields that change nothing about an answer.
-_PASSED_OVER = (
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-    "safety_identifier", "service_tier", "store", "user",
-)  # fmt: skip
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _StreamOptions(_Body):
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
-class _Url(_Body):
-    url: str
-    detail: str | None = None  # OpenAI's choice of a size; images have the sizes of the settings here
-
-
-class _Text(_Body):
-    type: Literal["text"]
-    text: str
-
-
-class _Image(_Body):
-    type: Literal["image_url"]
-    image_url: _Url
-
-
-class _Message(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Annotated[_Text | _Image, Field(discriminator="type")]]
-    name: None = None
-    refusal: None = None
-
-
-class _TemplateSwitches(_Body):
-    enable_thinking: bool | None = None
-
-
-class _Common(_Body):
-    model: str
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-
-
-class _ChatBody(_Common):
-    messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
-    chat_template_kwargs: _TemplateSwitches | None = None
-
-
-class _CompletionBody(_Common):
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
-
-
-_Kind = TypeVar("_Kind", bound=_Common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +44,7 @@ def read_chat(body: bytes, prompter: Prompter, defaults: Sampling) -> Asked:
     Raises:
         ApiError: (400) it is not one, or asks for what is not built.
     """
-    asked = _validated(_ChatBody, body)
+    asked = validated(ChatBody, body)
     switches = asked.chat_template_kwargs
     thinking = switches.enable_thinking if switches else None
     return _asked(asked, defaults, lambda: _chat_prompt(asked.messages, thinking, prompter), is_chat=True)
@@ -148,48 +56,12 @@ def read_completion(body: bytes, prompter: Prompter, defaults: Sampling) -> Aske
     Raises:
         ApiError: (400) it is not one, or asks for what is not built.
     """
-    asked = _validated(_CompletionBody, body)
+    asked = validated(CompletionBody, body)
     text = asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0]
     return _asked(asked, defaults, lambda: _fitting(lambda: prompter.text_prompt(text), "prompt"), is_chat=False)
 
 
-def _validated(kind: type[_Kind], body: bytes) -> _Kind:
-    """Check a body, less the fields that change nothing.
-
-    Raises:
-        ApiError: (400) naming the field.
-    """
-    try:
-        fields = _Fields.model_validate_json(body).__pydantic_extra__ or {}
-        for name, neutral in _NEUTRAL.items():
-            value = fields.pop(name, None)
-            if value is not None and repr(value) not in map(repr, neutral):  # of 0 and False, each is meant
-                only = f"only {json.dumps(neutral[0])} is built" if neutral else "is not built"
-                raise ApiError(400, f"{name}: {only}; leave it out", name, "unsupported_parameter")
-        for name in _PASSED_OVER:
-            fields.pop(name, None)
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _invalid(error) from error
-
-
-class _Fields(BaseModel):
-    """Any object of JSON."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-def _invalid(error: ValidationError) -> ApiError:
-    """Say what is wrong with the first wrong field."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    param = ".".join(map(str, first["loc"])) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
-    message = f"{param}: {first['msg']}" if param else first["msg"]
-    return ApiError(400, message, param, "invalid_json" if first["type"] == "json_invalid" else None)
-
-
-def _asked(body: _Common, defaults: Sampling, make: Callable[[], Prompt], *, is_chat: bool) -> Asked:
+def _asked(body: Common, defaults: Sampling, make: Callable[[], Prompt], *, is_chat: bool) -> Asked:
     return Asked(
         model=body.model,
         is_chat=is_chat,
@@ -200,14 +72,13 @@ def _asked(body: _Common, defaults: Sampling, make: Callable[[], Prompt], *, is_
     )
 
 
-def _sampling(body: _Common, defaults: Sampling) -> Sampling:
+def _sampling(body: Common, defaults: Sampling) -> Sampling:
     """Return how an answer is written: as the request says, else as the endpoint was started."""
     names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
-    limits = {"max_tokens": body.max_tokens, "max_completion_tokens": getattr(body, "max_completion_tokens", None)}
-    for value in limits.values():
-        if value is not None:
-            given["max_new_tokens"] = value
+    for limit in (body.max_tokens, getattr(body, "max_completion_tokens", None)):
+        if limit is not None:
+            given["max_new_tokens"] = limit
     if body.stop is not None:
         given["stop_words"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         if len(given["stop_words"]) > _MOST_STOP_WORDS:
@@ -219,7 +90,7 @@ def _sampling(body: _Common, defaults: Sampling) -> Sampling:
     return sampling
 
 
-def _chat_prompt(messages: list[_Message], thinking: bool | None, prompter: Prompter) -> Prompt:
+def _chat_prompt(messages: list[Message], thinking: bool | None, prompter: Prompter) -> Prompt:
     """Write a conversation, with its images where they stand among its text."""
     shown = []
     written: list[Mapping[str, str]] = []
@@ -227,7 +98,7 @@ def _chat_prompt(messages: list[_Message], thinking: bool | None, prompter: Prom
         parts = [message.content] if isinstance(message.content, str) else message.content
         text = ""
         for part in parts:
-            if isinstance(part, _Image):
+            if isinstance(part, Image):
                 shown.append(_image(part.image_url.url, message.role, f"messages.{number}.content", prompter))
                 text += shown[-1].placeholder
             else:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -52,13 +53,21 @@ def listening_socket(host: str, port: int, *, has_key: bool) -> socket.socket:
 class Server(uvicorn.Server):
     """Serves an application until SIGINT or SIGTERM, which also end the answer that is being written."""
 
-    def __init__(self, app: Starlette, streams: Streams, log_level: str = "warning") -> None:
+    def __init__(
+        self, app: Starlette, streams: Streams, log_level: str = "warning", on_start: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app, log_level=log_level, timeout_graceful_shutdown=_SECONDS_TO_END, server_header=False, ws="none",
             )
         )  # fmt: skip
-        self._streams = streams
+        self._streams, self._on_start = streams, on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say so."""
+        await super().startup(sockets)
+        if self.started and self._on_start is not None:
+            self._on_start()
 
     def serve_on(self, taken: socket.socket) -> None:
         """Serve on an address; returns when it is stopped."""
@@ -74,7 +83,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End answers, then the endpoint."""
-        self._streams.close()
+        self._streams.stop()
         super().handle_exit(sig, frame)
 
 

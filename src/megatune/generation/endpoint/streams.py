@@ -33,8 +33,12 @@ class Streams(Protocol):
         """
         ...
 
+    def stop(self) -> None:
+        """Let every answer end soon, and begin none; a signal may call it at any moment."""
+        ...
+
     def close(self) -> None:
-        """End every answer, and give back what was taken."""
+        """Give back what was taken, when nobody asks any more."""
         ...
 
 
@@ -49,11 +53,11 @@ class OneAtATime:
         self._backend, self._max_waiting = backend, max_waiting
         self._thread = ThreadPoolExecutor(1, "generate")
         self._unfinished = 0  # in the event loop's thread only
-        self._closed = threading.Event()
+        self._stopped = False
 
     async def stream(self, make: Callable[[], Prompt], sampling: Sampling) -> Events:
         """Yield the events of one answer; see `Streams.stream`."""
-        if self._closed.is_set():
+        if self._stopped:
             raise _ending()
         if self._unfinished > self._max_waiting:
             raise ApiError(503, f"{self._max_waiting} requests are waiting; try again later", code="queue_full")
@@ -65,7 +69,7 @@ class OneAtATime:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         def is_stopped() -> bool:
-            return left.is_set() or self._closed.is_set()
+            return left.is_set() or self._stopped
 
         def work() -> None:
             try:
@@ -96,9 +100,13 @@ class OneAtATime:
     def _finish(self) -> None:
         self._unfinished -= 1
 
+    def stop(self) -> None:
+        """End the answer that is being written, and those that wait; see `Streams.stop`."""
+        self._stopped = True
+
     def close(self) -> None:
-        """End the answer that is being written, and those that wait."""
-        self._closed.set()
+        """End the thread, with its answer."""
+        self.stop()
         self._thread.shutdown(wait=False)
 
 
