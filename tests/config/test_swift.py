@@ -215,6 +215,8 @@ MEANINGS = [
     ("--attention_backend flash_3", "performance.attention_backend", "flash"),
     ("--torch_dtype float32", "precision.fp16", True),
     ("--fp16 false --bf16 false", "precision.bf16", False),
+    ("--fp16 false --bf16 false --torch_dtype float32", "precision.fp16", False),
+    ("--max_pixels 5000", "data.image_max_pixels", 5000),
     ("--accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", True),
     ("--fp16 --accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", False),
     ("--truncation_strategy delete", "data.truncation_strategy", "drop"),
