@@ -20,6 +20,7 @@ from reporting import add_output_flag, finish
 VOCABULARY = 16384
 BETWEEN = 3  # steps before each save
 LEARNING_RATE = 1e-4
+AT_ONCE, STALL = "saved at once", "in the background, all of it"
 
 
 class Timed(NamedTuple):
@@ -108,8 +109,8 @@ def _lines(found: Seconds, part: int) -> dict[str, list[float]]:
     slower = [sum(each[part] - one for each in steps) for steps, one in zip(found.beside, alone, strict=True)]
     copy, settle = ([each[part] for each in timed] for timed in (found.copy, found.settle))
     return {
-        "saved at once": [each[part] for each in found.at_once],
-        "in the background, all of it": [sum(parts) for parts in zip(copy, settle, slower, strict=True)],
+        AT_ONCE: [each[part] for each in found.at_once],
+        STALL: [sum(parts) for parts in zip(copy, settle, slower, strict=True)],
         "- the copy, of which nothing is hidden": copy,
         "- steps beside it are slower, together": slower,
         "- hearing that it is whole": settle,
@@ -144,16 +145,15 @@ def main() -> None:
          f"{statistics.median(seconds) / step:.2f}", f"{statistics.median(columns[1][what]):.3f}")
         for what, seconds in columns[0].items()
     ]  # fmt: skip
-    (_, stalls), (_, at_once) = list(columns[0].items())[1], list(columns[0].items())[0]
-    ratios = [stall / whole for stall, whole in zip(stalls, at_once, strict=True)]
+    ratios = [stall / whole for stall, whole in zip(columns[0][STALL], columns[0][AT_ONCE], strict=True)]
     beside = statistics.median(map(len, found.beside))
     note = (
         f"A checkpoint has {size / 2**20:,.0f} MiB; a step without a save takes {step:.3f} s (median), and "
         f"{beside:.0f} steps were trained while one was written, which took {statistics.median(found.written):.2f} s. "
         f"Stall: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of that of a save at once, "
         f"pairwise over {arguments.rounds} rounds. Medians and ranges of the rounds; on a CPU the thread that writes "
-        "takes processor time from steps. Own seconds are of the processor, in the thread that trains: on a machine that "
-        f"others use, they say how much of the work is left to it. Load of the machine (1 minute) at the start: {load:.1f}."
+        "takes processor time from steps. Own seconds are of the processor, in the thread that trains: where others use "
+        f"the machine, they say how much work is left to it. Load of the machine (1 minute) at the start: {load:.1f}."
     )
     header = ("what training waits for", "seconds", "range", "in steps", "own seconds")
     finish("async-save", "The stall of a checkpoint", header, rows, note, arguments.output)
