@@ -152,7 +152,7 @@ def main() -> None:
         f"{beside:.0f} steps were trained while one was written, which took {statistics.median(found.written):.2f} s. "
         f"Stall: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of that of a save at once, "
         f"pairwise over {arguments.rounds} rounds. Medians and ranges of the rounds; on a CPU the thread that writes "
-        "takes processor time from steps. Own seconds are of the processor, in the thread that trains: where others use "
+        "takes processor time from steps. Own seconds are of the processor, in the training thread: where others use "
         f"the machine, they say how much work is left to it. Load of the machine (1 minute) at the start: {load:.1f}."
     )
     header = ("what training waits for", "seconds", "range", "in steps", "own seconds")
