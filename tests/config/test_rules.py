@@ -79,7 +79,8 @@ WRONG = [
         ["save_format=torch_dist", "finetuning_type=lora"],
         "save_format torch_dist with finetuning_type lora\n"
         "    why: a checkpoint of adapters holds no model, and Megatron-Core has no form of them that others read\n"
-        "    fix: write save_format: hf and merge_lora: true, then megatune export --to_mcore true of output_dir/merged",
+        "    fix: write save_format: hf and merge_lora: true, then "
+        "megatune export --to_mcore true of output_dir/merged",
     ),
     (
         ["save_format=torch_dist", "stage=rm"],
