@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from time import sleep
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_aSecretThatIsNowhereElse"
@@ -29,6 +32,9 @@ class Hub(ThreadingHTTPServer):
         cuts: how often to break the connection in the middle of a file, by its path.
         damaged: files of which another content of the same size is sent.
         sizes: of files, where the list lies about them.
+        commits: repository, message and paths of every commit that was made.
+        refuses: status of the answer to each commit, while there are any; 0 is none at all.
+        account: whom a token belongs to; "" where the hub knows none.
     """
 
     daemon_threads = True
@@ -44,6 +50,10 @@ class Hub(ThreadingHTTPServer):
         self.cuts: dict[str, int] = {}
         self.damaged: set[str] = set()
         self.sizes: dict[str, int] = {}
+        self.commits: list[tuple[str, str, list[str]]] = []
+        self.refuses: list[int] = []
+        self.account = "team"
+        self.blobs: dict[str, bytes] = {}  # that ModelScope's library sends before its commit
 
     @property
     def url(self) -> str:
@@ -57,6 +67,7 @@ class Hub(ThreadingHTTPServer):
             "HF_HUB_OFFLINE": "0",
             "HF_TOKEN": TOKEN,
             "MODELSCOPE_ENDPOINT": self.url,
+            "MODELSCOPE_API_TOKEN": TOKEN,
             "MODELSCOPE_CACHE": str(folder / "ms"),
             "MODELSCOPE_HOME": str(folder / "ms-home"),
             "MEGATUNE_CACHE": str(folder / "cache"),
@@ -88,6 +99,13 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         path = unquote(url.path).strip("/")
         self.server.asked.append(path)
+        if path == "openapi/v1/users/me":
+            return self.answer(200, json.dumps({"success": True, "data": {"username": self.server.account}}).encode())
+        if path == "api/whoami-v2":
+            known = self.server.account and self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            return self.answer(
+                200 if known else 401, json.dumps({"type": "user", "name": self.server.account}).encode()
+            )
         for kind in ("datasets", "models"):
             if path.startswith(f"api/v1/{kind}/"):
                 return self.modelscope(kind, path.removeprefix(f"api/v1/{kind}/"), parse_qs(url.query))
@@ -98,6 +116,74 @@ class _Handler(BaseHTTPRequestHandler):
             repo, _, rest = path.removeprefix("datasets/").partition("/resolve/")
             return self.file(kind, repo, rest.partition("/")[2])
         return self.answer(404, b"{}")
+
+    def do_POST(self) -> None:
+        """Of Hugging Face's hub: repositories are created, and committed to, every file in the commit itself."""
+        path = unquote(urlsplit(self.path).path).strip("/")
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append(path)
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.answer(401, b"{}")
+        if path.startswith("api/v1/"):
+            return self.modelscope_post(path.removeprefix("api/v1/"), json.loads(body))
+        if path == "api/validate-yaml":
+            return self.answer(200, b'{"errors": [], "warnings": []}')
+        if path == "api/repos/create":
+            asked = json.loads(body)
+            repo = f"{asked.get('organization') or self.server.account}/{asked['name']}"
+            is_new = repo not in self.server.repositories["models"]
+            self.server.repositories["models"].setdefault(repo, {})
+            return self.answer(200 if is_new else 409, json.dumps({"url": f"{self.server.url}/{repo}"}).encode())
+        repo, _, what = path.removeprefix("api/models/").partition("/preupload/")
+        if what:
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            return self.answer(200, json.dumps({"files": files}).encode())
+        return self.commit(path.removeprefix("api/models/").partition("/commit/")[0], body)
+
+    def do_PUT(self) -> None:
+        """Of ModelScope's hub: a large file, by its digest."""
+        self.server.blobs[self.path.rpartition("/")[2]] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, b"{}")
+
+    def modelscope_post(self, path: str, asked: dict[str, Any]) -> None:
+        """Of ModelScope's hub: repositories are created, and committed to, large files beforehand."""
+        data: dict[str, Any] = {}
+        if path == "models":
+            self.server.repositories["models"].setdefault(f"{asked['Path']}/{asked['Name']}", {})
+        elif path.endswith("/info/lfs/objects/batch"):
+            href = f"{self.server.url}/blobs"
+            objects = [{**each, "actions": {"upload": {"href": f"{href}/{each['oid']}"}}} for each in asked["objects"]]
+            data = {"objects": objects}
+        else:
+            repo = path.removeprefix("repos/models/").partition("/commit/")[0]
+            files = self.server.repositories["models"][repo]
+            for action in asked["actions"]:
+                is_large = action["type"] == "lfs"
+                content = self.server.blobs[action["sha256"]] if is_large else b64decode(action["content"])
+                files[action["path"]] = content
+            self.server.commits.append((repo, asked["commit_message"], sorted(files)))
+        self.answer(200, json.dumps({"Code": 200, "Success": True, "Data": data}).encode())
+
+    def commit(self, repo: str, body: bytes) -> None:
+        if self.server.refuses:
+            status = self.server.refuses.pop(0)
+            if status == 0:
+                sleep(600)
+            return self.answer(status, TOKEN.encode())
+        lines = [json.loads(line) for line in body.splitlines()]
+        files = self.server.repositories["models"][repo]
+        for line in lines:
+            if line["key"] == "file":
+                files[line["value"]["path"]] = b64decode(line["value"]["content"])
+            elif line["key"] == "deletedFile":
+                del files[line["value"]["path"]]
+        message = next(line["value"]["summary"] for line in lines if line["key"] == "header")
+        self.server.commits.append((repo, message, sorted(files)))
+        found = {"success": True, "commitOid": COMMIT, "commitUrl": f"{self.server.url}/{repo}/commit/{COMMIT}"}
+        return self.answer(200, json.dumps(found).encode())
 
     def api(self, kind: str, path: str) -> None:
         repo = next((name for name in self.server.repositories[kind] if path.startswith(f"{name}/")), "")
@@ -133,8 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
         return entry
 
     def modelscope(self, kind: str, path: str, query: dict[str, list[str]]) -> None:
-        repo, _, what = path.partition("/repo")
-        if repo not in self.server.repositories[kind] or query.get("Revision", ["master"])[0] != "master":
+        repo, of_repo, what = path.partition("/repo")
+        if not of_repo and repo in self.server.repositories[kind]:
+            self.answer(200, json.dumps({"Code": 200, "Success": True, "Data": {"Name": repo}}).encode())
+        elif repo not in self.server.repositories[kind] or query.get("Revision", ["master"])[0] != "master":
             self.answer(404, json.dumps({"Code": 404, "Message": f"not there {TOKEN}"}).encode())
         elif what.startswith(("/tree", "/files")):
             files = [

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+
+# Names of variables that hold secrets: HF_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD.
+_SECRET = re.compile(r"(_|^)(KEY|TOKEN|PASSWORD|SECRET)")
 
 
 class ExitCode(IntEnum):
@@ -66,3 +71,11 @@ class MegatuneError(Exception):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.findings, self.exit_code)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text of a library's without the values of variables that hold secrets."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name) and len(value) > 5:
+            text = text.replace(value, "***")
+    return text

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from bridging import assert_same_bits, tensors
 from model_sizes import MakeModel
+from pool import RankPool
 from torch.distributed import checkpoint as dcp
 from torch_dist_kit import to_mcore
 
+from megatune.bridge.assemble import load_model
 from megatune.bridge.merged_model import MergedModel
+from megatune.bridge.torch_dist.files import TorchDistFiles
+from megatune.bridge.torch_dist.table import read_table
+from megatune.config.settings import Settings
+from megatune.engine.groups import build
 from megatune.families import FAMILIES
 
 
@@ -32,3 +39,49 @@ def test_plain_torch_reads_it(model_dir: MakeModel, tmp_path: Path) -> None:
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     expected = [tensors(model_dir("llama"))[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(4)]
     assert torch.equal(found["decoder.layers.mlp.linear_fc2.weight"], torch.stack(expected))
+
+
+def one_in_rows(folder: Path, name: str) -> None:
+    """Write a tensor anew, each row of it a chunk by itself."""
+    files = TorchDistFiles(folder / "new", 10**9)
+    (folder / "new").mkdir()
+    whole = torch.empty(torch.Size(read_table(folder)[name].shape))
+    dcp.load({name: whole}, checkpoint_id=folder, no_dist=True)
+    for row in range(len(whole)):
+        files.add(name, tuple(whole.shape), (row, *(0 for _ in whole.shape[1:])), whole[row : row + 1])
+    files.close({}, 1)
+    (folder / "new/__0_0.distcp").rename(folder / "__7_0.distcp")
+    tables = [pickle.loads((each / ".metadata").read_bytes()) for each in (folder, folder / "new")]
+    tables[0].state_dict_metadata |= tables[1].state_dict_metadata
+    kept = {index: info for index, info in tables[0].storage_data.items() if index.fqn != name}
+    for info in tables[1].storage_data.values():
+        info.relative_path = "__7_0.distcp"
+    tables[0].storage_data = kept | tables[1].storage_data
+    (folder / ".metadata").write_bytes(pickle.dumps(tables[0]))
+
+
+def load_in_ranks(model: Path, settings: Settings) -> list[bytes]:
+    """On every rank: the bits of its parameters."""
+    loaded = load_model(model, settings, build(settings.parallel, seed=0, timeout=60), trained=False)
+    return [local.parameter.data.numpy().tobytes() for local in loaded.parameters]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "parallel"),
+    [
+        ("qwen3", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+        ("deepseek_v3", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        ("mixtral", 2, {"expert_model_parallel_size": 2}),
+        ("qwen3_vl_moe", 2, {"pipeline_model_parallel_size": 2}),
+    ],
+)
+def test_ranks_read_what_they_read_of_hugging_face(
+    pool: RankPool, model_dir: MakeModel, tmp_path: Path, family: str, ranks: int, parallel: dict[str, int]
+) -> None:
+    model, settings = model_dir(family), Settings.model_validate({"parallel": parallel})
+    folder = to_mcore(model, tmp_path / "mcore")
+    if family == "qwen3":
+        one_in_rows(folder / "iter_0000001", "embedding.word_embeddings.weight")
+    expected, found = (pool.run(ranks, load_in_ranks, each, settings) for each in (model, folder))
+    assert found == expected
+    assert all(expected)

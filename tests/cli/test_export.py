@@ -135,7 +135,7 @@ def test_every_key_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.Capture
         "adaptor_name_or_path: a\n"
         "merge_lora: false\n"
     )
-    assert main(["export", str(tmp_path / "merge.yaml"), "--to_mcore", "--to_hf"]) == 64
+    assert main(["export", str(tmp_path / "merge.yaml"), "--torch_dtype", "int8"]) == 64
     text = capsys.readouterr().err
     for said in (
         "merge.yaml:2: export_quantization_bit: 4 is not supported",
@@ -148,10 +148,9 @@ def test_every_key_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.Capture
         "merge.yaml:9: unknown setting 'adaptor_name_or_path'",
         "did you mean adapter_name_or_path?",
         "merge.yaml:10: merge_lora: false",
-        "--to_mcore: to_mcore: true is not supported",
-        "--to_hf",
+        "--torch_dtype: torch_dtype is 'int8'",
         "export_dir is missing",
-        "12 problems",
+        "11 problems",
     ):
         assert said in text, text
 

@@ -54,7 +54,7 @@ def test_console_script_and_module() -> None:
     [
         ([], "usage: megatune"),
         (["trian"], "did you mean `megatune train`?"),
-        (["qqq"], "one of: train, sft, pt, dpo, kto, rm, plan, explain, data, verify, infer, export, demo-model"),
+        (["qqq"], "one of: train, sft, pt, dpo, kto, rm, plan, explain, data, verify, infer, serve, export"),
         (["run.yaml"], "megatune train run.yaml"),
         (["infer"], "megatune infer: the following arguments are required: MODEL"),
         (["infer", "x", "--promt", "y"], "did you mean --prompt?"),

@@ -215,6 +215,8 @@ MEANINGS = [
     ("--attention_backend flash_3", "performance.attention_backend", "flash"),
     ("--torch_dtype float32", "precision.fp16", True),
     ("--fp16 false --bf16 false", "precision.bf16", False),
+    ("--fp16 false --bf16 false --torch_dtype float32", "precision.fp16", False),
+    ("--max_pixels 5000", "data.image_max_pixels", 5000),
     ("--accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", True),
     ("--fp16 --accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", False),
     ("--truncation_strategy delete", "data.truncation_strategy", "drop"),
@@ -256,6 +258,12 @@ def test_rlhf_is_a_preference_stage(flags, path, expected):
     assert value(run, path) == expected
 
 
+def test_reinforcement_learning_is_refused_once():
+    run = read("--rlhf_type grpo --use_vllm true --vllm_mode colocate --num_generations 4 --loss_type x", verb="rlhf")
+    (message,) = findings(run)
+    assert message.startswith("--rlhf_type: rlhf_type: grpo is not supported")
+
+
 REFUSED = [
     ("--min_lr 1e-6 --lr_decay_style linear", "--min_lr"),
     ("--lr_decay_iters 7", "--lr_decay_iters"),
@@ -294,6 +302,8 @@ def test_pictures_are_bounded_by_environment_variables():
     assert value(run, "data.video_maxlen") == 12
     assert value(run, "data.image_min_pixels") == 4 * 28**2
     assert value(run, "finetuning.freeze_deepstack_mergers") is True
+    run = read("--model_kwargs", config=config, words=['{"fps": 1, "max_pixels": 5000}'])
+    assert (value(run, "data.video_fps"), value(run, "data.image_max_pixels")) == (1.0, 5000)
     run = read(config={**config, "model_type": "qwen3_vl"}, IMAGE_MAX_TOKEN_NUM="100")
     assert value(run, "data.image_max_pixels") == 100 * 32**2
 
@@ -311,6 +321,32 @@ def test_finetune_false_resumes_from_a_checkpoint_of_this_program(tmp_path):
     for flags in (f"--load {tmp_path} --finetune false", f"--model {tmp_path} --no_finetune"):
         assert value(read(flags), "run.resume_from_checkpoint") == str(tmp_path)
     assert value(read("--load m --finetune false"), "run.resume_from_checkpoint") is None
+
+
+def test_a_checkpoint_of_megatron_core_is_told_from_a_model(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    run = read_swift("sft", ["--load", str(tmp_path), "--dataset", "d", "--train_iters", "5"], env={}, config=CONFIG)
+    assert value(run, "model.mcore_model") == str(tmp_path)
+    assert any("(finetune)" in line for line in swift_lines(run, run.loaded))
+    refused = read(f"--load {tmp_path} --finetune false")
+    assert [finding.where for finding in refused.loaded.findings] == ["--finetune"]
+    (tmp_path / "model.safetensors").touch()  # version 4 writes both
+    assert value(read(f"--load {tmp_path}"), "model.model_name_or_path") == str(tmp_path)
+
+
+def test_trackers_are_those_of_the_version():
+    old, new = read("--wandb_exp_name run"), read("--report_to swanlab --swanlab_exp_name run")
+    assert value(old, "logging.report_to") == ["tensorboard"]  # the name alone says nothing to version 4
+    assert value(read("--wandb_exp_name run --log_interval 1"), "logging.report_to") == ["tensorboard", "wandb"]
+    assert value(new, "logging.swanlab_project") == "megatron-swift"
+    assert value(new, "run.run_name") == "run"
+
+
+def test_a_token_is_not_shown():
+    run = read("--hub_token secret --push_to_hub")
+    lines = "\n".join(swift_lines(run, run.loaded))
+    assert "--hub_token ***" in lines
+    assert "secret" not in lines
 
 
 def test_run_yaml_trains_the_same(tmp_path):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatune.config.dialects.swift import SwiftRun, read_swift
 from megatune.config.dialects.swift_defaults import VERSION_3
 from megatune.config.dialects.swift_lines import swift_lines
-from megatune.config.settings import setting_paths
 
 
 class Flag(NamedTuple):
@@ -33,22 +32,6 @@ def _flags() -> list[Flag]:
 FLAGS = _flags()
 REQUIRED = {"model": "m", "dataset": "d", "output_dir": "o", "train_iters": "5"}
 STANDS_FOR = {"save": "output_dir", "num_train_epochs": "train_iters", "max_epochs": "train_iters"}
-
-
-# The settings that these flags set come with other work; until then they are refused.
-LATER = {
-    name: setting
-    for setting, names in {
-        "async_save": "async_save",
-        "columns": "columns dataset_shuffle",
-        "save_format": "save_safetensors",
-        "hub_token": "hub_model_id hub_private_repo hub_token push_to_hub swanlab_project tensorboard_dir "
-        "wandb_project wandb_save_dir log_params_norm log_throughput log_memory_to_tensorboard log_timers_to_tensorboard "
-        "log_validation_ppl_to_tensorboard",
-    }.items()
-    for name in names.split()
-    if setting not in setting_paths()
-}
 
 
 def read(*flags: Flag) -> SwiftRun:
@@ -80,8 +63,7 @@ def fate(run: SwiftRun, flag: Flag) -> str:
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_every_flag_becomes_what_the_table_says(flag):
-    if flag.name not in LATER:
-        assert fate(read(flag), flag) == flag.fate
+    assert fate(read(flag), flag) == flag.fate
 
 
 def test_flags_of_version_3_alone_tell_the_version():
@@ -102,3 +84,24 @@ def test_what_is_refused_passes_at_the_value_that_it_has_there():
 def test_no_combination_hides_a_flag(flags):
     run = read(*flags)
     assert [flag.name for flag in flags if fate(run, flag) == "dropped"] == []
+
+
+_JUNK = st.sampled_from([[], [""], ["abc"], ["-1"], ["1e999"], ["["], ["{a: b"], ["null"], ["a", "b"], ["true"], ["'"]])
+_CONFIGS = st.sampled_from(
+    [
+        {},
+        {"num_hidden_layers": 4, "dtype": "float16", "max_position_embeddings": 9, "num_experts": 4},
+        {"vision_config": {}, "model_type": "qwen3_vl", "text_config": {"num_hidden_layers": "x"}},
+    ]
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(FLAGS), _JUNK), min_size=1, max_size=5), _CONFIGS)
+def test_what_makes_no_sense_is_a_finding(flags, config):
+    words = [word for flag, values in flags for word in (f"--{flag.name}", *values)]
+    for verb in ("sft", "pt", "rlhf"):
+        run = read_swift(verb, words, env={}, config=config, on_cpu=True)
+        loaded = run.loaded.for_world(1)
+        loaded.check(world_size=1)
+        assert swift_lines(run, loaded)

@@ -89,7 +89,7 @@ def test_a_run_fetches_what_it_needs_and_resumes_without_the_hub(hub: Hub, tmp_p
     assert code == 64, output
     assert sent(hub) == ["config.json"]
 
-    code, output = finish(start(hub, tmp_path, "max_steps=2"))
+    code, output = finish(start(hub, tmp_path, "max_steps=2", "push_to_hub=true", f"hub_token={TOKEN}", HF_TOKEN=""))
     assert code == 0, output
     assert f"model      team/tiny at {COMMIT[:12]}: qwen3" in output
     assert output.index("plan  ") < output.index("fetching ") < output.index("model   ")
@@ -98,6 +98,19 @@ def test_a_run_fetches_what_it_needs_and_resumes_without_the_hub(hub: Hub, tmp_p
     written = (tmp_path / "out" / "run.yaml").read_text()
     assert yaml.safe_load(written)["model_revision"] == COMMIT
     assert f"# main on {hub.url.removeprefix('http://')}" in written
+
+    # It is on the hub, the final model last, and the token in no file.
+    assert hub.commits[-1][:2] == ("team/out", "Model of checkpoint-2")
+    pushed = hub.repositories["models"]["team/out"]
+    assert sorted(pushed) == sorted(
+        ["README.md", *(path.name for path in (tmp_path / "out" / "checkpoint-2").iterdir() if path.is_file())]
+    )
+    assert pushed[WEIGHTS] == (tmp_path / "out" / WEIGHTS).read_bytes()
+    assert pushed["README.md"] == (tmp_path / "out" / "README.md").read_bytes()
+    assert "base_model: team/tiny" in pushed["README.md"].decode()
+    assert "time of a step" in pushed["README.md"].decode()
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
 
     # The checkpoint has all of it; it is deleted on the way.
     asked = len(hub.asked)

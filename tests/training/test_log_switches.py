@@ -12,11 +12,13 @@ from runs import metrics, run, settings_of, tensors
 from megatune.demo.checkpoint import make_checkpoint
 
 
-def test_norm_timers_and_memory(pool: RankPool, tmp_path: Path) -> None:
-    """Of two ranks; the norm is that of the checkpoint's tensors."""
+def test_norm_timers_and_memory(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks; the norm is that of the checkpoint's tensors, and a tracker has what metrics.jsonl has."""
     model = make_checkpoint("qwen3", tmp_path / "model", num_layers=2, hidden_size=32)
     switches = {"log_params_norm": True, "log_timers": True, "log_memory": True}
-    changes = {"max_steps": 3, "logging_steps": 2, "tensor_model_parallel_size": 2, **switches}
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    reports = {"report_to": "mlflow", "run_name": "three steps"}
+    changes = {"max_steps": 3, "logging_steps": 2, "tensor_model_parallel_size": 2, **switches, **reports}
     run(pool, 2, settings_of(model, tmp_path / "out", **changes), tmp_path)
     logged = metrics(tmp_path / "out")
     assert list(logged) == [1, 2, 3]
@@ -28,3 +30,12 @@ def test_norm_timers_and_memory(pool: RankPool, tmp_path: Path) -> None:
         assert min(parts) > 0
         assert sum(parts) <= line["seconds"] / line["num_steps"]
         assert line["memory_rss_gib"] > 0
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient((tmp_path / "out" / "mlruns").as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("megatune").experiment_id])
+    assert (found.info.run_name, found.info.status) == ("three steps", "FINISHED")
+    for name in ("loss", "params_norm", "time_optimizer", "tokens_per_second"):
+        history = client.get_metric_history(found.info.run_id, f"train/{name}")
+        assert [(each.step, each.value) for each in history] == [(step, line[name]) for step, line in logged.items()]

@@ -96,14 +96,15 @@ def _merge(export: Export) -> int:
 
 def _convert(export: Export) -> int:
     from megatune.generation.adapters import adapted_model
-    from megatune.hub.megatron import is_torch_dist
+    from megatune.hub.megatron import is_hugging_face, is_torch_dist
     from megatune.hub.models import open_model
 
     source = export.mcore_model or export.model_name_or_path
     assert source is not None
     found = adapted_model(export.model_name_or_path or source, adapters=export.adapter_name_or_path)
-    model = open_model(found.base, export.model_revision, export.cache_dir, export.mcore_model)
     weights = export.mcore_model or found.base
+    in_megatron_form = None if is_hugging_face(weights) else export.mcore_model  # a run's checkpoint may be either
+    model = open_model(found.base, export.model_revision, export.cache_dir, in_megatron_form)
     if export.to_hf and export.mcore_model is None and not is_torch_dist(weights):
         why, fix = (
             f"{weights} is a Hugging Face model as it is",

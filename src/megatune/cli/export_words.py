@@ -24,7 +24,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     ),
     "export_hub_model_id": ((None,), *_UPLOAD),
     "export_legacy_format": ((None, False), *_LEGACY),
-    "merge_lora": ((None, True), "merging adapters is what export does", "write merge_lora: true, or remove it"),
     "finetuning_type": ((None, "lora"), "adapters are merged; other models are whole as they are", "remove it"),
     "export_device": ((None, "cpu", "auto"), "it is cpu or auto", "remove it"),
     "mcore_adapter": ((None,), "adapters in Megatron's format are not read", "merge it where it was trained"),
@@ -62,6 +61,7 @@ class Export:
     export_dir: str | None = None
     export_size: float = 5
     overwrite_output_dir: bool = False
+    merge_lora: bool = True
     to_mcore: bool = False
     to_hf: bool = False
     mcore_model: str | None = None
@@ -99,11 +99,15 @@ def read_words(words: Sequence[str]) -> Export:
     return export
 
 
-def _missing(export: Export, written: Mapping[str, Any]) -> list[Finding]:
+def _missing(export: Export, written: Mapping[str, SettingEntry]) -> list[Finding]:
     """Find what has to be said, or contradicts."""
     if export.to_mcore and export.to_hf:
         return [Finding("to_mcore: true and to_hf: true", fix="keep the one that is to be written")]
     found = []
+    if not export.merge_lora and (export.adapter_name_or_path or not export.converts):
+        where, fix = written["merge_lora"].where, "write merge_lora: true, or remove it"
+        why = "merging adapters is what export does"
+        found.append(Finding("merge_lora: false is not supported", where, why, fix))
     only = [key for key in ("mcore_model", "torch_dtype", "test_convert_precision") if getattr(export, key)]
     if not export.converts and only:
         fix = "write to_hf: true or to_mcore: true" if "mcore_model" in only else "write to_mcore: true, or remove it"
@@ -190,6 +194,7 @@ _READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "export_dir": (_text, "a folder"),
     "export_size": (_size, "a number of GB above 0, or such as 5GB"),
     "overwrite_output_dir": (_switch, "true or false"),
+    "merge_lora": (_switch, "true or false"),
     "to_mcore": (_switch, "true or false"),
     "to_hf": (_switch, "true or false"),
     "mcore_model": (_text, "a folder"),

@@ -1,4 +1,4 @@
-"""`megatune megatron sft | pt | rlhf | export` and `megatune swift export | infer`: Megatron-SWIFT's command lines."""
+"""`megatune megatron ...` and `megatune swift ...`: command lines of Megatron-SWIFT and ms-swift."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 _TRAINING = ("sft", "pt", "rlhf")
-_VERBS = {"megatron": (*_TRAINING, "export"), "swift": ("export", "infer")}
+_VERBS = {"megatron": (*_TRAINING, "export"), "swift": ("export", "infer", "deploy", "merge-lora")}
+# ms-swift's verbs -> ours, and the words before the user's.
+_HANDED = {
+    "export": ("export", ()),
+    "merge-lora": ("export", ("--merge_lora", "true")),
+    "infer": ("infer", ()),
+    "deploy": ("serve", ()),
+}
 _EPILOG = {
     "megatron": """verbs: sft, pt, rlhf and export, with Megatron-SWIFT's flags of versions 3 and 4, or a file of them:
 
@@ -25,7 +32,7 @@ _EPILOG = {
 Each flag that has another name here, or changes nothing, is said before training; run.yaml in the output folder has
 all settings, for `megatune train`. NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say which processes
 there are; without them there is one. docs/migrate-from-megatron-swift.md has what differs.""",
-    "swift": """verbs: export and infer, with ms-swift's flags:
+    "swift": """verbs: export, merge-lora, infer and deploy, with ms-swift's flags:
 
     megatune swift infer --model out --stream true --temperature 0 --max_new_tokens 2048
     megatune swift export --model Qwen3-0.6B --adapters out --merge_lora true --output_dir merged
@@ -38,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     """Declare the verbs megatron and swift."""
     for name, text in (
         ("megatron", "train and export with Megatron-SWIFT's command lines"),
-        ("swift", "export and infer with ms-swift's command lines"),
+        ("swift", "export, infer and deploy with ms-swift's command lines"),
     ):
         parser = subparsers.add_parser(
             name,
@@ -58,12 +65,15 @@ def run(args: argparse.Namespace) -> int:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
     verb, *words = args.words or ["--help"]
-    if verb in ("-h", "--help") or any(word in ("-h", "--help") for word in words):
+    verb = verb.replace("_", "-")
+    wants_help = verb in ("-h", "--help") or any(word in ("-h", "--help") for word in words)
+    if wants_help and verb not in _HANDED:
         print(args.help())
         return ExitCode.DONE
-    verb = verb.replace("_", "-")
     if verb not in _VERBS[args.program]:
         raise _no_verb(args.program, verb)
+    if wants_help:
+        return _hand_over(verb, ["--help"])
     return _train(verb, words) if verb in _TRAINING else _hand_over(verb, words)
 
 
@@ -72,9 +82,6 @@ def _no_verb(program: str, verb: str) -> MegatuneError:
     if program == "swift" and verb in _TRAINING:
         why = f"`swift {verb}` trains with Transformers; Megatron-Core trains here, with the flags of `megatron {verb}`"
         finding = Finding(f"{verb} is not done", place, why, f"`megatune megatron {verb}`")
-    elif program == "swift" and verb in ("deploy", "rollout"):
-        finding = Finding(f"{verb} is not done", place, "models are answered for by a verb of their own",
-                          "`megatune --help` lists the verbs")  # fmt: skip
     else:
         near = difflib.get_close_matches(verb, verbs, n=1, cutoff=0.5)
         fix = f"did you mean `{place} {near[0]}`?" if near else f"one of: {', '.join(verbs)}"
@@ -97,17 +104,20 @@ def _train(verb: str, words: Sequence[str]) -> int:
 
 
 def _hand_over(verb: str, words: Sequence[str]) -> int:
-    """Call `megatune export` or `megatune infer` with the same flags."""
+    """Call the verb of this program that does it, with the same flags."""
     from megatune.cli.main import main
     from megatune.config.dialects.swift_other_verbs import export_words, hub_variables, infer_words
 
-    found = export_words(words) if verb == "export" else infer_words(words)
+    ours, first = _HANDED[verb]
+    if list(words) == ["--help"]:
+        return main([ours, *words])
+    found = export_words([*words, *first]) if ours == "export" else infer_words(words)
     if found.findings:
         raise MegatuneError(found.findings, ExitCode.SETTINGS)
     if found.lines:
         print("\n".join(found.lines), flush=True)
     with _environment(hub_variables(found, os.environ)):
-        return main([verb, *found.words])
+        return main([ours, *found.words])
 
 
 @contextlib.contextmanager

@@ -72,6 +72,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     Raises:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
+    from megatune.cli.secrets import use_secrets
     from megatune.config.load import dump
     from megatune.launch.devices import count_gpus
     from megatune.launch.rank_main import run_joined
@@ -82,6 +83,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     from megatune.training.storage.files import OutputLock
     from megatune.training.trackers import check_installed
 
+    use_secrets(loaded.secrets)
     place = joined(os.environ)
     num_gpus = count_gpus()
     world, problems = (None, ()) if place else _decide_world(loaded.settings, num_gpus)
@@ -93,14 +95,16 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
+    # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
+    first = place.rank == 0 if place else world is not None and world.node_rank == 0
+    if settings.checkpoint.push_to_hub and first:
+        settings = _with_repository(settings)
     payload = {
         "settings": settings,
         "run_yaml": dump(settings, {**checked.origins, **model.origins}),
         "case": checked.planned.case if checked.planned else None,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
-    # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
-    first = place.rank == 0 if place else world is not None and world.node_rank == 0
     if first and (said := [*lines(loaded), *checked.lines]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
@@ -144,6 +148,23 @@ def _preflight(
     idle = max(0, num_gpus - local)
     checked = preflight(loaded, place.world_size, problems, machine, idle_gpus=idle, model_dir=model.config_dir)
     return replace(checked, lines=(*checked.lines, f"plan       none: {unknown}")) if unknown else checked
+
+
+def _with_repository(settings: Settings) -> Settings:
+    """Return the settings with the repository to push to, which is there and may be written, as far as its hub says.
+
+    Raises:
+        MegatuneError: INPUT, where the hub refuses.
+    """
+    from megatune.hub.repository import use_modelscope
+    from megatune.hub.upload import prepare_repository
+
+    checkpoint, output_dir = settings.checkpoint, settings.run.output_dir
+    name = checkpoint.hub_model_id or Path(output_dir or "").absolute().name
+    repo_id, note = prepare_repository("ms" if use_modelscope() else "hf", name, checkpoint.hub_private_repo)
+    if note:
+        print(f"warning: {note}", file=sys.stderr)
+    return settings.model_copy(update={"checkpoint": checkpoint.model_copy(update={"hub_model_id": repo_id})})
 
 
 def _decide_world(settings: Settings, num_gpus: int) -> tuple[World | None, tuple[Finding, ...]]:

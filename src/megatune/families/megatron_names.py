@@ -39,13 +39,13 @@ class Part(NamedTuple):
     """Rows of the engine's tensor of a layer, or of an expert of it, as a tensor of Megatron's has them.
 
     Attributes:
-        index: into the tensor's first dimensions: layer, expert.
+        at: into the tensor's first dimensions: layer, expert.
         sizes: of these dimensions.
         first, rows: which rows of the engine's whole tensor these are.
     """
 
     key: str
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     sizes: tuple[int, ...]
     first: int
     rows: int
@@ -75,7 +75,7 @@ def written(weight: Weight, architecture: Architecture, layer: int, expert: int)
         # Layers, then experts, are dimensions, or layers have keys of their own.
         dimensions = int(stacked) + weight.per_expert
         found = [part for part in found if part.key.startswith(f"{_LAYERS}{layer}.") != stacked]
-        found = [part for part in found if len(part.index) == dimensions]
+        found = [part for part in found if len(part.at) == dimensions]
         found = [part for part in found if _is_read(weight, architecture, layer, part.key)]
     else:
         found = found[:1]

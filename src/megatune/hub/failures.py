@@ -58,7 +58,7 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
         return _missing(repository, f"{repository.host} refuses the token for {repository.repo_id}", _LOG_IN)
     is_offline = any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error))
     offline = "HF_HUB_OFFLINE is set, and not all of it is in the cache"
-    return _unavailable(repository, offline if is_offline else _why(error))
+    return _unavailable(repository, offline if is_offline else why(error))
 
 
 def _of_modelscope(repository: Repository, error: Exception) -> MegatuneError | None:
@@ -69,7 +69,7 @@ def _of_modelscope(repository: Repository, error: Exception) -> MegatuneError | 
         what = f"no {repository.kind.noun} {repository.repo_id}{revision} on {repository.host}, or it is private"
         return _missing(repository, what, "check the name; for a private one set MODELSCOPE_API_TOKEN")
     if isinstance(error, HubError):
-        return _unavailable(repository, _why(error))
+        return _unavailable(repository, why(error))
     return None
 
 
@@ -78,7 +78,7 @@ def _of_system(repository: Repository, error: Exception) -> MegatuneError | None
     if not isinstance(error, OSError):
         return None
     if error.errno is None or isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
-        return _unavailable(repository, _why(error))
+        return _unavailable(repository, why(error))
     what = f"cannot keep the files of {repository.repo_id}: {error.strerror or type(error).__name__}"
     return not_kept(repository, what, str(error.filename or ""))
 
@@ -110,7 +110,7 @@ def _status(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _why(error: BaseException) -> str:
+def why(error: BaseException) -> str:
     """Return the kind of the error at the root, in a few words that quote nothing."""
     chain = _chain(error)
     if status := next(filter(None, map(_status, chain)), None):

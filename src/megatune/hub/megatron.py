@@ -15,9 +15,16 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 def is_torch_dist(folder: str | Path) -> bool:
     """Return whether a folder holds weights in this format, and none as safetensors."""
-    path = Path(folder)
-    has_weights = any((path / name).is_file() for name in _WEIGHTS)
-    return not has_weights and any((path / name).is_file() for name in (TRACKER, METADATA))
+    return _has(folder, TRACKER, METADATA) and not _has(folder, *_WEIGHTS)
+
+
+def is_hugging_face(folder: str | Path) -> bool:
+    """Return whether a folder holds weights as safetensors, and none in this format."""
+    return _has(folder, *_WEIGHTS) and not _has(folder, TRACKER, METADATA)
+
+
+def _has(folder: str | Path, *names: str) -> bool:
+    return any((Path(folder) / name).is_file() for name in names)
 
 
 def iteration_name(iteration: int) -> str:

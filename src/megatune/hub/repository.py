@@ -181,7 +181,7 @@ class HuggingFaceRepository(Repository):
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.utils import disable_progress_bars
 
-        super().__init__(kind, repo_id, _host(constants.ENDPOINT), revision, cache_dir)
+        super().__init__(kind, repo_id, host_of(constants.ENDPOINT), revision, cache_dir)
         with disable_progress_bars():
             self.folder = Path(self._call(snapshot_download, revision=revision, allow_patterns=[kind.first]))
         self.commit = self.folder.name
@@ -247,7 +247,7 @@ class ModelScopeRepository(Repository):
             raise MegatuneError(Finding(what, kind.key, fix=fix), ExitCode.UNAVAILABLE) from error
         config = HubConfig()
         # Its hub calls the main branch master, and LLaMA-Factory's users call it main there, too.
-        super().__init__(kind, repo_id, _host(config.endpoint), revision if revision != MAIN else "master", cache_dir)
+        super().__init__(kind, repo_id, host_of(config.endpoint), revision if revision != MAIN else "master", cache_dir)
         self._api, self.commit = HubApi(config), self.revision
         self.folder = Path(cache_dir or config.cache_dir)
         with explained(self):
@@ -294,7 +294,7 @@ def _is_inside(path: str) -> bool:
     return ".." not in path.split("/") and not path.startswith("/")
 
 
-def _host(endpoint: str) -> str:
+def host_of(endpoint: str) -> str:
     """Return a URL without its scheme, path and credentials."""
     try:
         parts = urlsplit(endpoint)

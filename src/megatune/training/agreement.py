@@ -48,7 +48,7 @@ def post_outcome(key: str, token: str, outcome: object) -> None:
     Args:
         token: tells it from what was left under `key` before, which it replaces.
     """
-    relayed = _relayed(outcome) if isinstance(outcome, BaseException) else None
+    relayed = _relayed(outcome) if isinstance(outcome, Exception) else None
     note = pickle.dumps((token, None if relayed else outcome, relayed))
     groups.post(f"{key}/{groups.rank()}", base64.b64encode(note).decode())
 
@@ -74,15 +74,15 @@ def posted_outcomes(key: str, token: str, world_size: int) -> list[Any]:
         time.sleep(_POLL_SECONDS)
 
 
-def _relayed(error: BaseException) -> tuple[Exception, int]:
+def _relayed(error: Exception) -> tuple[Exception, int]:
     return _portable(error), describe_failure(error).exit_code
 
 
-def _portable(error: BaseException) -> Exception:
+def _portable(error: Exception) -> Exception:
     """Return the error, or where it does not survive pickling one that does."""
     try:
         copy = pickle.loads(pickle.dumps(error))
-        if isinstance(error, Exception) and type(copy) is type(error) and str(copy) == str(error):
+        if type(copy) is type(error) and str(copy) == str(error):
             return error
     except Exception:  # whatever its class does when it is pickled
         pass

@@ -26,7 +26,6 @@ from megatune.config.settings import Settings
 from megatune.engine import device
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.forms import CheckpointForm
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
 from megatune.training.megatron import write_beside
@@ -102,31 +101,24 @@ class CheckpointFiles:
 
 
 def complete_checkpoint(
-    folder: Path,
-    digests: Sequence[FileDigest],
-    architecture: Architecture,
-    settings: Settings,
-    source: Path,
-    *,
-    form: CheckpointForm,
-    step: int,
+    folder: Path, digests: Sequence[FileDigest], assembly: Assembly, settings: Settings, source: Path, step: int
 ) -> list[FileDigest]:
     """Add what is made from files alone, on one rank, once all ranks have written theirs.
 
     Args:
         digests: of what ranks wrote.
-        form: of the model's safetensors.
+        assembly: whose numbers may have changed since: only what does not change is looked at.
         source: the model's own folder: its tokenizer and configuration go into the checkpoint.
 
     Returns:
         Digests of files that are as they were; the rest of the folder has none yet.
     """
     if _has_adapters(settings):
-        finish_adapter(folder, architecture, settings.finetuning)
+        finish_adapter(folder, assembly.architecture, settings.finetuning)
         digests = [file for file in digests if not file.name.startswith(ADAPTER)]
     elif settings.checkpoint.save_format == "torch_dist":
-        write_beside(folder, architecture, form, step)
-    _copy_model_files(source, folder, settings, architecture)
+        write_beside(folder, assembly.architecture, assembly.form, step)
+    _copy_model_files(source, folder, settings, assembly.architecture)
     return list(digests)
 
 

@@ -24,7 +24,7 @@ from megatune.bridge.torch_dist.source import TorchDistFolder
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.forms import CheckpointForm
-from megatune.hub.megatron import ARGS, TRACKER, iteration_folder, iteration_name
+from megatune.hub.megatron import ARGS, TRACKER, is_hugging_face, iteration_folder, iteration_name
 from megatune.hub.models import CONFIG
 from megatune.training.storage.files import amount
 from megatune.training.storage.manifest import (
@@ -96,7 +96,7 @@ def to_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> str:
-    """Write a model that is in Megatron-Core's format as a Hugging Face checkpoint.
+    """Write a model that is in Megatron-Core's format, or a Hugging Face checkpoint already, as the latter.
 
     Args:
         model_dir: with config.json, tokenizer and a link to the weights.
@@ -113,8 +113,8 @@ def to_hf(
     check_target(target, [weights, *adapters], overwrite)
     check_digests(weights)
     folder, _ = open_checkpoint(model_dir, load_architecture(model_dir))
-    assert isinstance(folder, TorchDistFolder)
-    folder.check_files()
+    if isinstance(folder, TorchDistFolder):
+        folder.check_files()
     model = MergedModel(model_dir, adapters, dtype)
     progress = Progress("writing", model.num_bytes)
     with new_folder(target, model.num_bytes) as partial:
@@ -144,8 +144,11 @@ def check_digests(folder: Path) -> None:
     Raises:
         MegatuneError: INPUT, naming every file that is missing or damaged.
     """
-    found = iteration_folder(folder)
-    for place in dict.fromkeys((found, folder, found.parent)):
+    places = [folder]
+    if not is_hugging_face(folder):
+        found = iteration_folder(folder)
+        places = list(dict.fromkeys((found, folder, found.parent)))
+    for place in places:
         if (place / MANIFEST_NAME).is_file():
             problems = [problem for file in read_manifest(place).files if (problem := problem_of(place, file))]
             if problems:

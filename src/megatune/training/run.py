@@ -150,7 +150,10 @@ def _build_trainer(
     warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
     callbacks = CallbackList()
     if context.rank == 0:
-        callbacks = build_callbacks(settings, output_dir, state.step, feed.quarantine, context.run_dir / "logs")
+        logs = context.run_dir / "logs"
+        callbacks = build_callbacks(
+            settings, output_dir, state.step, feed.quarantine, logs, source, context.stop_requested
+        )
     return Trainer(
         settings=settings,
         assembly=assembly,
@@ -195,22 +198,31 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
         if trainer.context.rank == 0:
             print(f"stopped on request after step {state.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
-    on_rank_0(lambda: _finish(trainer, output_dir))
+    chosen = on_rank_0(lambda: _finish(trainer, output_dir))
+    if trainer.context.rank == 0:
+        # However long a push takes, no other rank waits for it.
+        trainer.context.beat("push", state.step, limit=float("inf"))
+        trainer.callbacks.on_final_model(chosen)
     if settings.checkpoint.merge_lora and trainer.context.rank == 0:
-        # However long that takes, no other rank waits for it.
+        # Nor for this.
         trainer.context.beat("merge", state.step, limit=float("inf"))
         print(merge_run(settings, trainer.source, output_dir), flush=True)
     return ExitCode.DONE
 
 
-def _finish(trainer: Trainer, output_dir: Path) -> None:
-    """Put the final model into the output folder itself: the best one where that was asked for, else the last."""
+def _finish(trainer: Trainer, output_dir: Path) -> Path:
+    """Put the final model into the output folder itself: the best one where that was asked for, else the last.
+
+    Returns:
+        Its checkpoint.
+    """
     last = trainer.store.checkpoint(trainer.state.step)
     best = trainer.best_checkpoint if trainer.settings.evaluation.load_best_model_at_end else None
     finalize_model(best or last, output_dir)
     chosen = f" (step {trainer.state.best_step}, the lowest evaluation loss)" if best else ""
     what = "adapter" if trainer.settings.finetuning.finetuning_type == "lora" else "model"
     print(f"the {what} is in {output_dir}{chosen}", flush=True)
+    return best or last
 
 
 def _quiet() -> None:

@@ -8,6 +8,7 @@ operations is that of training, which goes on meanwhile.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from megatune.training.storage.store import CheckpointStore, rotate
 _KEY = "save"
 # What of a machine's free memory copies may take: the page cache has a use for some of it, too.
 _LARGEST_SHARE = 0.8
+_NICENESS = 10  # of threads that write
 
 
 class CheckpointSaver:
@@ -94,15 +96,14 @@ class CheckpointSaver:
     def _finish_of(self, folder: Path, state: TrainState) -> Callable[[Sequence[FileDigest]], Path]:
         """Return what rank 0 does once all files are written; later steps do not change it."""
         step, best_step = state.step, state.best_step
-        architecture, form = self._assembly.architecture, self._assembly.form
-        settings, source, store = self._settings, self._source, self._store
+        assembly, settings, source, store = self._assembly, self._settings, self._source, self._store
         model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
-        rows = {"layout": layout_of(self._assembly, settings), "consumed_rows": step * state.global_batch_size}
+        rows = {"layout": layout_of(assembly, settings), "consumed_rows": step * state.global_batch_size}
         metadata = {"megatune": __version__, **model, **rows}
 
         def finish(digests: Sequence[FileDigest]) -> Path:
             with writing(folder):
-                digests = complete_checkpoint(folder, digests, architecture, settings, source, form=form, step=step)
+                digests = complete_checkpoint(folder, digests, assembly, settings, source, step)
             path = store.commit(step, digests, metadata)
             best = [] if best_step is None else [store.checkpoint(best_step)]
             rotate(store.output_dir, settings.checkpoint.save_total_limit, [path, *best])
@@ -158,24 +159,25 @@ class _Save(threading.Thread):
         self._store, self._step, self._folder, self._needed = store, step, folder, needed
         self._files, self._finish, self._world_size = files, finish, world_size
         self._path: Path | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def run(self) -> None:
         """Write this rank's files and, on rank 0, finish the checkpoint once all ranks have written theirs."""
         try:
+            if self.ident is not None:
+                os.nice(_NICENESS)  # on Linux of this thread alone: where processors are short, training comes first
             post_outcome(_KEY, str(self._folder), self._write())
             if groups.rank() == 0:
                 parts = posted_outcomes(_KEY, str(self._folder), self._world_size)
                 self._path = self._finish([digest for part in parts for digest in part])
-        except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
+        except Exception as error:
             self._error = error
             post_outcome(_KEY, str(self._folder), error)
-        finally:
-            self._files = ()
 
     def _write(self) -> list[FileDigest]:
+        files, self._files = self._files, ()  # so that copies go when they are written
         with writing(self._folder, self._needed):
-            return self._store.digest(self._step, [file.write(self._folder) for file in self._files])
+            return self._store.digest(self._step, [file.write(self._folder) for file in files])
 
     def result(self) -> Path:
         """Wait until the checkpoint is committed, and return it. Collective.
@@ -185,7 +187,7 @@ class _Save(threading.Thread):
         """
 
         if self.ident is None and self._error is not None and not isinstance(self._error, MegatuneError):
-            raise self._error  # a peer that is gone, or Ctrl-C: nobody may be there to tell
+            raise self._error  # a peer that is gone: nobody may be there to tell
 
         def outcome() -> Path:
             if self.ident is not None:

@@ -43,7 +43,7 @@ class ChunkReader:
             MegatuneError: INPUT, when a file is not as the table has it.
         """
         found = torch.empty([last - first for first, last in zip(start, stop, strict=True)], dtype=tensor.dtype)
-        for chunk in tensor.near(start[0]) if start else tensor.near(0):
+        for chunk in tensor.near(start[0], stop[0]):
             inside = [
                 (max(first, corner), min(last, corner + size))
                 for first, last, corner, size in zip(start, stop, chunk.offsets, chunk.sizes, strict=True)

@@ -96,8 +96,8 @@ class MegatronModel:
                     whole = torch.empty(shape, dtype=self._dtype(weight, layer))
                     self._source.fill(whole.view(-1), segments(weight, architecture, part, layer))
                     for place in written(weight, architecture, layer, expert):
-                        corner = *place.index, *(0 for _ in shape)
-                        chunk = whole.view(*(1 for _ in place.index), *shape)
+                        corner = *place.at, *(0 for _ in shape)
+                        chunk = whole.view(*(1 for _ in place.at), *shape)
                         files.add(place.key, (*place.sizes, *shape), corner, chunk)
                     progress(whole.nbytes)
         for name in self._states():
@@ -128,7 +128,7 @@ class MegatronModel:
             for layer in layers_of(weight, architecture):
                 for expert in experts_of(weight, architecture):
                     place = written(weight, architecture, layer, expert)[0]
-                    index, sizes = place.index or (0,), place.sizes or (1,)
+                    index, sizes = place.at or (0,), place.sizes or (1,)
                     shard = "_".join(".".join(map(str, numbers)) for numbers in (index, sizes))
                     found.append(f"{place.key.removesuffix('weight')}_extra_state/shard_{shard}")
         return found

@@ -36,12 +36,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Piece(NamedTuple):
-    """Rows of a Hugging Face tensor: `first` to `last` are those of a stored tensor from `row` on, at `index`."""
+    """Rows of a Hugging Face tensor: `first` to `last` are those of a stored tensor from `row` on, at `at`."""
 
     first: int
     last: int
     stored: StoredTensor
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     row: int
 
 
@@ -105,11 +105,11 @@ class TorchDistFolder(ModelFolder):
             start, stop = max(first, piece.first), min(last, piece.last)
             if start < stop:
                 row = piece.row + start - piece.first
-                low, high = [*piece.index, row], [*(each + 1 for each in piece.index), row + stop - start]
+                low, high = [*piece.at, row], [*(each + 1 for each in piece.at), row + stop - start]
                 if rest:
                     low, high = [*low, columns[0], *(0 for _ in rest[1:])], [*high, columns[1], *rest[1:]]
                 box = self._reader.read(piece.stored, low, high)
-                found.append(box.view(box.shape[len(piece.index) :]))
+                found.append(box.view(box.shape[len(piece.at) :]))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _locate(self, table: dict[str, StoredTensor]) -> None:
@@ -164,7 +164,7 @@ class TorchDistFolder(ModelFolder):
                 start, stop = max(position, one.first), min(position + last - first, one.first + one.rows)
                 if start < stop:
                     offset = first + start - position
-                    pieces.append(_Piece(offset, offset + stop - start, table[one.key], one.index, start - one.first))
+                    pieces.append(_Piece(offset, offset + stop - start, table[one.key], one.at, start - one.first))
             position += last - first
 
     def _refuse(self, missing: Sequence[str], unknown: Sequence[str], wrong: Sequence[str]) -> None:

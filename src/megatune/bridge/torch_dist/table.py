@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,11 @@ class StoredTensor:
     shape: Box
     by_first: dict[int | None, list[Chunk]]
 
-    def near(self, first: int) -> list[Chunk]:
-        """Return the chunks that may have an index of dimension 0."""
-        return self.by_first[None] if None in self.by_first else self.by_first[first]
+    def near(self, first: int, last: int) -> Iterable[Chunk]:
+        """Return the chunks that may have some of the indices first..last of dimension 0."""
+        if None in self.by_first:
+            return self.by_first[None]
+        return (chunk for index in range(first, last) for chunk in self.by_first[index])
 
 
 def read_table(folder: Path) -> dict[str, StoredTensor]:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from megatune.config.dialects import swift_meaning, swift_run_meaning
-from megatune.config.dialects.dialect import Dialect, Refused
+from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.swift_command import MEANT, Command, by_current_name
 from megatune.config.dialects.swift_defaults import DEFAULTS, VERSION_3
 from megatune.config.dialects.swift_ignored import IGNORED
@@ -43,18 +43,13 @@ def _keys(newest_first: bool) -> dict[str, Any]:
     return {name: keys[name] for name in ordered}
 
 
-def _refused() -> dict[str, Refused]:
-    missing = {name for name in (*SAME, *KEYS) if name not in _keys(True)} - MEANT.keys()
-    return {**{name: Refused("it is not built yet") for name in missing}, **REFUSED}
-
-
 @cache
 def dialect_of(generation: int) -> Dialect:
     """Return the dialect; its messages name flags as version 3 or 4 does."""
     return Dialect(
         name=f"Megatron-SWIFT {generation}",
         keys=_keys(generation == 4),
-        not_built=_refused(),
+        not_built=REFUSED,
         prefix="--",
         separator=" ",
     )
@@ -64,7 +59,7 @@ def dialect_of(generation: int) -> Dialect:
 def kinds() -> dict[str, type]:
     """Return every flag that is known, and our own names, with the type of its value."""
     found: dict[str, type] = {name: _kind_of_setting(path) for name, path in setting_paths().items()}
-    for name, refused in _refused().items():
+    for name, refused in REFUSED.items():
         found[name] = type(refused.off[0]) if refused.off else str
     found |= {name: kind for name, (kind, _) in IGNORED.items()}
     for name in dialect_of(4).keys:
@@ -128,9 +123,11 @@ def read_swift(
     if verb != "rlhf":
         command.default("stage", verb)
     for name, entry in list(command.flags.items()):
+        if entry.key in REFUSED:
+            continue
         if entry.key in IGNORED:
             command.ignore(name, IGNORED[entry.key][1])
-        elif entry.key in MEANT and entry.key not in dialect_of(generation).keys:
+        elif entry.key in MEANT and dialect_of(generation).meaning_of(entry.key) is None:
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
     loaded = load_entries(places, dialect_of(generation), command.findings)
@@ -141,7 +138,9 @@ def _set_processes(command: Command) -> None:
     """One process on each machine, or NPROC_PER_NODE; a launcher that started this process knows better."""
     env = command.env
     machines, each = env.get("NNODES") or "1", env.get("NPROC_PER_NODE") or "1"
-    if (env.get("RANK") and env.get("WORLD_SIZE")) or not (machines.isdigit() and each.isdigit()):
+    # Clusters set RANK and WORLD_SIZE for whole machines; only a launcher sets LOCAL_RANK.
+    is_launched = all(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if is_launched or not (machines.isdigit() and each.isdigit()):
         return  # what is no number is found where the processes are decided
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     copy = math.prod(int(command.number(name)) or 1 for name in sizes)
@@ -153,13 +152,13 @@ def _set_processes(command: Command) -> None:
         return
     command.default("num_processes", int(machines) * int(each))
     if env.get("NPROC_PER_NODE"):
-        entry = command.defaults["num_processes"]
-        command.defaults["num_processes"] = replace(entry, where="NPROC_PER_NODE", origin="NPROC_PER_NODE")
+        said = f"NPROC_PER_NODE={each}"
+        command.defaults["num_processes"] = replace(command.defaults["num_processes"], where=said, origin=said)
 
 
 def _check_kinds(command: Command) -> None:
     """Find flags without a setting of their own whose value is of another type."""
-    expected = {int: "a whole number", float: "a number", bool: "true or false"}
+    expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping in JSON"}
     for name, entry in list(command.flags.items()):
         kind, value = MEANT.get(entry.key), entry.value.data
         fits = isinstance(value, kind) if kind else True

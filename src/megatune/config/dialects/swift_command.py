@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ MEANT: dict[str, type] = {
     **dict.fromkeys(("ddp_backend", "distributed_backend"), str),
     **dict.fromkeys(("calculate_per_token_loss", "calculate_KL", "finetune", "no_load_optim", "no_load_rng"), bool),
     **dict.fromkeys(("add_version", "save_safetensors", "async_save", "use_chat_template", "use_hf"), bool),
+    "model_kwargs": dict,
     **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle"), bool),
 }
 
@@ -84,7 +86,8 @@ class Command:
     def number(self, name: str) -> float:
         """Return a flag's number, 0 where there is none: one that is wrong is found elsewhere."""
         value = self.value(name, 0)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return value if is_number else 0
 
     def typed(self, name: str) -> str:
         """Return a flag as it was typed, by version 4's name of it."""

@@ -23,7 +23,9 @@ def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:
         loaded: the settings, in their world.
     """
     rows = [_version(run), *_flags(run, loaded), *_defaults(run, loaded)]
-    rows += [(f"({name})", run.command.whys[name]) for name in ("add_version", "hub") if name in run.command.whys]
+    rows += [
+        (f"({name})", run.command.whys[name]) for name in ("finetune", "add_version", "hub") if name in run.command.whys
+    ]
     width = min(_WIDEST, max(len(left) for left, _ in rows))
     return [f"swift      {left:<{width}}  {right}" for left, right in rows]
 
@@ -59,10 +61,9 @@ def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
         paths = [path for path, each in loaded.entries.items() if each is entry]
         others = [path for path in paths if setting_value(loaded.settings, path) != all_settings()[path].default]
         said, why = _said(loaded, others), run.command.whys.get(entry.where, "")
-        if said:
-            left = (
-                entry.origin if "=" in entry.origin or entry.origin.isupper() else f"({key} {_words(entry.value.data)})"
-            )
+        if said and key != "stage":
+            is_variable = "=" in entry.origin  # NPROC_PER_NODE=2
+            left = entry.origin if is_variable else f"({key} {_words(entry.value.data)})"
             yield left, ", ".join(said) + (f" ({why})" if why else "")
 
 

@@ -6,6 +6,7 @@ Each function reads a `Command`, and changes, sets, ignores or refuses flags of 
 from __future__ import annotations
 
 from megatune.config.dialects.swift_command import Command
+from megatune.config.dialects.swift_rollouts import DEFAULTS, WITHOUT_DEFAULT
 from megatune.config.entry import SettingEntry
 from megatune.config.values import parse
 from megatune.errors import Finding
@@ -28,6 +29,7 @@ _OF_RLHF = (
     "rlhf_type", "beta", "loss_type", "rpo_alpha", "label_smoothing", "desirable_weight", "undesirable_weight",
     "calculate_KL", "center_rewards_coefficient", "ref_model", "ref_adapters", "reference_free", "f_divergence_type",
 )  # fmt: skip
+ROLLOUTS = (*WITHOUT_DEFAULT, *DEFAULTS)
 
 
 def steps(command: Command) -> None:
@@ -63,7 +65,7 @@ def learning_rate(command: Command) -> None:
         _warmup_stable_decay(command, lowest, highest)
     elif lowest:
         fix = "write --min_lr 0, or --lr_decay_style cosine"
-        command.refuse("min_lr", f"lr_decay_style {style} falls to 0 here", fix)
+        command.refuse("min_lr", f"with lr_decay_style {style} the rate has no floor here", fix)
     if style == "inverse-square-root" and not has_warmup:
         why = "without a warm-up its time counts samples there, and steps here"
         command.refuse("lr_decay_style", why, "write --lr_warmup_iters 10, or --lr_decay_style cosine")
@@ -104,12 +106,14 @@ def tuner(command: Command) -> None:
         for name in _OF_LORA:
             command.ignore(name, "it is of tuner_type lora")
         return
-    for name, value in (("lora_alpha", 32), ("lora_dropout", 0.05)):
+    modules = command.value("target_modules")
+    of_attention = isinstance(modules, list) and {*modules} <= {"linear_qkv", "linear_proj"}
+    drops = (0.0, "adapters of experts drop nothing") if command.has_experts and not of_attention else (0.05,)
+    for name, value in (("lora_alpha", (32,)), ("lora_dropout", drops)):
         if not command.given("adapters") and not command.given(name):
-            command.default(name, value)
+            command.default(name, *value)
     if command.generation == 4 and not command.given("merge_lora") and command.value("save_safetensors", True):
         command.default("merge_lora", True, "version 4 writes the merged model, too")
-    modules = command.value("target_modules")
     if isinstance(modules, list):
         if "all-embedding" in modules:
             why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
@@ -123,6 +127,11 @@ def tuner(command: Command) -> None:
 
 def pictures(command: Command) -> None:
     """freeze_aligner is true by itself; bounds of pictures are environment variables there, with other defaults."""
+    bounds = command.value("model_kwargs", {})
+    known = {"max_pixels", "min_pixels", "video_max_pixels", "video_min_pixels", "fps", "fps_max_frames"}
+    if isinstance(bounds, dict) and bounds and bounds.keys() <= {*known, "image_max_token_num", "video_max_token_num"}:
+        command.env = {**{name.upper(): str(value) for name, value in bounds.items()}, **command.env}
+        command.whys[command.flags.pop("model_kwargs").where] = "bounds of pictures, as environment variables are"
     if "vision_config" not in command.config:
         return
     if command.value("freeze_vit") is False and not command.given("freeze_aligner"):
@@ -182,6 +191,10 @@ def preferences(command: Command) -> None:
         return
     if not command.given("rlhf_type"):
         command.default("rlhf_type", "dpo")
+    if command.stage in ("grpo", "gkd"):  # one reason for all of their flags
+        for name in (*_OF_RLHF[1:], *ROLLOUTS):
+            command.ignore(name, f"it is of {command.stage}")
+        return
     loss = command.value("loss_type")
     if command.stage == "rm":
         command.ignore("loss_type", "a reward model has one loss")

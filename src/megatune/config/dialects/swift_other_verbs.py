@@ -87,6 +87,8 @@ def export_words(words: Sequence[str]) -> Words:
             if entry.value.data not in passing:
                 what = f"{name}: {shown(entry.value.data)} is not supported"
                 found.findings.append(Finding(what, entry.where, why, f"remove --{name}"))
+        elif name == "hub_token":
+            found.variables |= {"HF_TOKEN": _text(entry.value), "MODELSCOPE_API_TOKEN": _text(entry.value)}
         elif name in _EXPORT:
             found.words += [f"--{name}", *_spelled(entry)]
         elif name in _LAYOUT:

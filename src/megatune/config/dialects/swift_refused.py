@@ -80,7 +80,7 @@ REFUSED: dict[str, Refused] = {
     "rope_scaling": Refused("config.json of the model says how its rotary embeddings are scaled"),
     "megatron_extra_kwargs": Refused("every setting of Megatron-Core that is built has a flag"),
     "extra_megatron_kwargs": Refused("every setting of Megatron-Core that is built has a flag"),
-    "model_kwargs": Refused("bounds of pictures are settings: image_max_pixels and its like"),
+    "model_kwargs": Refused("of its keys those are read that bound pictures: max_pixels, fps and their like"),
     "save_retain_interval": Refused(
         "version 3 keeps every so many steps with it, and save_total_limit the newest", fix="write --save_total_limit 2"
     ),
@@ -137,7 +137,6 @@ REFUSED: dict[str, Refused] = {
     "response_prefix": Refused("what an answer begins with is in the data, or in the chat template"),
     "norm_bbox": Refused("boxes in texts are left as they are"),
     "add_non_thinking_prefix": Refused("--enable_thinking says how answers without reasoning are written", off=(True,)),
-    "max_pixels": Refused("bounds of pictures are settings", fix="write --image_max_pixels"),
     "max_model_len": Refused("config.json of the model says it", fix="write --max_length"),
     "init_strategy": Refused(_RANDOM),
     "local_repo_path": Refused(_PLUGINS),

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatune.config.dialects.swift_command import Command
-from megatune.config.settings import setting_paths
 
 _OURS = "training/manifest.json"  # what a checkpoint of this program has
 # Version 3's names of the shape -> those of config.json.
@@ -29,31 +28,38 @@ _SHAPE = {
 def model(command: Command) -> None:
     """Where the weights come from: --load and --mcore_model name a checkpoint of Megatron-Core, or of Transformers."""
     source = command.value("mcore_model")
-    if isinstance(source, str):
-        if holds_torch_dist(Path(source)) and "mcore_model" in setting_paths():
-            entry = command.flags["mcore_model"]
-            command.flags["mcore_model"] = replace(entry, key="mcore_model")
-            command.whys[entry.where] = "a checkpoint of Megatron-Core"
-        elif holds_torch_dist(Path(source)):
-            why = "reading checkpoints of Megatron-Core for training is not built"
-            command.refuse("mcore_model", why, "write --model with the Hugging Face model that it was made from")
+    is_megatron = isinstance(source, str) and holds_torch_dist(Path(source))
+    if is_megatron:
+        entry = command.flags["mcore_model"]
+        command.flags["mcore_model"] = replace(entry, key="mcore_model")
+        command.whys[entry.where] = "a checkpoint of Megatron-Core"
+    elif isinstance(source, str):
+        if command.given("model"):
+            command.ignore("model", f"the weights are those of {command.typed('mcore_model')}")
+        entry = command.flags.pop("mcore_model")
+        command.flags["model"] = replace(entry, key="model")
+        command.whys.setdefault(entry.where, "a Hugging Face model")
+    _start(command, is_megatron=is_megatron)
+
+
+def _start(command: Command, *, is_megatron: bool) -> None:
+    """Whether more than weights is read: of a checkpoint of this program, and of no other."""
+    model, starts_anew = command.value("model"), command.value("finetune", command.generation == 4)
+    if not starts_anew and command.given("finetune"):
+        if isinstance(model, str) and (Path(model) / _OURS).is_file():
+            command.sets("finetune", "resume_from_checkpoint", model, "a checkpoint of this program")
+            command.flags.pop("finetune")
+        elif is_megatron:
+            why = "optimizer and step of a checkpoint of Megatron-Core are not read, and its weights are"
+            command.refuse("finetune", why, "write --finetune true")
         else:
-            if command.given("model"):
-                command.ignore("model", f"the weights are those of {command.typed('mcore_model')}")
-            entry = command.flags.pop("mcore_model")
-            command.flags["model"] = replace(entry, key="model")
-            command.whys.setdefault(entry.where, "a Hugging Face model")
+            command.ignore("finetune", "a Hugging Face model has weights alone")
+    elif not starts_anew and is_megatron:
+        command.whys["finetune"] = "the weights are read, and training begins at step 0, as with --finetune true"
+    command.ignore("finetune", "a run starts with the weights alone, at step 0")
     for name in ("no_load_optim", "no_load_rng"):
-        command.ignore(name, "a run starts with the weights alone")
-    start = command.value("model")
-    if command.value("finetune") is False and isinstance(start, str) and (Path(start) / _OURS).is_file():
-        command.sets("finetune", "resume_from_checkpoint", start, "a checkpoint of this program")
-        command.flags.pop("finetune")
-    if command.value("finetune"):
-        command.ignore("finetune", "a run starts with the weights alone, at step 0")
-    elif command.given("finetune"):
-        why = "the weights of a model are read, without an optimizer; a run started again goes on from its checkpoint"
-        command.ignore("finetune", why)
+        if not command.given("resume_from_checkpoint"):
+            command.ignore(name, "a run starts with the weights alone")
 
 
 def holds_torch_dist(folder: Path) -> bool:
@@ -74,16 +80,17 @@ def output(command: Command) -> None:
         command.whys["add_version"] = "off: --add_version true adds vN-DATE-TIME to output_dir"
     else:
         command.ignore("add_version", "output_dir is as it is written")
+    wants_wandb = command.generation == 3 and command.value("wandb_exp_name") and not command.given("report_to")
+    if wants_wandb:
+        command.default("report_to", ["tensorboard", "wandb"], "wandb_exp_name is given")
+    for tracker in ("wandb", "swanlab"):
+        if tracker in command.value("report_to", ()) and not command.given(f"{tracker}_project"):
+            command.default(f"{tracker}_project", "megatron-swift")
     if command.value("save_safetensors", True):
         command.ignore("save_safetensors", "checkpoints are Hugging Face models")
-    elif "save_format" in setting_paths():
+    else:
         command.sets("save_safetensors", "save_format", "torch_dist", "beside the Hugging Face model")
         command.flags.pop("save_safetensors")
-    command.refuse("save_safetensors", "checkpoints are Hugging Face models", "`megatune export` writes other forms")
-    if "async_save" not in setting_paths():
-        if not command.value("async_save", False):
-            command.ignore("async_save", "checkpoints are written between steps")
-        command.refuse("async_save", "checkpoints are written between steps", "remove --async_save")
 
 
 def _add_version(command: Command) -> None:
@@ -112,7 +119,8 @@ def hub(command: Command) -> None:
         command.whys[command.flags.pop("use_hf").where] = f"what is no folder or file here is taken from {host}"
         return
     names = [command.value("model"), *(command.value("dataset") or ())]
-    if not on_hugging_face and any(isinstance(name, str) and not Path(name.split("#")[0]).exists() for name in names):
+    ids = [name for name in names if isinstance(name, str) and "/" in name and not Path(name.split("#")[0]).exists()]
+    if ids and not on_hugging_face:
         command.whys["hub"] = "what is no folder or file here is taken from ModelScope; --use_hf: from Hugging Face"
 
 
@@ -120,6 +128,8 @@ def precision(command: Command) -> None:
     """Without a flag the model's own dtype decides, and float32 becomes fp16 as float16 does."""
     is_said = any(command.given(name) for name in ("torch_dtype", "fp16", "bf16"))
     is_fp32 = command.value("fp16") is False and command.value("bf16") is False
+    if command.given("torch_dtype"):  # fp16 and bf16 win, wherever they stand
+        command.flags = {"torch_dtype": command.flags["torch_dtype"], **command.flags}
     if is_fp32:
         command.whys[command.flags["bf16"].where] = "fp32"
     elif not is_said or not (command.given("torch_dtype") or command.value("fp16") or command.value("bf16")):
@@ -169,8 +179,6 @@ def rows(command: Command) -> None:
         command.flags.pop("train_dataloader_shuffle")
     why = "rows are shuffled once" if command.value("train_dataloader_shuffle") else "dataset_shuffle still is on"
     command.ignore("train_dataloader_shuffle", why)
-    if "dataset_shuffle" not in setting_paths():
-        command.ignore("dataset_shuffle", "it orders rows before they are shuffled for training")
     system = command.value("system")
     if isinstance(system, str) and system.endswith(".txt") and Path(system).is_file():
         command.becomes("system", Path(system).read_text(encoding="utf-8"), "the text of the file")
@@ -232,11 +240,13 @@ def experts(command: Command) -> None:
     """Mixtures of experts have defaults of their own."""
     if not command.has_experts:
         return
+    if not any(command.model_config.get(name) for name in ("shared_expert_intermediate_size", "n_shared_experts")):
+        command.ignore("moe_shared_expert_overlap", "the model has no shared experts")
     if command.generation == 4:
         for name, value in (("moe_router_dtype", "fp32"), ("expert_tensor_parallel_size", 1)):
             if not command.given(name):
                 command.default(name, value)
-    elif not command.given("moe_aux_loss_coeff"):
+    elif not command.given("moe_aux_loss_coeff") and command.verb != "rlhf":
         found = command.model_config.get("router_aux_loss_coef")
         if isinstance(found, int | float) and found:
             command.default("moe_aux_loss_coeff", float(found), "config.json's router_aux_loss_coef")

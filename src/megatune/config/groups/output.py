@@ -115,7 +115,7 @@ class CheckpointSettings(Group):
     save_strategy: Literal["steps", "epoch", "no"] = "steps"
     """When checkpoints are saved. The end of the run always saves.
     How: A checkpoint is written beside its final name, digested and renamed: it is whole or not there. All processes
-    write at the same time, and training waits.
+    write at the same time, and training waits, with async_save only for a copy.
     When: steps, for runs that may be interrupted.
     - steps: every save_steps
     - epoch: after every epoch

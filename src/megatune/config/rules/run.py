@@ -113,14 +113,6 @@ def reports(context: Context) -> Iterator[Problem]:
         yield Problem(("report_to",), what, "", "remove none")
 
 
-def not_yet(context: Context) -> Iterator[Problem]:
-    """Refuse by name what is declared and does nothing so far."""
-    checkpoint = context.settings.checkpoint
-    for names, found in ((("push_to_hub",), checkpoint.push_to_hub),):
-        if found:
-            yield Problem(names, f"{names[0]} is not built so far", "", f"remove {names[0]}")
-
-
 def hub(context: Context) -> Iterator[Problem]:
     """A repository is named to be pushed to, and one that a hub can have."""
     checkpoint = context.settings.checkpoint
@@ -278,7 +270,7 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 
 RULES = (
-    *(megatron_form, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, not_yet, hub),
+    *(megatron_form, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, hub),
     profiler,
     *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Unreadable
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.callbacks.card import Card
 from megatune.training.callbacks.console import Console
+from megatune.training.callbacks.hub_push import HubPush
 from megatune.training.callbacks.metrics import Metrics, Prediction, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
 from megatune.training.callbacks.shown import Shown
@@ -31,6 +33,8 @@ def build_callbacks(
     resume_step: int = 0,
     quarantine: Callback | None = None,
     log_dir: Path | None = None,
+    source: Path | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> CallbackList:
     """Build what the settings ask for, as one callback that the loop calls.
 
@@ -38,9 +42,12 @@ def build_callbacks(
         output_dir: with plan.json, where there is a plan to hold the run against (`begin_record`).
         resume_step: steps already done; what an earlier run logged beyond them is dropped.
         quarantine: keeps the names of unreadable pictures, where on_bad_row asks for it.
-        log_dir: gets what libraries of trackers print; output_dir/logs unless given.
+        log_dir: gets what libraries of trackers and hubs print; output_dir/logs unless given.
+        source: the folder of the model that the run started from.
+        stop_requested: whether somebody wants the run to end.
     """
     name, shown, asked = run_name(settings, output_dir), Shown.of(settings), asked_trackers(settings)
+    log_dir = log_dir or output_dir / "logs"
     workers = {each: WORKERS[each] for each in asked if each in WORKERS}
     callbacks: list[Callback] = [
         Console(name, resume_step, shown=shown),
@@ -58,7 +65,10 @@ def build_callbacks(
         events = Path(settings.logging.tensorboard_dir or output_dir / "runs")
         callbacks.append(TensorBoard(events / name.replace("/", "-"), resume_step, shown))
     if workers:
-        callbacks.append(Trackers(settings, workers, output_dir, log_dir or output_dir / "logs", resume_step))
+        callbacks.append(Trackers(settings, workers, output_dir, log_dir, resume_step))
+    callbacks.append(card := Card(settings, output_dir, source))
+    if settings.checkpoint.push_to_hub:
+        callbacks.append(HubPush(settings, output_dir, log_dir, card.write, stop_requested))
     return CallbackList(callbacks, settings.logging.logging_steps)
 
 
@@ -105,6 +115,9 @@ class CallbackList(Callback):
         if self._unlogged:  # a run that ends between two log lines
             self._log()
         self._call("on_train_end", summary)
+
+    def on_final_model(self, path: Path) -> None:
+        self._call("on_final_model", path)
 
     def _log(self) -> None:
         last = self._unlogged[-1]

@@ -161,3 +161,6 @@ class Callback:
 
     def on_train_end(self, summary: TrainSummary) -> None:
         """At the end, also of a run that stopped or failed."""
+
+    def on_final_model(self, path: Path) -> None:
+        """After the final model is in the output folder; it is that of the checkpoint at `path`."""

@@ -11,23 +11,23 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import IO
 
 import psutil
 
+from megatune.errors import without_secrets
 from megatune.launch.context import set_process_name
 from megatune.training.trackers import RunInfo, Tracker
 
 SAID_WHY = 3  # exit code of a worker that has printed a warning
 ORPHAN_SECONDS = 10.0
 _POLL_SECONDS = 0.5
-_SECRET = re.compile(r"(_|^)(KEY|TOKEN|PASSWORD|SECRET)")
 
 
 def main() -> int:
@@ -41,12 +41,9 @@ def main() -> int:
     try:
         _follow(orders, target, name, terminal)
     except BaseException as error:
-        text = _without_secrets(f"{type(error).__name__}: {error}".splitlines()[0])
+        text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0])
         print(f"warning: {name} failed and is off for the rest of the run: {text} ({log})", file=terminal, flush=True)
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
+        print(without_secrets(traceback.format_exc()), file=sys.stderr, flush=True)
         os._exit(SAID_WHY)  # whatever the library left running has had its chance
     return 0
 
@@ -102,14 +99,6 @@ def _set_streams_aside(log: Path) -> tuple[IO[str], IO[str]]:
         os.close(opened)
     os.dup2(1, 2)
     return orders, terminal
-
-
-def _without_secrets(text: str) -> str:
-    """Return a text without the values of variables that hold secrets."""
-    for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) > 5:
-            text = text.replace(value, "***")
-    return text
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""`megatune export --to_mcore | --to_hf`: what it writes and says, what it refuses, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatune.bridge.torch_dist.files import TorchDistFiles
+from megatune.cli.main import main
+from megatune.demo.checkpoint import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("demo") / "base")
+
+
+@pytest.fixture
+def here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the model in it."""
+    shutil.copytree(model, tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save_adapter(model: Path, folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    adapted.peft_config["default"].base_model_name_or_path = str(model)
+    adapted.save_pretrained(folder)
+
+
+def test_there_and_back(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Megatron-SWIFT's users write it, with its default names."""
+    words = ["--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2"]
+    assert main(["export", "--model", "m", "--to_mcore", "true", *words]) == 0
+    said = capsys.readouterr().out
+    assert "tensor_model_parallel_size, pipeline_model_parallel_size: the file is the same for every layout" in said
+    assert "converted m to Megatron-Core's torch_dist: 1.5 MB in" in said
+    assert "GB/s, in m-mcore" in said
+    assert {path.name for path in Path("m-mcore").iterdir()} == {
+        *(path.name for path in Path("m").iterdir() if path.suffix not in (".safetensors", ".md")),
+        *("args.json", "iter_0000001", "latest_checkpointed_iteration.txt", "training"),
+    }
+    assert {path.name for path in Path("m-mcore/iter_0000001").iterdir()} == {
+        ".metadata", "__0_0.distcp", "common.pt", "metadata.json"
+    }  # fmt: skip
+    common = torch.load("m-mcore/iter_0000001/common.pt", weights_only=False)
+    assert (common["args"].tensor_model_parallel_size, common["checkpoint_version"]) == (1, 3.0)
+    back = ["export", "--mcore_model", "m-mcore", "--to_hf", "true", "--max_shard_size", "500MB"]
+    assert main(back) == 0
+    assert Path("m-mcore-hf/model.safetensors").read_bytes() == Path("m/model.safetensors").read_bytes()
+    assert Path("m-mcore-hf/config.json").read_bytes() == Path("m/config.json").read_bytes()
+    assert main(back) == 73
+    assert main([*back, "--exist_ok", "true", "--torch_dtype", "bfloat16"]) == 0
+    assert {each.dtype for each in load_file("m-mcore-hf/model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads(Path("m-mcore-hf/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_is_beside_the_weights_says_what_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An iteration's folder; args.json in place of copied files; and nothing at all."""
+    assert main(["export", "--model", "m", "--to_mcore", "--output_dir", "out"]) == 0
+    assert main(["export", "--mcore_model", "out/iter_0000001", "--to_hf", "--output_dir", "a"]) == 0
+    Path("out/config.json").unlink()
+    shutil.rmtree("out/training")
+    assert main(["export", "--mcore_model", "out", "--to_hf", "--output_dir", "b"]) == 0
+    for folder in ("a", "b"):
+        assert Path(folder, "model.safetensors").read_bytes() == Path("m/model.safetensors").read_bytes()
+        assert Path(folder, "tokenizer.json").is_file()
+    Path("out/args.json").write_text('{"model": "elsewhere/on/disk"}')
+    assert main(["export", "--mcore_model", "out", "--to_hf", "--output_dir", "c"]) == 66
+    assert "names 'elsewhere/on/disk', which is not here" in capsys.readouterr().err
+    assert main(["export", "--mcore_model", "out", "--model", "m", "--to_hf", "--output_dir", "c"]) == 0
+
+
+def test_adapters_are_merged(here: Path) -> None:
+    save_adapter(Path("m"), Path("lora"))
+    assert main(["export", "--model", "m", "--adapters", "lora", "--export_dir", "merged"]) == 0
+    assert main(["export", "--model", "m", "--adapters", "lora", "--to_mcore", "true", "--output_dir", "mc"]) == 0
+    assert main(["export", "--mcore_model", "mc", "--to_hf", "true", "--output_dir", "hf"]) == 0
+    assert main(["export", "--model", "m", "--to_mcore", "true", "--output_dir", "plain"]) == 0
+    assert main(["export", "--mcore_model", "plain", "--adapters", "lora", "--to_hf", "--output_dir", "hf2"]) == 0
+    expected = load_file("merged/model.safetensors")
+    for folder in ("hf", "hf2"):
+        found = load_file(f"{folder}/model.safetensors")
+        assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+REFUSED = {
+    ("--to_hf", "--to_mcore", "--model", "m"): (64, "keep the one"),
+    ("--to_hf", "--output_dir", "x"): (64, "mcore_model is missing"),
+    ("--to_mcore", "--output_dir", "x"): (64, "model is missing"),
+    ("--to_hf", "--model", "m", "--output_dir", "x"): (64, "there is nothing to convert"),
+    ("--to_hf", "--mcore_model", "m", "--output_dir", "x"): (66, "is no checkpoint of Megatron-Core"),
+    ("--to_hf", "--mcore_model", "nowhere"): (66, "mcore_model: no folder 'nowhere'"),
+    ("--to_mcore", "--model", "m", "--torch_dtype", "int8"): (64, "expected one of: bfloat16"),
+    ("--to_mcore", "--model", "m", "--adapters", "a", "--test_convert_precision"): (64, "merge them first"),
+    ("--model", "m", "--export_dir", "x", "--mcore_model", "y"): (64, "mcore_model without a conversion"),
+    ("--to_mcore", "--model", "m", "--output_dir", "m", "--exist_ok"): (73, "is read from there"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_refused(words: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = REFUSED[words]
+    assert main(["export", *words]) == code
+    assert said in capsys.readouterr().err
+    assert [path.name for path in here.iterdir()] == ["m"]
+
+
+def test_a_flipped_bit_is_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--model", "m", "--to_mcore", "--output_dir", "out"]) == 0
+    path = Path("out/iter_0000001/__0_0.distcp")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert main(["export", "--mcore_model", "out", "--to_hf", "--output_dir", "hf"]) == 66
+    assert "iter_0000001/__0_0.distcp is damaged: its digest does not match" in capsys.readouterr().err
+    assert not Path("hf").exists()
+
+
+def die_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill this process when it has written so many chunks."""
+    add, left = TorchDistFiles.add, iter(range(count))
+
+    def add_and_die(files: TorchDistFiles, *args: Any) -> None:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(files, *args)
+
+    monkeypatch.setattr(TorchDistFiles, "add", add_and_die)
+
+
+def test_a_kill_leaves_nothing_half_visible(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["export", "--model", "m", "--to_mcore", "--output_dir", "out"]
+    for before in ([], [*words]):
+        if before:
+            assert main(before) == 0
+            words = [*words, "--exist_ok"]
+        kept = sorted(path for path in Path("out").rglob("*") if path.is_file())
+        if (child := os.fork()) == 0:
+            die_after(20, monkeypatch)
+            os._exit(main(words))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert sorted(path for path in Path("out").rglob("*") if path.is_file()) == kept
+        assert Path(".out.partial").exists()
+    assert main(words) == 0
+    assert not [path for path in here.iterdir() if path.name.startswith(".")]
+
+
+def test_a_conversion_that_differs_ends_with_1(here: Path) -> None:
+    from megatune.cli.export import _compare
+    from megatune.cli.export_words import read_words
+
+    words = ["--model", "m", "--to_mcore", "--test_convert_precision", "--output_dir", "out"]
+    assert main(["export", *words[:-3], *words[-2:]]) == 0
+    weights = load_file("m/model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][3, 5] += 1
+    save_file(weights, "m/model.safetensors", {"format": "pt"})
+    assert _compare(read_words(words), Path("m"), Path("out")) == 1
