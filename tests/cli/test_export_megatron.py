@@ -158,6 +158,7 @@ def test_a_kill_leaves_nothing_half_visible(here: Path, monkeypatch: pytest.Monk
     assert not [path for path in here.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.usefixtures("command_line")
 def test_a_conversion_that_differs_ends_with_1(here: Path) -> None:
     from megatune.cli.export import _compare
     from megatune.cli.export_words import read_words
