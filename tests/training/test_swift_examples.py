@@ -36,6 +36,11 @@ SIZES = {
     "decoder_last_pipeline_num_layers": "1",
 }
 HEADS = {"num_attention_heads": 8, "num_query_groups": 8}
+# Layouts of more processes than these need, and how many they then have.
+FEWER = {
+    "v3/moe": ({"expert_model_parallel_size": "2"}, "4"),
+    "v3/offload": ({"tensor_model_parallel_size": "2"}, "2"),
+}
 
 
 class Command(NamedTuple):
@@ -253,8 +258,9 @@ def test_the_quick_start(
 def test_a_run(name: str, run: Callable[[Command], str], data: Path, tmp_path: Path) -> None:
     model, output = stand_in(name, tmp_path / "model"), tmp_path / "out"
     command = placed(name, model, data, output)
-    if name == "v3/moe":  # on one machine
-        command = command.having(expert_model_parallel_size="4")._replace(env={"NPROC_PER_NODE": "8"})
+    if name in FEWER:
+        sizes, processes = FEWER[name]
+        command = command.having(**sizes)._replace(env={"NPROC_PER_NODE": processes})
     run(command)
     records = metrics(output).values()
     assert records
