@@ -74,6 +74,30 @@ def test_what_is_valid_passes(overrides):
 
 # overrides -> the one message they cause
 WRONG = [
+    # checkpoints
+    (
+        ["save_format=torch_dist", "finetuning_type=lora"],
+        "save_format torch_dist with finetuning_type lora\n"
+        "    why: a checkpoint of adapters holds no model, and Megatron-Core has no form of them that others read\n"
+        "    fix: write save_format: hf and merge_lora: true, then "
+        "megatune export --to_mcore true of output_dir/merged",
+    ),
+    (
+        ["save_format=torch_dist", "stage=rm"],
+        "save_format torch_dist with stage rm\n"
+        "    why: Megatron-Core's language model has no place for the score of a reward model\n"
+        "    fix: write save_format: hf",
+    ),
+    (
+        ["hub_model_id=me/mine"],
+        "hub_model_id me/mine without push_to_hub\n"
+        "    why: nothing would be pushed\n"
+        "    fix: write push_to_hub: true, or remove hub_model_id",
+    ),
+    (
+        ["push_to_hub=true", "hub_model_id=me/mine/too"],
+        "hub_model_id 'me/mine/too' is no id of a repository\n    fix: write hub_model_id: OWNER/NAME",
+    ),
     # layout
     (
         ["tensor_model_parallel_size=5"],

@@ -215,6 +215,8 @@ MEANINGS = [
     ("--attention_backend flash_3", "performance.attention_backend", "flash"),
     ("--torch_dtype float32", "precision.fp16", True),
     ("--fp16 false --bf16 false", "precision.bf16", False),
+    ("--fp16 false --bf16 false --torch_dtype float32", "precision.fp16", False),
+    ("--max_pixels 5000", "data.image_max_pixels", 5000),
     ("--accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", True),
     ("--fp16 --accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", False),
     ("--truncation_strategy delete", "data.truncation_strategy", "drop"),
@@ -330,6 +332,21 @@ def test_a_checkpoint_of_megatron_core_is_told_from_a_model(tmp_path):
     assert [finding.where for finding in refused.loaded.findings] == ["--finetune"]
     (tmp_path / "model.safetensors").touch()  # version 4 writes both
     assert value(read(f"--load {tmp_path}"), "model.model_name_or_path") == str(tmp_path)
+
+
+def test_trackers_are_those_of_the_version():
+    old, new = read("--wandb_exp_name run"), read("--report_to swanlab --swanlab_exp_name run")
+    assert value(old, "logging.report_to") == ["tensorboard"]  # the name alone says nothing to version 4
+    assert value(read("--wandb_exp_name run --log_interval 1"), "logging.report_to") == ["tensorboard", "wandb"]
+    assert value(new, "logging.swanlab_project") == "megatron-swift"
+    assert value(new, "run.run_name") == "run"
+
+
+def test_a_token_is_not_shown():
+    run = read("--hub_token secret --push_to_hub")
+    lines = "\n".join(swift_lines(run, run.loaded))
+    assert "--hub_token ***" in lines
+    assert "secret" not in lines
 
 
 def test_run_yaml_trains_the_same(tmp_path):

@@ -84,3 +84,24 @@ def test_what_is_refused_passes_at_the_value_that_it_has_there():
 def test_no_combination_hides_a_flag(flags):
     run = read(*flags)
     assert [flag.name for flag in flags if fate(run, flag) == "dropped"] == []
+
+
+_JUNK = st.sampled_from([[], [""], ["abc"], ["-1"], ["1e999"], ["["], ["{a: b"], ["null"], ["a", "b"], ["true"], ["'"]])
+_CONFIGS = st.sampled_from(
+    [
+        {},
+        {"num_hidden_layers": 4, "dtype": "float16", "max_position_embeddings": 9, "num_experts": 4},
+        {"vision_config": {}, "model_type": "qwen3_vl", "text_config": {"num_hidden_layers": "x"}},
+    ]
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(FLAGS), _JUNK), min_size=1, max_size=5), _CONFIGS)
+def test_what_makes_no_sense_is_a_finding(flags, config):
+    words = [word for flag, values in flags for word in (f"--{flag.name}", *values)]
+    for verb in ("sft", "pt", "rlhf"):
+        run = read_swift(verb, words, env={}, config=config, on_cpu=True)
+        loaded = run.loaded.for_world(1)
+        loaded.check(world_size=1)
+        assert swift_lines(run, loaded)

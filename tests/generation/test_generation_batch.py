@@ -14,6 +14,8 @@ from tiny_models import tiny_model
 from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
+from megatune.generation import dataset
+from megatune.generation.dataset import Outcome, open_datasets, read_questions
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions
 
@@ -57,11 +59,12 @@ def test_a_batch_answers_as_one_by_one(family: str, tmp_path_factory: pytest.Tem
     assert together[1].text.endswith(middle)
 
 
-def test_prompts_near_the_end_of_the_context_are_answered_as_alone(qwen3: Path) -> None:
-    generator = Generator.load(qwen3, GenerationOptions(max_new_tokens=30))
+@pytest.mark.parametrize("most", [30, 10**9])
+def test_prompts_near_the_end_of_the_context_are_answered_as_alone(qwen3: Path, most: int) -> None:
+    generator = Generator.load(qwen3, GenerationOptions(max_new_tokens=most))
     prompts = [generator.chat_prompt([{"role": "user", "content": text}]) for text in ("Hi", "word " * 30, "Ho")]
     replies = generator.backend.write_all(prompts, generator.options)
-    assert [each.num_tokens for each in replies] == [30, 64 - len(prompts[1].token_ids), 30]
+    assert [each.num_tokens for each in replies] == [min(most, 64 - len(each.token_ids)) for each in prompts]
     assert replies == [generator.backend.write(each, generator.options) for each in prompts]
 
 
@@ -144,6 +147,27 @@ def test_pictures_of_rows_are_shown_where_their_tags_are(
     assert first["images"] == ["red.png", "blue.png"]
     assert first["response"] != second["response"]
     assert [each["content"] for each in first["messages"][:3]] == list(texts)
+
+
+def test_tools_are_offered_and_calls_written(tmp_path: Path) -> None:
+    """Of a row with calls, the prompt is that of the tokenizer's chat template."""
+    tool = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}]
+    messages = [
+        {"role": "user", "content": "Sky?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "blue"},
+        {"role": "assistant", "content": "Blue."},
+    ]
+    rows = rows_file(tmp_path / "q.jsonl", {"messages": messages, "tools": [tool]})
+    generator = Generator.load(make_checkpoint("qwen3", tmp_path / "m", num_layers=1), GenerationOptions())
+    ((_, prompt),) = dataset._prompted(
+        generator, read_questions(open_datasets([str(rows)], ""), Outcome(), pictures=False), Outcome(), ""
+    )
+    schema = {"type": "function", "function": tool}
+    expected = generator.tokenizer.apply_chat_template(messages[:3], tools=[schema], add_generation_prompt=True)
+    assert prompt.token_ids == expected["input_ids"]
+    assert "sky" in generator.tokenizer.decode(prompt.token_ids)
 
 
 def test_data_sets_that_cannot_be_answered(

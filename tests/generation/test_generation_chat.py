@@ -157,21 +157,34 @@ def test_the_system_message_may_be_a_file_and_swift_names_the_model(
 ) -> None:
     (tmp_path / "system.txt").write_text("Be brief.\n", encoding="utf-8")
     system = ["--system", str(tmp_path / "system.txt")]
-    stop = ["--stop_words", "\0", "--stream", "false", "--num_beams", "1", "--infer_backend", "pt"]
+    stop = [
+        "--stop_words",
+        "\0",
+        "--stream",
+        "false",
+        "--num_beams",
+        "1",
+        "--write_batch_size",
+        "9",
+        "--infer_backend",
+        "pt",
+    ]
     assert run(f"--model {qwen3} --max_new_tokens 8", *system, *stop, "--prompt", "Hi") == ExitCode.DONE
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert capsys.readouterr().out == generator.answer(turns).text + "\n"
+    printed = capsys.readouterr()
+    assert printed.out == generator.answer(turns).text + "\n"
+    assert printed.err.startswith("--write_batch_size: passed over: answers are written as soon as they are there\n")
     with pytest.raises(MegatuneError, match="cannot be read") as raised:
         run(str(qwen3), "--prompt", "Hi", "--system", str(tmp_path / "other.txt"))
     assert raised.value.exit_code == ExitCode.INPUT
 
 
 def test_what_is_not_built_is_refused_by_name(qwen3: Path) -> None:
-    flags = "--num_beams 4 --logprobs true --write_batch_size 10 --infer_backend lmdeploy --vllm_max_model_len 9"
+    flags = "--num_beams 4 --logprobs true --val_dataset_sample 10 --infer_backend lmdeploy --vllm_max_model_len 9"
     with pytest.raises(MegatuneError) as raised:
         run(f"{qwen3} --model {qwen3} --prompt x {flags}")
     assert raised.value.exit_code == ExitCode.SETTINGS
-    named = ["--model", "--num_beams", "--logprobs", "--write_batch_size", "--infer_backend"]
+    named = ["--model", "--num_beams", "--logprobs", "--val_dataset_sample", "--infer_backend"]
     assert [finding.where for finding in raised.value.findings] == named
     assert all(finding.fix for finding in raised.value.findings)
 

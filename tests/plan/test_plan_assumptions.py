@@ -29,6 +29,16 @@ def test_memory_that_is_no_tensor_is_named() -> None:
     assert "NCCL" not in on_cpu
 
 
+def test_the_main_memory_of_saves_in_the_background_is_named() -> None:
+    settings = with_settings(Settings(), {"checkpoint.async_save": True, "precision.bf16": True})
+    machine = find_machine("h100-80g")
+    question = Question(
+        model=find_model("Qwen3-8B"), machine=machine, world_size=8, settings=settings, global_batch_size=8
+    )
+    # 14 bytes of each of 8.19 billion parameters.
+    assert "copies of a checkpoint take 106.8 GiB of main memory" in "\n".join(standing_notes(question))
+
+
 @pytest.mark.parametrize(
     ("experts", "said"),
     [

@@ -14,6 +14,7 @@ from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors
 from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.training.storage.model_files import small_files
 from megatune.training.storage.store import list_checkpoints
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -111,6 +112,15 @@ def test_the_final_model_loads_in_transformers(straight: Path) -> None:
         for name, tensor in tensors(folder).items():
             assert torch.equal(model.state_dict()[name], tensor)
         assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_a_model_made_from_a_run_has_none_of_its_records(straight: Path) -> None:
+    assert (straight / "train_results.json").is_file()
+    names = {path.name for path in small_files(straight)}
+    assert {name for name in names if "token" not in name and "template" not in name} == {
+        "config.json",
+        "generation_config.json",
+    }
 
 
 def test_every_row_of_an_epoch_is_trained(pool: RankPool, model: Path, tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ megatron sft \
 
 CUDA_VISIBLE_DEVICES=0 \
 swift export \
-    --to_hf true --mcore_model megatron_output/Qwen2.5-7B-Instruct/vx-xxx --torch_dtype bfloat16 \
-    --output_dir megatron_output/Qwen2.5-7B-Instruct/vx-xxx-hf
+    --to_hf true --mcore_model megatron_output/Qwen2.5-7B-Instruct --torch_dtype bfloat16 \
+    --output_dir megatron_output/Qwen2.5-7B-Instruct-hf
 
 CUDA_VISIBLE_DEVICES=0 \
 swift infer \
-    --model megatron_output/Qwen2.5-7B-Instruct/vx-xxx-hf \
+    --model megatron_output/Qwen2.5-7B-Instruct-hf \
     --stream true --temperature 0 --max_new_tokens 2048

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The quick start of Megatron-SWIFT 4: on two processes a model learns its name, as a checkpoint of Megatron-Core, and
 # tells it. `megatune shims` makes programs of these names; without them write `megatune` before both.
+# checkpoint-xxx: the last one that training names.
 CUDA_VISIBLE_DEVICES=0 \
 swift export \
     --to_mcore true --model Qwen/Qwen2.5-7B-Instruct --torch_dtype bfloat16 --test_convert_precision true \
@@ -22,11 +23,11 @@ megatron sft \
 
 CUDA_VISIBLE_DEVICES=0 \
 swift export \
-    --to_hf true --mcore_model megatron_output/Qwen2.5-7B-Instruct/vx-xxx/checkpoint-xxx --torch_dtype bfloat16 \
+    --to_hf true --mcore_model megatron_output/Qwen2.5-7B-Instruct/checkpoint-xxx --torch_dtype bfloat16 \
     --test_convert_precision true \
-    --output_dir megatron_output/Qwen2.5-7B-Instruct/vx-xxx/checkpoint-xxx-hf
+    --output_dir megatron_output/Qwen2.5-7B-Instruct/checkpoint-xxx-hf
 
 CUDA_VISIBLE_DEVICES=0 \
 swift infer \
-    --model megatron_output/Qwen2.5-7B-Instruct/vx-xxx/checkpoint-xxx-hf \
+    --model megatron_output/Qwen2.5-7B-Instruct/checkpoint-xxx-hf \
     --stream true --temperature 0 --max_new_tokens 2048

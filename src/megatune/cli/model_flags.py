@@ -138,6 +138,7 @@ def check(args: argparse.Namespace, *, brings_pictures: bool = False) -> Checked
 
     if findings := [*_model_findings(args), *refused_flags.findings(args), *_backend_findings(args)]:
         raise MegatuneError(findings, ExitCode.SETTINGS)
+    refused_flags.say_passed_over(args)
     given = {each.name: getattr(args, each.name) for each in fields(GenerationOptions) if hasattr(args, each.name)}
     given |= {"stop_words": tuple(args.stop_words), "system": _system(args.system)}
     given["pictures"] = tuple(PictureFile(*each) for each in getattr(args, "pictures", None) or ())

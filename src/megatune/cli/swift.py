@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,15 @@ def run(args: argparse.Namespace) -> int:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
     verb, *words = args.words or ["--help"]
-    if verb in ("-h", "--help") or any(word in ("-h", "--help") for word in words):
+    verb = verb.replace("_", "-")
+    wants_help = verb in ("-h", "--help") or any(word in ("-h", "--help") for word in words)
+    if wants_help and verb not in _HANDED:
         print(args.help())
         return ExitCode.DONE
-    verb = verb.replace("_", "-")
     if verb not in _VERBS[args.program]:
         raise _no_verb(args.program, verb)
+    if wants_help:
+        return _hand_over(verb, ["--help"])
     return _train(verb, words) if verb in _TRAINING else _hand_over(verb, words)
 
 
@@ -106,11 +110,13 @@ def _hand_over(verb: str, words: Sequence[str]) -> int:
     from megatune.config.dialects.swift_other_verbs import export_words, hub_variables, infer_words
 
     ours, first = _HANDED[verb]
+    if list(words) == ["--help"]:
+        return main([ours, *words])
     found = export_words([*words, *first]) if ours == "export" else infer_words(words)
     if found.findings:
         raise MegatuneError(found.findings, ExitCode.SETTINGS)
     if found.lines:
-        print("\n".join(found.lines), flush=True)
+        print("\n".join(found.lines), file=sys.stderr if verb == "infer" else sys.stdout, flush=True)
     with _environment(hub_variables(found, os.environ)):
         return main([ours, *found.words])
 

@@ -16,7 +16,7 @@ from megatune.data.formats.pictures import TAG
 from megatune.data.media.sources import picture_source
 from megatune.data.samples import drawn_rows
 from megatune.data.sources import DatasetSource, resolve_datasets
-from megatune.data.templates.chat_template import CallForm, as_dicts
+from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, as_dicts
 from megatune.data.templates.tools import tool_schema
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.generator import Generator
@@ -129,9 +129,10 @@ def _prompted(
     generator: Generator, rows: Iterable[Asked], outcome: Outcome, media_dir: str
 ) -> Iterator[tuple[Asked, Prompt]]:
     """Yield rows with their prompts; those that have none, because they are too long, say, are left out."""
+    template = ChatTemplate(generator.tokenizer)
     for asked in rows:
         try:
-            prompt = _prompt(generator, asked.question, media_dir)
+            prompt = _prompt(generator, template, asked.question, media_dir)
         except RowError as error:
             _leave_out(asked.where, error, outcome)
         except MegatuneError as error:
@@ -140,15 +141,15 @@ def _prompted(
             yield asked, prompt
 
 
-def _prompt(generator: Generator, question: Question, media_dir: str) -> Prompt:
+def _prompt(generator: Generator, template: ChatTemplate, question: Question, media_dir: str) -> Prompt:
     """Write a row's question by the chat template, with its pictures in the places of their tags.
 
     Raises:
-        RowError: a picture cannot be read, or a tool has no name.
+        RowError: a picture cannot be read, a tool has no name, or the template leaves calls of tools out.
         MegatuneError: as `Generator.chat_prompt`.
     """
     conversation = question.conversation
-    messages: list[Message] = list(as_dicts(conversation.messages, conversation.system, CallForm(False, False)))
+    messages: list[Message] = list(template.chat_of(conversation))
     shown: tuple[Picture, ...] = ()
     if conversation.pictures:
         messages, shown = _placed(generator, messages, conversation.pictures, media_dir)
@@ -186,7 +187,7 @@ def _shown(generator: Generator, asked: Asked, prompt: Prompt) -> Reply:
 def _line(question: Question, reply: Reply) -> dict[str, Any]:
     """Return the line of an answer: ms-swift's fields; pictures are named by their paths, not copied."""
     conversation = question.conversation
-    messages = as_dicts(conversation.messages, conversation.system, CallForm(False, False))
+    messages = as_dicts(conversation.messages, conversation.system, CALL_FORMS[0])
     line: dict[str, Any] = {
         "response": reply.text,
         "labels": question.label,

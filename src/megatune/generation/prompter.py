@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from megatune.data.templates.chat_template import template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.options import GenerationOptions
 from megatune.generation.pictures import Picture, PromptPictures, check_placeholders
@@ -70,7 +70,7 @@ class Prompter:
             ids = self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=True, **given
             )["input_ids"]
-        except TemplateError as error:
+        except template_errors() as error:
             finding = Finding(f"the chat template refuses the messages: {error}", self.source, fix="try --raw")
             raise MegatuneError(finding, ExitCode.INPUT) from error
         return self._checked(Prompt(ids, pictures))

@@ -152,8 +152,8 @@ def _set_processes(command: Command) -> None:
         return
     command.default("num_processes", int(machines) * int(each))
     if env.get("NPROC_PER_NODE"):
-        entry = command.defaults["num_processes"]
-        command.defaults["num_processes"] = replace(entry, where="NPROC_PER_NODE", origin="NPROC_PER_NODE")
+        said = f"NPROC_PER_NODE={each}"
+        command.defaults["num_processes"] = replace(command.defaults["num_processes"], where=said, origin=said)
 
 
 def _check_kinds(command: Command) -> None:

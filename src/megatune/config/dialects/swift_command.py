@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +86,8 @@ class Command:
     def number(self, name: str) -> float:
         """Return a flag's number, 0 where there is none: one that is wrong is found elsewhere."""
         value = self.value(name, 0)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return value if is_number else 0
 
     def typed(self, name: str) -> str:
         """Return a flag as it was typed, by version 4's name of it."""

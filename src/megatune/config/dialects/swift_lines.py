@@ -62,9 +62,8 @@ def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
         others = [path for path in paths if setting_value(loaded.settings, path) != all_settings()[path].default]
         said, why = _said(loaded, others), run.command.whys.get(entry.where, "")
         if said and key != "stage":
-            left = (
-                entry.origin if "=" in entry.origin or entry.origin.isupper() else f"({key} {_words(entry.value.data)})"
-            )
+            is_variable = "=" in entry.origin  # NPROC_PER_NODE=2
+            left = entry.origin if is_variable else f"({key} {_words(entry.value.data)})"
             yield left, ", ".join(said) + (f" ({why})" if why else "")
 
 

@@ -65,7 +65,7 @@ def learning_rate(command: Command) -> None:
         _warmup_stable_decay(command, lowest, highest)
     elif lowest:
         fix = "write --min_lr 0, or --lr_decay_style cosine"
-        command.refuse("min_lr", f"lr_decay_style {style} falls to 0 here", fix)
+        command.refuse("min_lr", f"with lr_decay_style {style} the rate has no floor here", fix)
     if style == "inverse-square-root" and not has_warmup:
         why = "without a warm-up its time counts samples there, and steps here"
         command.refuse("lr_decay_style", why, "write --lr_warmup_iters 10, or --lr_decay_style cosine")

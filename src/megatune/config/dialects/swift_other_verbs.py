@@ -49,6 +49,13 @@ _IGNORED = {
 }
 
 
+# What ms-swift does where nothing is said, in words of `megatune infer`.
+_INFER_DEFAULTS = {
+    "temperature": ("model", "as generation_config.json says"),
+    "max_new_tokens": ("1000000000", "as many as the model's context holds"),
+}
+
+
 @dataclass(slots=True)
 class Words:
     """The words for a verb of this program.
@@ -113,6 +120,11 @@ def infer_words(words: Sequence[str]) -> Words:
             use_hf = SettingEntry(name, Value(text.lower() in ("true", "1", "yes", "y", "t"), text), word, "flag")
         else:
             found.words.append(word)
+    given = {word.partition("=")[0].replace("-", "_") for word in found.words if word.startswith("--")}
+    for name, (value, why) in _INFER_DEFAULTS.items():
+        if f"__{name}" not in given:
+            found.words += [f"--{name}", value]
+            found.lines.append(f"swift      --{name} {value}  ms-swift's default: {why}")
     _choose_hub(found, use_hf)
     return found
 

@@ -137,7 +137,6 @@ REFUSED: dict[str, Refused] = {
     "response_prefix": Refused("what an answer begins with is in the data, or in the chat template"),
     "norm_bbox": Refused("boxes in texts are left as they are"),
     "add_non_thinking_prefix": Refused("--enable_thinking says how answers without reasoning are written", off=(True,)),
-    "max_pixels": Refused("bounds of pictures are settings", fix="write --image_max_pixels"),
     "max_model_len": Refused("config.json of the model says it", fix="write --max_length"),
     "init_strategy": Refused(_RANDOM),
     "local_repo_path": Refused(_PLUGINS),

@@ -128,6 +128,8 @@ def precision(command: Command) -> None:
     """Without a flag the model's own dtype decides, and float32 becomes fp16 as float16 does."""
     is_said = any(command.given(name) for name in ("torch_dtype", "fp16", "bf16"))
     is_fp32 = command.value("fp16") is False and command.value("bf16") is False
+    if command.given("torch_dtype"):  # fp16 and bf16 win, wherever they stand
+        command.flags = {"torch_dtype": command.flags["torch_dtype"], **command.flags}
     if is_fp32:
         command.whys[command.flags["bf16"].where] = "fp32"
     elif not is_said or not (command.given("torch_dtype") or command.value("fp16") or command.value("bf16")):

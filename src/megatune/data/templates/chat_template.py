@@ -63,7 +63,7 @@ def _call(call: ToolCall, number: int, form: CallForm) -> dict[str, Any]:
     return {"type": "function", "id": call_id(number), "function": {"name": call.name, "arguments": arguments}}
 
 
-def _template_errors() -> tuple[type[Exception], ...]:
+def template_errors() -> tuple[type[Exception], ...]:
     """Return what rendering a chat template can raise: its own refusal, or a fault in it."""
     from jinja2 import TemplateError
 
@@ -102,7 +102,7 @@ class ChatTemplate:
                 chat = _without_thoughts(chat)
             rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
             text, spans = rendering.marked(chat) if _GENERATION_MARKER.search(source) else rendering.found(chat)
-        except _template_errors() as error:
+        except template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
         if any(tool["function"]["name"] not in text for tool in tools or ()):
             raise RowError("no-tools-in-template", "the chat template has no place for tools")
@@ -113,6 +113,17 @@ class ChatTemplate:
             Turn((text[end:start],), (text[start:stop],), is_trained)
             for end, (start, stop), is_trained in zip(ends, spans, trained, strict=False)
         ]
+
+    def chat_of(self, conversation: Conversation) -> Chat:
+        """Return the messages of a conversation as this template takes them, calls of tools in the form that it writes.
+
+        Raises:
+            RowError: it leaves calls out.
+        """
+        tools = [tool_schema(tool) for tool in conversation.tools] or None
+        source: str = self._tokenizer.get_chat_template(tools=tools)
+        form = self._call_form(source, conversation, tools)
+        return as_dicts(conversation.messages, conversation.system or self._default_system, form)
 
     def unasked(self) -> str:
         """Return what a model would have to write before its answer, if there is no generation prompt; else ""."""
@@ -146,7 +157,7 @@ def _is_written(form: CallForm, render: Callable[[Chat], str]) -> bool:
     messages = (Message("user", "Look."), call, Message("tool", "found"), Message("assistant", "Done."))
     try:
         text = render(as_dicts(messages, "", form))
-    except _template_errors():
+    except template_errors():
         return False
     parts = ("look_up_probe", "probe_key", "probe value")
     return all(part in text for part in parts) and '\\"probe_key\\"' not in text

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from megatune.config.settings import Settings
 from megatune.plan.case import Case
 from megatune.plan.memory.activations import ActivationBytes, stage_activations
 from megatune.plan.memory.parameters import Rules, StageState, stage_parameters, stage_state
@@ -98,25 +99,29 @@ def workspace_bytes(case: Case, stage: int) -> Workspace:
     )
 
 
+def checkpoint_bytes(settings: Settings, parameters: int, trained: int) -> tuple[int, int]:
+    """Return the bytes of a checkpoint's model, or adapters, and of its training state."""
+    optimizer, is_narrow = settings.optimizer, settings.precision.params_dtype != "float32"
+    if settings.finetuning.finetuning_type == "lora":
+        model, is_narrow = _FP32 * trained, False  # adapters are their own master weights
+    else:
+        model = (2 if is_narrow else _FP32) * parameters
+    if settings.checkpoint.save_only_model:
+        return model, 0
+    averages = 2 if optimizer.optimizer == "adam" else int(bool(optimizer.sgd_momentum))
+    return model, _FP32 * trained * (averages + is_narrow)
+
+
 def _copies(case: Case, stage: int) -> int:
     """Count what the fullest rank of a stage copies to the host's memory for `async_save`, which on a CPU is the
-    device's: of each kind of files the first, and an even share of the others."""
+    device's: of both kinds of files the first, and an even share of the others."""
     if not case.settings.checkpoint.async_save:
         return 0
     held, parallel = stage_parameters(case, stage), case.settings.parallel
     tp, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size * parallel.expert_tensor_size
     trained = tp * held.trained_dense + experts * held.trained_expert
-    if case.settings.finetuning.finetuning_type == "lora":
-        sets = [_FP32 * trained]
-    else:
-        sets = [case.itemsize * (tp * held.dense + experts * held.expert)]
-    if not case.settings.checkpoint.save_only_model:
-        averages = {"adam": 2, "sgd": int(bool(case.settings.optimizer.sgd_momentum))}[
-            case.settings.optimizer.optimizer
-        ]
-        sets.append(_FP32 * trained * (averages + (case.itemsize < _FP32)))
-    writers = tp * case.shard_size
-    return sum(min(size, _FILE_BYTES + size // writers) for size in sets)
+    kinds = checkpoint_bytes(case.settings, tp * held.dense + experts * held.expert, trained)
+    return sum(min(size, _FILE_BYTES + size // (tp * case.shard_size)) for size in kinds)
 
 
 def num_communicators(case: Case) -> int:

@@ -13,7 +13,8 @@ from megatune.plan.answer import Answer
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
-from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, CPU_PROCESS, MEMORY_PARTS
+from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, CPU_PROCESS, MEMORY_PARTS, checkpoint_bytes
+from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.pages.words import count, layout_words, picture_words, size
 from megatune.plan.question import Question
@@ -35,6 +36,11 @@ def standing_notes(question: Question) -> Iterator[str]:
             f"framework: a CUDA context with its libraries takes {CONTEXT >> 20:,} MiB; communication buffers: NCCL "
             f"takes {COMMUNICATOR >> 20:,} MiB for each group of more than one rank; neither was measured"
         )
+        if question.settings.checkpoint.async_save:
+            architecture = question.model.architecture
+            trained = num_trained_parameters(architecture, question.settings.finetuning)
+            copies = sum(checkpoint_bytes(question.settings, num_parameters(architecture), trained))
+            yield f"async_save: copies of a checkpoint take {size(copies)} of main memory, over all machines"
     yield "fragments of freed memory are not counted"
     if pictures := picture_words(question.case):
         yield f"{pictures} (--image_tokens)"
