@@ -13,30 +13,39 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from reporting import add_output_flag, finish
 
 VOCABULARY = 16384
 BETWEEN = 3  # steps before each save
 LEARNING_RATE = 1e-4
+AT_ONCE, STALL = "saved at once", "in the background, all of it"
+
+
+class Timed(NamedTuple):
+    """Seconds of the wall, and of the processor in the thread that trains."""
+
+    wall: float
+    own: float
 
 
 @dataclass
 class Seconds:
     """What was measured, one entry a round."""
 
-    alone: list[list[float]] = field(default_factory=list)
-    at_once: list[float] = field(default_factory=list)
-    copy: list[float] = field(default_factory=list)
-    settle: list[float] = field(default_factory=list)
-    beside: list[list[float]] = field(default_factory=list)
+    alone: list[list[Timed]] = field(default_factory=list)
+    at_once: list[Timed] = field(default_factory=list)
+    copy: list[Timed] = field(default_factory=list)
+    settle: list[Timed] = field(default_factory=list)
+    beside: list[list[Timed]] = field(default_factory=list)
     written: list[float] = field(default_factory=list)
 
 
-def timed(action: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+def timed(action: Callable[[], object]) -> Timed:
+    wall, own = time.perf_counter(), time.thread_time()
     action()
-    return time.perf_counter() - begun
+    return Timed(time.perf_counter() - wall, time.thread_time() - own)
 
 
 def measure(model: Path, folder: Path, arguments: argparse.Namespace) -> tuple[Seconds, int]:
@@ -94,6 +103,20 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace) -> tuple[S
     return found, size
 
 
+def _lines(found: Seconds, part: int) -> dict[str, list[float]]:
+    """What training waits for, of one part of what is timed, one number a round."""
+    alone = [statistics.median(each[part] for each in steps) for steps in found.alone]
+    slower = [sum(each[part] - one for each in steps) for steps, one in zip(found.beside, alone, strict=True)]
+    copy, settle = ([each[part] for each in timed] for timed in (found.copy, found.settle))
+    return {
+        AT_ONCE: [each[part] for each in found.at_once],
+        STALL: [sum(parts) for parts in zip(copy, settle, slower, strict=True)],
+        "- the copy, of which nothing is hidden": copy,
+        "- steps beside it are slower, together": slower,
+        "- hearing that it is whole": settle,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="saves of each kind (5)")
@@ -115,33 +138,24 @@ def main() -> None:
         )  # fmt: skip
         load = os.getloadavg()[0]
         found, size = measure(model, Path(name) / "out", arguments)
-    steps = [statistics.median(alone) for alone in found.alone]  # others use the machine more in one round than another
-    slower = [sum(beside) - len(beside) * alone for beside, alone in zip(found.beside, steps, strict=True)]
-    step = statistics.median(steps)
-    stalls = [sum(parts) for parts in zip(found.copy, found.settle, slower, strict=True)]
-    ratios = [stall / at_once for stall, at_once in zip(stalls, found.at_once, strict=True)]
-    lines: list[tuple[str, list[float]]] = [
-        ("saved at once", found.at_once),
-        ("in the background, all of it", stalls),
-        ("- the copy, of which nothing is hidden", found.copy),
-        ("- steps beside it are slower, together", slower),
-        ("- hearing that it is whole", found.settle),
-    ]
+    columns = [_lines(found, part) for part in range(len(Timed._fields))]
+    step = statistics.median(each.wall for alone in found.alone for each in alone)
     rows = [
         (what, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f} to {max(seconds):.3f}",
-         f"{statistics.median(seconds) / step:.2f}")
-        for what, seconds in lines
+         f"{statistics.median(seconds) / step:.2f}", f"{statistics.median(columns[1][what]):.3f}")
+        for what, seconds in columns[0].items()
     ]  # fmt: skip
+    ratios = [stall / whole for stall, whole in zip(columns[0][STALL], columns[0][AT_ONCE], strict=True)]
     beside = statistics.median(map(len, found.beside))
     note = (
         f"A checkpoint has {size / 2**20:,.0f} MiB; a step without a save takes {step:.3f} s (median), and "
         f"{beside:.0f} steps were trained while one was written, which took {statistics.median(found.written):.2f} s. "
         f"Stall: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of that of a save at once, "
         f"pairwise over {arguments.rounds} rounds. Medians and ranges of the rounds; on a CPU the thread that writes "
-        "takes processor time from steps, which it does not on a GPU. Load of the machine (1 minute) at the start: "
-        f"{load:.1f}."
+        "takes processor time from steps. Own seconds are of the processor, in the thread that trains: where others use "
+        f"the machine, they say how much work is left to it. Load of the machine (1 minute) at the start: {load:.1f}."
     )
-    header = ("what training waits for", "seconds", "range", "in steps")
+    header = ("what training waits for", "seconds", "range", "in steps", "own seconds")
     finish("async-save", "The stall of a checkpoint", header, rows, note, arguments.output)
 
 
