@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,19 @@ def test_plain_torch_reads_it(model_dir: MakeModel, tmp_path: Path) -> None:
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     expected = [tensors(model_dir("llama"))[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(4)]
     assert torch.equal(found["decoder.layers.mlp.linear_fc2.weight"], torch.stack(expected))
+
+
+def test_what_plain_torch_writes(model_dir: MakeModel, tmp_path: Path) -> None:
+    """A chunk for each tensor, and matrices column by column, as strides may have it."""
+    folder = to_mcore(model_dir("llama"), tmp_path / "mcore") / "iter_0000001"
+    found = {name: torch.empty(stored.shape) for name, stored in read_table(folder).items()}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    turned = {name: each.mT.contiguous().mT if each.dim() > 1 else each for name, each in found.items()}
+    shutil.rmtree(folder)
+    dcp.save(turned, checkpoint_id=folder, no_dist=True)
+    (tmp_path / "hf").mkdir()
+    MergedModel(tmp_path / "mcore", []).write(tmp_path / "hf", 5 * 10**9)
+    assert_same_bits(tensors(tmp_path / "hf"), tensors(model_dir("llama")))
 
 
 def one_in_rows(folder: Path, name: str) -> None:

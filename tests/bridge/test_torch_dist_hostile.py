@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,16 @@ def stored(value: Any, *, zipped: bool = True) -> Callable[[Path], None]:
     return replace
 
 
+def unpacking(folder: Path) -> None:
+    """A header that unpacks to far more than the file has."""
+    with zipfile.ZipFile(folder / "__9_0.distcp", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(1))
+        archive.writestr("archive/byteorder", bytes(1 << 26))
+    with open(folder / "__9_0.distcp", "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+    moved(relative_path="__9_0.distcp", offset=0, length=size)(folder)
+
+
 def common(folder: Path) -> None:
     torch.save({"args": Attack()}, folder / "common.pt")
 
@@ -132,6 +143,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "noise": (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04\xff"), "cannot be read"),
     "a pickle for a chunk": (stored(Attack()), "system'"),
     "an old pickle for a chunk": (stored(Attack(), zipped=False), "no tensor"),
+    "an archive that unpacks to more": (unpacking, "why: it is no tensor\n"),
     "a pickle in common.pt": (common, "system'"),
     "a path above": (moved(relative_path="../__0_0.distcp"), "outside the checkpoint's folder"),
     "an absolute path": (moved(relative_path="/etc/passwd"), "outside the checkpoint's folder"),

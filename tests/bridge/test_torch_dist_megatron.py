@@ -15,6 +15,7 @@ from torch_dist_kit import to_mcore
 from transformers import AutoModelForCausalLM
 
 from megatune.bridge.merged_model import MergedModel
+from megatune.bridge.torch_dist.table import read_table
 from megatune.config.settings import Settings
 from megatune.engine.groups import build
 from megatune.families import load_architecture
@@ -36,7 +37,8 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
             "num_moe_experts": found.moe.num_experts,
             "moe_ffn_hidden_size": found.moe.moe_ffn_hidden_size,
             "moe_router_topk": found.moe.router_topk,
-            "moe_layer_freq": [int(sparse) for sparse in found.moe.layers],
+            # Stacked where all are alike, by themselves otherwise.
+            "moe_layer_freq": 1 if all(found.moe.layers) else [int(sparse) for sparse in found.moe.layers],
         }
     names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
     config = TransformerConfig(
@@ -51,7 +53,7 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
         add_bias_linear=False,
         normalization="RMSNorm",
         layernorm_epsilon=found.norm_epsilon,
-        qk_layernorm=True,
+        qk_layernorm=found.qk_layernorm,
         use_cpu_initialization=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -93,7 +95,7 @@ def test_megatron_computes_what_transformers_does(pool, model_dir: MakeModel, tm
     assert error < 1e-5
 
 
-def resave(model: Path, folder: Path, out: Path, settings: Settings) -> None:
+def resave(model: Path, folder: Path, out: Path, settings: Settings, apart: bool) -> None:
     """On every rank: Megatron-Core loads a folder of ours, and saves it as it does."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -102,27 +104,31 @@ def resave(model: Path, folder: Path, out: Path, settings: Settings) -> None:
     gpt.load_state_dict(dist_checkpointing.load({"model": gpt.sharded_state_dict()}, str(folder))["model"])
     # Its saver starts processes, which those of the pool may not.
     with mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False}):
-        dist_checkpointing.save(gpt.sharded_state_dict(), str(out))
+        dist_checkpointing.save(gpt.sharded_state_dict(metadata={"singleton_local_shards": apart}), str(out))
         filesystem_async._results_queue = None
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "parallel"),
+    ("family", "ranks", "parallel", "apart"),
     [
-        ("qwen3", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-        ("qwen3_moe", 2, {"expert_model_parallel_size": 2}),
+        ("qwen3", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, False),
+        ("qwen3_moe", 2, {"expert_model_parallel_size": 2}, False),
+        ("mixtral", 2, {"expert_model_parallel_size": 2}, False),
+        ("mixtral", 1, {}, True),
     ],
 )
 def test_what_megatron_writes(
-    pool, model_dir: MakeModel, tmp_path: Path, family: str, ranks: int, parallel: dict[str, int]
+    pool, model_dir: MakeModel, tmp_path: Path, family: str, ranks: int, parallel: dict[str, int], apart: bool
 ) -> None:
-    """Of whatever layout, with a padded vocabulary."""
-    model = model_dir(family)
+    """Of whatever layout, with a padded vocabulary; apart: experts, gate and up are tensors of their own."""
+    model = model_dir(family, tied=family == "qwen3")
     folder = to_mcore(model, tmp_path / "mcore")
     for name in ("out", "hf"):
         (tmp_path / name).mkdir()
     settings = Settings.model_validate({"parallel": parallel})
-    pool.run(ranks, resave, model, folder / "iter_0000001", tmp_path / "out", settings)
+    pool.run(ranks, resave, model, folder / "iter_0000001", tmp_path / "out", settings, apart)
+    keys = {key.partition(".mlp.")[2] for key in read_table(tmp_path / "out")}
+    assert ("experts.experts.0.linear_fc1.weight_w" in keys) == apart
     (tmp_path / "out/config.json").write_text((model / "config.json").read_text())
     MergedModel(tmp_path / "out", []).write(tmp_path / "hf", 5 * 10**9)
     assert_same_bits(tensors(tmp_path / "hf"), tensors(model))

@@ -102,7 +102,6 @@ REFUSED = {
     ("--to_hf", "--output_dir", "x"): (64, "mcore_model is missing"),
     ("--to_mcore", "--output_dir", "x"): (64, "model is missing"),
     ("--to_hf", "--model", "m", "--output_dir", "x"): (64, "there is nothing to convert"),
-    ("--to_hf", "--mcore_model", "m", "--output_dir", "x"): (66, "is no checkpoint of Megatron-Core"),
     ("--to_hf", "--mcore_model", "nowhere"): (66, "mcore_model: no folder 'nowhere'"),
     ("--to_mcore", "--model", "m", "--torch_dtype", "int8"): (64, "expected one of: bfloat16"),
     ("--to_mcore", "--model", "m", "--adapters", "a", "--test_convert_precision"): (64, "merge them first"),
@@ -159,6 +158,7 @@ def test_a_kill_leaves_nothing_half_visible(here: Path, monkeypatch: pytest.Monk
     assert not [path for path in here.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.usefixtures("command_line")
 def test_a_conversion_that_differs_ends_with_1(here: Path) -> None:
     from megatune.cli.export import _compare
     from megatune.cli.export_words import read_words

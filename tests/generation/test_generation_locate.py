@@ -14,7 +14,8 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families.scores import as_saved
 from megatune.generation.generator import Generator
-from megatune.generation.options import GenerationOptions, find_model
+from megatune.generation.inputs import find_model
+from megatune.generation.options import GenerationOptions
 
 
 @pytest.fixture(scope="module")

@@ -110,9 +110,9 @@ def test_short_names_of_layouts_lead_to_the_key() -> None:
 def test_refused_and_unknown_keys() -> None:
     assert "use_distributed_optimizer" in explain_key("deepspeed", [])
     assert "已实现 LoRA" in explain_key("oft_rank", GROUNDS, "zh")
-    text = explain_key("report_to", GROUNDS)
-    assert "wandb" in text
-    assert "report_to: none" in text
+    text = explain_key("hub_strategy", GROUNDS)
+    assert "all_checkpoints" in text
+    assert "hub_strategy: every_save" in text
     with pytest.raises(MegatuneError) as raised:
         explain_key("lerning_rate", GROUNDS)
     assert raised.value.exit_code == ExitCode.SETTINGS

@@ -196,10 +196,11 @@ def test_a_library_that_is_missing_is_named_before_anything_starts(
     assert asked_trackers(every) == ["tensorboard", "wandb"]
     assert asked_trackers(Settings(logging={"report_to": ["none"], "use_swanlab": True})) == ["swanlab"]
     with pytest.raises(module.MegatuneError) as caught:
-        module.check_installed(Settings(logging={"report_to": ["mlflow", "wandb", "swanlab"]}))
+        module.check_installed(Settings(logging={"report_to": ["mlflow", "wandb", "swanlab"], "swanlab_mode": "local"}))
     assert caught.value.exit_code == 69
     assert [finding.fix for finding in caught.value.findings] == [
-        'pip install "megatune[swanlab]"', 'pip install "megatune[mlflow]"'
+        'pip install "megatune[swanlab]"', 'pip install "megatune[mlflow]"',
+        'pip install "swanlab[dashboard]", or write swanlab_mode: offline',
     ]  # fmt: skip
 
 

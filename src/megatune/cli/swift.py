@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,7 @@ def _hand_over(verb: str, words: Sequence[str]) -> int:
     if found.findings:
         raise MegatuneError(found.findings, ExitCode.SETTINGS)
     if found.lines:
-        print("\n".join(found.lines), flush=True)
+        print("\n".join(found.lines), file=sys.stderr if verb == "infer" else sys.stdout, flush=True)
     with _environment(hub_variables(found, os.environ)):
         return main([ours, *found.words])
 

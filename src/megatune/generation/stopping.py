@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,21 @@ class StopWords(StoppingCriteria):
                     self.lengths[row] = length
         ended = [row in self.lengths for row in range(len(input_ids))]
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
+
+
+class Full(StoppingCriteria):
+    """Ends each answer where its room ends.
+
+    Args:
+        rooms: tokens of each row's answer at most.
+    """
+
+    def __init__(self, rooms: Sequence[int], num_prompt_tokens: int) -> None:
+        self._rooms, self._start = torch.tensor(rooms), num_prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Return which rows of int64 input_ids [rows, tokens] have ended."""
+        return (self._rooms <= input_ids.shape[1] - self._start).to(input_ids.device)
 
 
 class Stopped(StoppingCriteria):

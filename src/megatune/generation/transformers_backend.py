@@ -25,7 +25,7 @@ from megatune.generation.inputs import has_tokenizer
 from megatune.generation.options import Sampling
 from megatune.generation.pictures import generate_inputs
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply, cut_at_stop_word
-from megatune.generation.stopping import Stopped, StopWords, Stream
+from megatune.generation.stopping import Full, Stopped, StopWords, Stream
 
 if TYPE_CHECKING:
     from megatune.architecture import Vision
@@ -99,16 +99,16 @@ class TransformersBackend:
         return self._generate([prompt], sampling, stream, is_stopped)[0]
 
     def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
-        """Continue prompts in one batch; those with pictures, or that reach the end of the context, one by one."""
-        together = [each for each in prompts if not each.pictures and self._room(each, sampling) is None]
+        """Continue prompts in one batch; those with pictures one by one."""
+        together = [each for each in prompts if not each.pictures]
         replies = iter(self._generate(together, sampling) if together else ())
-        alone = {id(each) for each in prompts} - {id(each) for each in together}
-        return [self.write(each, sampling) if id(each) in alone else next(replies) for each in prompts]
+        return [self.write(each, sampling) if each.pictures else next(replies) for each in prompts]
 
-    def _room(self, prompt: Prompt, sampling: Sampling) -> int | None:
-        """Return the tokens that the context leaves for an answer, None where it leaves enough."""
-        left = None if self.context is None else self.context - len(prompt.token_ids)
-        return left if left is not None and left < sampling.max_new_tokens else None
+    def _room(self, prompt: Prompt, sampling: Sampling) -> int:
+        """Return the tokens of an answer at most."""
+        if self.context is None:
+            return sampling.max_new_tokens
+        return min(sampling.max_new_tokens, self.context - len(prompt.token_ids))
 
     def _generate(
         self,
@@ -117,19 +117,21 @@ class TransformersBackend:
         stream: Stream | None = None,
         is_stopped: IsStopped | None = None,
     ) -> list[Reply]:
-        """Continue prompts side by side; pictures, and an answer that the context bounds, are of a prompt alone."""
+        """Continue prompts side by side; pictures are of a prompt alone."""
+        rooms = [self._room(each, sampling) for each in prompts]
         input_ids, attention_mask = _padded(prompts)
         num_prompt_tokens = input_ids.shape[1]
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.vision is not None:
             inputs |= generate_inputs(self.vision, input_ids, prompts[0].pictures)
         words = StopWords(self.tokenizer, sampling, num_prompt_tokens) if sampling.stop_words else None
-        criteria = [*([words] if words else []), *([Stopped(is_stopped)] if is_stopped else [])]
+        criteria = [Full(rooms, num_prompt_tokens), *([words] if words else [])]
+        criteria += [Stopped(is_stopped)] if is_stopped else []
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         with torch.inference_mode():
             generated = self.model.generate(
-                max_new_tokens=self._room(prompts[0], sampling) or sampling.max_new_tokens,
+                max_new_tokens=max(rooms),
                 streamer=stream,
                 stopping_criteria=StoppingCriteriaList(criteria),
                 **{name: tensor.to(self.model.device) for name, tensor in inputs.items()},
@@ -137,8 +139,8 @@ class TransformersBackend:
             )
         lengths = words.lengths if words else {}
         return [
-            self._reply(ids[: lengths.get(row)], sampling, row in lengths)
-            for row, ids in enumerate(generated[:, num_prompt_tokens:].tolist())
+            self._reply(ids[: min(lengths.get(row, room), room)], sampling, lengths.get(row, room + 1) <= room)
+            for row, (ids, room) in enumerate(zip(generated[:, num_prompt_tokens:].tolist(), rooms, strict=True))
         ]
 
     def _reply(self, new_ids: list[int], sampling: Sampling, by_word: bool) -> Reply:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
+from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import CONFIG, HubModel, MegatronModel, Model, is_hub_id, open_model
 from megatune.training.storage.manifest import read_manifest
 from megatune.training.storage.store import list_checkpoints
@@ -47,6 +48,8 @@ class RunModel:
                     return checkpoint  # else it has adapters only
             if not self._asks:
                 return None
+        if not self._asks and is_torch_dist(name):  # it may name a model on a hub
+            return None
         found = open_model(name, model.model_revision, model.cache_dir, model.mcore_model)
         described = found.described if isinstance(found, MegatronModel) else found
         if isinstance(described, HubModel):

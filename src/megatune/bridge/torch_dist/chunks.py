@@ -90,7 +90,8 @@ def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
         try:
             archive = zipfile.ZipFile(_Window(file, chunk.start, chunk.length))
             infos = {info.filename.partition("/")[2]: info for info in archive.infolist()[:64]}
-            if infos["data.pkl"].file_size > _MOST_HEADER_BYTES:
+            read = (infos[name] for name in ("data.pkl", "byteorder") if name in infos)
+            if any(info.file_size > _MOST_HEADER_BYTES for info in read):
                 raise _refused(chunk, tensor, "it is no tensor")
             if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
                 raise _refused(chunk, tensor, "its bytes are in another order than this machine's")

@@ -22,6 +22,8 @@ _DTYPE_NAMES = (
 _DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 # Of a checkpoint's metadata. Plans of the processes that saved it are noise, and become records, too.
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+# Where it was saved.
+_PATHS = ("pathlib", "pathlib._local")
 _VALUES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
@@ -92,7 +94,8 @@ def load_metadata(data: bytes, where: str) -> Record:
             return _VALUES[module, name]
         if (module, name) == ("torch.serialization", "_get_layout"):
             return str
-        if f"{module}.".startswith(_MODULES) and "." not in name:
+        is_noise = f"{module}.".startswith(_MODULES) or (module in _PATHS and name.endswith("Path"))
+        if is_noise and "." not in name:
             return kinds.setdefault(name, type(name, (Record,), {"kind": name}))
         raise _Refused(f"{module}.{name}")
 

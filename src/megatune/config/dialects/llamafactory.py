@@ -24,6 +24,7 @@ _PISSA = "adapters start at zero beside the model as it is, and PiSSA changes th
 _OFT = "of adapters LoRA is built, with its variants rsLoRA, LoRA+ and DoRA"
 _OPTIMIZERS = "the key `optimizer` chooses the optimizer, of which there are adam (AdamW) and sgd"
 _NO_PPO = "PPO is not built; stage dpo trains on pairs of answers, stage rm a reward model on them"
+_LARK = "nobody is notified of a run; SwanLab's own page can"
 _KERNELS = "the engine's own layers are used, whose kernels the keys of Megatron-Core choose"
 
 NOT_BUILT: dict[str, Refused] = {
@@ -44,6 +45,10 @@ NOT_BUILT: dict[str, Refused] = {
         values=("checkpoint", "all_checkpoints"),
         fix="write hub_strategy: every_save",
     ),
+    "swanlab_logdir": Refused(
+        "SwanLab's files are in output_dir/swanlog", fix="set SWANLAB_LOG_DIR for another folder"
+    ),
+    **{name: Refused(_LARK) for name in ("swanlab_lark_webhook_url", "swanlab_lark_secret")},
     # Data.
     "preprocessing_batch_size": Refused(
         "how many rows are tokenised together changes no result here, and is chosen by the program", off=(1000,)

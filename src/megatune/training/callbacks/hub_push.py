@@ -16,6 +16,7 @@ from megatune.hub.repository import Hub, use_modelscope
 from megatune.hub.upload import CARD, answer_of, endpoint, later, start
 from megatune.training.callbacks.base import Callback, StepReport, TrainSummary
 from megatune.training.callbacks.plot import PLOT_NAME
+from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.manifest import TRAINING_FOLDER, read_manifest
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +54,9 @@ class HubPush(Callback):
         self._sent, self._deadline = output_dir, 0.0  # of the push that is under way
         self._has_warned = False
 
+    def on_train_begin(self, schedule: RunSchedule) -> None:
+        self._clean()  # what a killed run left
+
     def on_save(self, path: Path) -> None:
         if self._settings.hub_strategy == "every_save":
             self._waiting = path
@@ -67,6 +71,7 @@ class HubPush(Callback):
         if summary.outcome == "stopped":
             self._wait(time.monotonic() + _STOPPED_SECONDS, lambda: False)
         self._give_up("the run has ended")
+        self._clean()
 
     def on_final_model(self, path: Path) -> None:
         """Push the final model; the bounded wait for it ends when the run is asked to stop."""
@@ -76,6 +81,9 @@ class HubPush(Callback):
         self._go_on()
         self._wait(self._deadline, self._stop_requested)
         self._give_up("the run was asked to end" if self._stop_requested() else "it hangs")
+        self._clean()
+
+    def _clean(self) -> None:
         shutil.rmtree(self._output_dir / _FOLDER, ignore_errors=True)
 
     def _go_on(self) -> None:

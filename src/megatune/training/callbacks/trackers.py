@@ -28,7 +28,6 @@ from megatune.training.trackers.worker import SAID_WHY, end_family
 _logger = logging.getLogger(__name__)
 _PIPE_BYTES = 1 << 20  # about a thousand log lines
 FINISH_SECONDS = 30.0
-_FAILED_SECONDS = 3.0  # for a run that failed: others wait for its end
 
 
 class Trackers(Callback):
@@ -72,12 +71,12 @@ class Trackers(Callback):
         values = {"step": summary.step, "train_runtime": summary.seconds}
         if summary.best_loss is not None:
             values["best_eval_loss"] = summary.best_loss
-        limit = _FAILED_SECONDS if summary.outcome == "failed" else FINISH_SECONDS
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + FINISH_SECONDS
         for process in self._running:
             process.send({"finish": summary.outcome, "values": values})
-        for process in self._running:
-            process.finish(deadline, limit)
+        for process in self._running if summary.outcome != "failed" else ():
+            process.finish(deadline, FINISH_SECONDS)
+        # Of a run that failed, which others wait for, they outlive this process for a while: see the worker.
 
     def _send(self, values: Mapping[str, float], step: int, logged: int) -> None:
         for process in self._running:

@@ -83,6 +83,9 @@ def check_installed(settings: Settings) -> None:
         Finding(f"report_to has {name}, whose library is not installed", fix=f'pip install "megatune[{name}]"')
         for name in missing
     ]
+    if settings.logging.swanlab_mode == "local" and "swanlab" in settings.trackers and not _is_installed("swanboard"):
+        what = "swanlab_mode: local, and the page that shows such runs is not installed"
+        findings.append(Finding(what, fix='pip install "swanlab[dashboard]", or write swanlab_mode: offline'))
     if findings:
         raise MegatuneError(findings, ExitCode.UNAVAILABLE)
 

@@ -14,12 +14,14 @@ class WandbRun:
     """A run of Weights & Biases; its steps are optimizer steps."""
 
     def __init__(self, info: RunInfo) -> None:
+        folder = info.options.get("folder") or os.environ.get("WANDB_DIR") or info.output_dir
+        os.makedirs(folder, exist_ok=True)  # the library takes a temporary one otherwise
         self._run = wandb.init(
             project=info.options.get("project") or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             name=info.name,
             id=info.id,
             resume="allow",
-            dir=info.options.get("folder") or os.environ.get("WANDB_DIR") or info.output_dir,
+            dir=folder,
             config=dict(info.settings),
             settings=wandb.Settings(console="off"),  # this process prints nothing of the run's
         )
