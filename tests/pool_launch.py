@@ -64,6 +64,7 @@ def _run_rank(
     from megatune.engine import groups
 
     rank = torch.distributed.get_rank()
+    torch.distributed.barrier()  # a rank that left while others still connect to it would break them off
     groups.leave()
     out, err = io.StringIO(), io.StringIO()
     before = dict(os.environ)
