@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatune.config.dialects.swift_command import Command
+from megatune.hub.megatron import is_torch_dist
 
 _OURS = "training/manifest.json"  # what a checkpoint of this program has
 # Version 3's names of the shape -> those of config.json.
@@ -28,7 +29,7 @@ _SHAPE = {
 def model(command: Command) -> None:
     """Where the weights come from: --load and --mcore_model name a checkpoint of Megatron-Core, or of Transformers."""
     source = command.value("mcore_model")
-    is_megatron = isinstance(source, str) and holds_torch_dist(Path(source))
+    is_megatron = isinstance(source, str) and is_torch_dist(source)
     if is_megatron:
         entry = command.flags["mcore_model"]
         command.flags["mcore_model"] = replace(entry, key="mcore_model")
@@ -60,13 +61,6 @@ def _start(command: Command, *, is_megatron: bool) -> None:
     for name in ("no_load_optim", "no_load_rng"):
         if not command.given("resume_from_checkpoint"):
             command.ignore(name, "a run starts with the weights alone")
-
-
-def holds_torch_dist(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of Megatron-Core, and none of Transformers beside it."""
-    if any(folder.glob("*.safetensors")):
-        return False
-    return (folder / "latest_checkpointed_iteration.txt").is_file() or (folder / ".metadata").is_file()
 
 
 def output(command: Command) -> None:
