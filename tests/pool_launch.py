@@ -47,7 +47,7 @@ class CommandLine:
     def _run_ranks(self, target: str, payload: dict[str, Any], world: World, run_dir: Path, **unused: Any) -> int:
         run_dir.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
-        call = target, payload, world, run_dir, environment
+        call = target, payload, world, run_dir, environment, Path.cwd()
         ended = self._pool.run(world.nproc_per_node, _run_rank, *call, limit=60)
         print(ended[0].stdout, end="")
         failed = [each for each in ended if each.returncode != ExitCode.DONE]
@@ -56,7 +56,7 @@ class CommandLine:
 
 
 def _run_rank(
-    target: str, payload: dict[str, Any], world: World, run_dir: Path, environment: Mapping[str, str]
+    target: str, payload: dict[str, Any], world: World, run_dir: Path, environment: Mapping[str, str], here: Path
 ) -> Ended:
     """Call a target in one rank of the pool, which has met the others in the pool's own way."""
     import torch
@@ -70,7 +70,7 @@ def _run_rank(
     before = dict(os.environ)
     os.environ.update(environment)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.chdir(here), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = load_target(target)(RankContext(world.rank_env(rank), run_dir), payload) or ExitCode.DONE
     except MegatuneError as error:
         return Ended(int(error.exit_code), out.getvalue(), report(error) + "\n")

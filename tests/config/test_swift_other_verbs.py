@@ -57,7 +57,11 @@ def test_infer_takes_a_file_of_flags_and_the_hub(tmp_path):
     path = tmp_path / "infer.yaml"
     path.write_text("model: M\nval_dataset: [a, b]\nstream: true\nENV:\n  MAX_PIXELS: 5\n")
     found = infer_words([str(path), "--use-hf", "--temperature", "0"])
-    assert found.words == ["--model", "M", "--val_dataset", "a", "b", "--stream", "true", "--temperature", "0"]
+    given = ["--model", "M", "--val_dataset", "a", "b", "--stream", "true", "--temperature", "0"]
+    assert found.words == [*given, "--max_new_tokens", "1000000000"]
+    assert found.lines == [
+        "swift      --max_new_tokens 1000000000  ms-swift's default: as many as the model's context holds"
+    ]
     assert found.variables == {"MAX_PIXELS": "5", "USE_MODELSCOPE_HUB": "0"}
     assert hub_variables(infer_words(["--model", "M"]), {"USE_HF": "1"}) == {"USE_MODELSCOPE_HUB": "0"}
     assert hub_variables(infer_words(["--model", "M"]), {}) == {"USE_MODELSCOPE_HUB": "1"}

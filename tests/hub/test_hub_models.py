@@ -299,18 +299,19 @@ def test_progress(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "fetched 5.0 MB of 25.0 MB of team/large\n"
 
 
+def test_modelscope_without_its_library(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/modelscope_hub.py").write_text("raise ImportError(name='modelscope_hub')")
+    hidden = os.pathsep.join([str(tmp_path / "hidden"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    (result,) = ask(hub, tmp_path, "team/sharded", USE_MODELSCOPE_HUB="1", PYTHONPATH=hidden)
+    fix = "pip install 'megatune[modelscope]', or leave USE_MODELSCOPE_HUB unset to take the model from Hugging Face"
+    what = f"team/sharded: the library of ModelScope's hub is not installed\n    fix: {fix}"
+    assert what in result["error"]
+    assert result["code"] == 69
+
+
 def test_modelscope(hub: Hub, tmp_path: Path) -> None:
     results = ask(hub, tmp_path, "team/sharded", "team/missing", "team/pickles", USE_MODELSCOPE_HUB="1")
-    try:
-        import modelscope_hub  # noqa: F401
-    except ImportError:
-        fix = (
-            "pip install 'megatune[modelscope]', or leave USE_MODELSCOPE_HUB unset to take the model from Hugging Face"
-        )
-        what = f"team/sharded: the library of ModelScope's hub is not installed\n    fix: {fix}"
-        assert what in results[0]["error"]
-        assert {result["code"] for result in results} == {69}
-        return
     assert results[0]["files"] == FETCHED, results
     assert sorted(path for path, _ in hub.sent) == sorted([*FETCHED, "config.json"])
     assert "no model team/missing at revision master on HOST, or it is private" in results[1]["error"]
