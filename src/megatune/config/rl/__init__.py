@@ -1,0 +1,1 @@
+"""Settings of reinforcement learning, by the names that ROLL's files have."""

@@ -1,0 +1,1 @@
+"""Policy gradients as pure functions, and as objectives of the engine."""

@@ -1,0 +1,1 @@
+"""Ray: processes, devices, calls, and how failures are told."""

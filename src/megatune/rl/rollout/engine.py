@@ -1,0 +1,56 @@
+"""What the pipeline asks of an engine that samples responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megatune.rl.samples import Request, Response
+
+
+class RolloutEngine(Protocol):
+    """One engine, in one process (or the first of several); requests of any number are in flight at once."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights: the last update that was committed, 0 before any."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; they are sampled by `step`."""
+        ...
+
+    def step(self) -> list[Response]:
+        """Sample on, for at most a moment, and return what was finished."""
+        ...
+
+    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
+        """End requests (None: all), and return what they have so far."""
+        ...
+
+    def begin_update(self, version: int, num_tensors: int) -> None:
+        """Expect the weights of a version; nothing is in flight."""
+        ...
+
+    def update(self, bucket: Mapping[str, Tensor]) -> None:
+        """Take some of the weights, whole tensors by their Hugging Face names."""
+        ...
+
+    def commit_update(self, version: int) -> None:
+        """Use the new weights.
+
+        Raises:
+            MegatuneError: INTERNAL, where a tensor is missing, unknown or of another shape; the engine is of no version
+                then, and refuses to sample.
+        """
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Free the device's memory: the cache (1), or weights, too (2), which come with the next update."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        ...

@@ -1,0 +1,118 @@
+"""Prompts, and what was sampled for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A row of the data, as a prompt.
+
+    Attributes:
+        id: of the row, or its place in the data.
+        domain: the entry of `rewards` that scores it.
+        prompt_ids: int64 [p].
+        row: all columns, for the reward: ground_truth, test_cases, difficulty, ...
+    """
+
+    id: str
+    tag: str
+    domain: str
+    messages: list[dict[str, str]]
+    prompt_ids: np.ndarray
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response that an engine is to sample.
+
+    Attributes:
+        id: unique in the run.
+        seed: of this response alone, so that it does not depend on what else is sampled.
+        response_ids, log_probs, versions: of a partial rollout that goes on: what it has so far.
+    """
+
+    id: str
+    prompt_ids: np.ndarray
+    seed: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    response_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What an engine sampled.
+
+    Attributes:
+        response_ids: int64 [r], the end-of-sequence token included.
+        log_probs: fp32 [r], of the sampled tokens at the temperature of the request, before top_p and top_k.
+        finish: "stop", "length", or "abort" for a part.
+        versions: (first token, version of the weights) of each stretch.
+        routing: experts chosen, int16 [p + r - 1, layers, topk], where the engine returns them.
+    """
+
+    id: str
+    response_ids: np.ndarray
+    log_probs: np.ndarray
+    finish: Literal["stop", "length", "abort"]
+    versions: tuple[tuple[int, int], ...]
+    routing: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class Sample:
+    """A response with its score. Samples of a group have the same problem and the same group number.
+
+    Attributes:
+        score: what the reward says.
+        details: metrics of the reward by name; `error` where it raised or timed out.
+    """
+
+    problem: Problem
+    group: int
+    response: Response
+    text: str
+    score: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Samples of a step as the trainer takes them, by sample.
+
+    Attributes:
+        tokens: int64 [p + r] each.
+        prompt_lengths: p of each.
+        per_token: name -> fp32 [r] of each sample, of the response's tokens: "rollout_log_probs", "old_log_probs",
+            "reference_log_probs", "advantages", "returns", "values", "mask" (1: the token counts), "weights".
+        per_sample: name -> fp32 [samples].
+        routing: of each sample, where the engine returned it.
+    """
+
+    tokens: list[np.ndarray]
+    prompt_lengths: list[int]
+    per_token: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    per_sample: dict[str, np.ndarray] = field(default_factory=dict)
+    routing: list[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, prompt and response."""
+        return [len(tokens) for tokens in self.tokens]

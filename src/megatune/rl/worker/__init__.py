@@ -1,0 +1,1 @@
+"""What trainer ranks do with the engine: log-probabilities, updates, values, weights."""
