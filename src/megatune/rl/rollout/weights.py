@@ -1,0 +1,135 @@
+"""An update of a model's weights, tensor by tensor, which is complete or an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.peft_form import stacked_matrices
+
+# One expert's matrix in a checkpoint: the layer, the expert, the matrix.
+_OF_EXPERT = re.compile(r"(.*\.layers\.\d+\.).*\.experts\.(\d+)\.(\w+)\.weight")
+_SHOWN = 3
+
+
+@dataclass(slots=True)
+class Update:
+    """What has come of an update.
+
+    Attributes:
+        num_tensors: how many are to come.
+        expected: shapes by name.
+    """
+
+    version: int
+    num_tensors: int
+    expected: Mapping[str, tuple[int, ...]]
+    _received: set[str] = field(default_factory=set)
+    _problems: list[str] = field(default_factory=list)
+
+    def accept(self, name: str, shape: Iterable[int]) -> bool:
+        """Note a tensor; return whether it belongs to the model."""
+        expected = self.expected.get(name)
+        if expected is None:
+            self._problems.append(f"{name} is not of this model")
+        elif tuple(shape) != expected:
+            self._problems.append(f"{name} is {list(shape)}, and {list(expected)} in this model")
+        elif name in self._received:
+            self._problems.append(f"{name} came twice")
+        else:
+            self._received.add(name)
+            return True
+        return False
+
+    def check(self, version: int) -> None:
+        """Refuse an update that is not whole.
+
+        Raises:
+            MegatuneError: INTERNAL, naming what is wrong.
+        """
+        problems = list(self._problems)
+        if version != self.version:
+            problems.append(f"version {version} is to be used, and version {self.version} came")
+        if missing := [name for name in self.expected if name not in self._received]:
+            problems.append(f"{len(missing)} of {len(self.expected)} tensors did not come: {_named(missing)}")
+        if len(self._received) != self.num_tensors:
+            problems.append(f"{self.num_tensors} tensors were announced, and {len(self._received)} of the model's came")
+        if problems:
+            raise MegatuneError(
+                Finding(
+                    f"the update to version {self.version} of the weights is not whole",
+                    "actor_infer",
+                    "; ".join([*problems[:_SHOWN], *(["…"] if len(problems) > _SHOWN else [])]),
+                    "the engine is of no version now: resume the run from its last checkpoint",
+                ),
+                ExitCode.INTERNAL,
+            )
+
+
+def places_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return where each tensor of a checkpoint is in the model, as views, by its name in files.
+
+    Transformers has the experts of a layer in one parameter, and names some weights otherwise.
+    """
+    held: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
+    saved = model.state_dict(keep_vars=True)
+    held |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    stand_ins = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
+    held_as = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    stacks = {
+        (match[1], match[2]): tensor
+        for name, tensor in held.items()
+        if (match := re.fullmatch(r"(.*\.layers\.\d+\.).*\.experts\.(\w+)", name))
+    }
+    places = {}
+    for name, stand_in in revert_weight_conversion(model, stand_ins).items():
+        if id(stand_in) in held_as:
+            places[name] = held[held_as[id(stand_in)]]
+        elif name in held:
+            places[name] = held[name]
+        else:
+            places[name] = _of_expert(name, stacks)
+        assert places[name].shape == stand_in.shape, name
+    return places
+
+
+def _of_expert(name: str, stacks: Mapping[tuple[str, str], Tensor]) -> Tensor:
+    """Return an expert's matrix in the parameter that has all of a layer's."""
+    match = _OF_EXPERT.fullmatch(name)
+    assert match is not None, name
+    layer, expert, leaf = match[1], int(match[2]), match[3]
+    for parameter, kinds in stacked_matrices().items():
+        for place, names in enumerate(kinds):
+            if leaf in names and (layer, parameter) in stacks:
+                return stacks[layer, parameter][expert].chunk(len(kinds))[place]
+    raise AssertionError(name)
+
+
+@torch.no_grad()
+def copy_into(place: Tensor, tensor: Tensor) -> None:
+    """Write a tensor to its place, in the place's dtype and on its device."""
+    place.copy_(tensor, non_blocking=place.device.type != "cpu")
+
+
+def drop_storage(model: nn.Module) -> None:
+    """Free the memory of a model's parameters, which keep their shapes; `take_storage` makes it anew, without values."""
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
+
+
+def take_storage(model: nn.Module) -> None:
+    """Give parameters the memory that they have not."""
+    for parameter in model.parameters():
+        if not parameter.untyped_storage().nbytes():
+            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
