@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_REST_SECONDS = 0.001
+
 
 class Background:
-    """Calls `pump` again and again while it runs; whoever holds it has what `pump` works on to himself.
-
-    Args:
-        pump: returns whether there was something to do.
-        idle: seconds to rest where there was not.
-    """
+    """Calls `pump` again and again while it runs; whoever holds it has what `pump` works on to himself."""
 
     def __init__(self, pump: Callable[[], object]) -> None:
         self._pump = pump
@@ -35,11 +32,15 @@ class Background:
         was_running = self._running.is_set()
         self._running.clear()
         with self._lock:
-            if self._error is not None:
-                raise self._error
+            self.check()
             yield
         if was_running:
             self._running.set()
+
+    def check(self) -> None:
+        """Raise an error of the thread's."""
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """End the thread."""
@@ -58,4 +59,4 @@ class Background:
                         self._error = error
                         self._running.clear()
                         self._ended.set()
-            time.sleep(0)  # whoever waits for the lock gets it
+            time.sleep(_REST_SECONDS)  # whoever waits for the lock gets it

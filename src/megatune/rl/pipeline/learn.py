@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,11 @@ class Learner:
         """Compute the policy's log-probabilities, of the weights as they are."""
         self._turns.compute(self._policy, "weights")
         return self._policy.ask("log_probs", rollouts, self.temperature)
+
+    def save(self, model: ModelGroup, step: int, beside: Mapping[str, bytes] | None = None) -> Path:
+        """Save a checkpoint of a model that is trained, and return where it is."""
+        self._turns.compute(model, *PARTS)
+        return Path(model.group.call("save", step, beside)[0])
 
     def _known(self, samples: Sequence[Sample], rollouts: Rollouts, phases: Phases) -> dict[str, Any]:
         """Compute what the algorithm needs of the models."""

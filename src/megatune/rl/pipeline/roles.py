@@ -93,26 +93,33 @@ class Turns:
     def __init__(self, engines: EngineGroup, models: Sequence[ModelGroup]) -> None:
         self._engines, self._models = engines, list(models)
 
+    def load(self, model: ModelGroup, checkpoint: str | None = None) -> None:
+        """Load a model, with room for it."""
+        if self.meets_engines(model):
+            self._engines.sleep()
+        self._clear_of(model, ())
+        model.load(checkpoint)
+
     def sample(self) -> None:
         """Give the devices to the engines."""
         for model in self._models:
-            if self._meets_engines(model):
+            if self.meets_engines(model):
                 model.hold()
         self._engines.wake()
 
     def compute(self, model: ModelGroup, *parts: str) -> None:
         """Give the devices to a model, which needs these parts."""
-        if self._meets_engines(model):
+        if self.meets_engines(model):
             self._engines.sleep()
-        if self._others(model) or self._meets_engines(model):
+        if self._others(model) or self.meets_engines(model):
             model.hold(*self._clear_of(model, parts))
 
     def transfer(self, model: ModelGroup) -> None:
         """Have the model's weights on the devices, and the engines awake."""
-        if self._others(model) or self._meets_engines(model):
+        if self._others(model) or self.meets_engines(model):
             model.hold(*self._clear_of(model, ("weights",)))
         for other in self._models:
-            if other is not model and self._meets_engines(other):
+            if other is not model and self.meets_engines(other):
                 other.hold()
         self._engines.wake()
 
@@ -124,5 +131,6 @@ class Turns:
     def _others(self, model: ModelGroup) -> list[ModelGroup]:
         return [each for each in self._models if each is not model and {*each.role.devices} & {*model.role.devices}]
 
-    def _meets_engines(self, model: ModelGroup) -> bool:
+    def meets_engines(self, model: ModelGroup) -> bool:
+        """Whether a model shares a device with an engine."""
         return bool({*model.role.devices} & {*self._engines.role.devices})

@@ -42,7 +42,7 @@ class Sampler:
         finished = []
         for responses in self._engines.step():
             for response in responses:
-                del self._engine_of[response.id]
+                self._engine_of.pop(response.id, None)
                 if (group := self._settle(response)) is not None and group.is_finished:
                     finished.append(self._groups.pop(group.number))
         return finished
