@@ -199,6 +199,36 @@ def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
     return reduce_from_tensor_model_parallel_region(sums, group=parallel_state.get_context_parallel_group())
 
 
+def document_totals(values: Tensor, sequences: Sequences) -> Tensor:
+    """Return at each token the sum over its document's tokens, which context-parallel ranks hold parts of: fp64
+    [b, s / cp].
+
+    Every rank's loss of its own tokens may use it: the backward pass sums gradients over ranks, too.
+
+    Args:
+        values: [b, s / cp], summed in fp64.
+    """
+    totals: Tensor = _DocumentTotals.apply(values.double(), sequences)
+    return totals
+
+
+class _DocumentTotals(torch.autograd.Function):
+    """Sum and spread: a symmetric matrix, which is its own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sequences: Sequences) -> Tensor:  # type: ignore[override]
+        ctx.sequences = sequences
+        sums = document_sums(values, sequences)
+        if not sequences.is_packed:
+            return sums[:, None].expand_as(values).contiguous()
+        lengths = send(torch.tensor(sequences.document_lengths))
+        return sums.repeat_interleave(lengths, output_size=values.shape[1])[None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _DocumentTotals.forward(ctx, gradient, ctx.sequences), None
+
+
 def whole_rows(mine: Tensor, boundaries: Sequence[int]) -> Tensor:
     """Put the context-parallel ranks' tokens back into the order of the row; collective over them, no gradient.
 
