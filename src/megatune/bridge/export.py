@@ -99,9 +99,7 @@ class _Beside:
         self._architecture, self._factor = loaded.architecture, scaling(selection)
         self._adapters = adapters(loaded.architecture, selection)
 
-    def merge(
-        self, whole: dict[str, Tensor] | None, key: _Key, pieces: Mapping[_Key, Piece], holders: Holders
-    ) -> None:
+    def merge(self, whole: dict[str, Tensor] | None, key: _Key, pieces: Mapping[_Key, Piece], holders: Holders) -> None:
         """Gather the adapter of a weight as the weight itself was gathered, and add it. Collective over the holders.
 
         Args:

@@ -7,7 +7,7 @@ each other, and stay so. On a CPU the same is done, from memory to memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -101,7 +101,7 @@ def _weights(model: Sequence[Chunk]) -> Iterator[Tensor]:
         yield from chunk.module.buffers()
 
 
-def _buffers(model: Sequence[Chunk]) -> Iterator[object]:
+def _buffers(model: Sequence[Chunk]) -> Iterator[Any]:
     """Yield Megatron-Core's buffers of gradients."""
     for chunk in model:
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)

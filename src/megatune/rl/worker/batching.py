@@ -42,6 +42,7 @@ class Sharing:
             longer has a row of its own.
         document_multiple: packed, a sample takes a multiple of so many tokens.
         round: the number of micro-batches of a rank is a multiple of it (virtual pipeline stages).
+        fewest: packed, the fewest micro-batches of a rank.
     """
 
     data_parallel_size: int
@@ -49,6 +50,7 @@ class Sharing:
     packed_tokens: int | None = None
     document_multiple: int = 1
     round: int = 1
+    fewest: int = 1
 
     def shares(self, lengths: Sequence[int]) -> Shares:
         """Distribute samples of these lengths: every rank has as many micro-batches, and about as much to compute.
@@ -71,7 +73,8 @@ class Sharing:
     def _packed(self, lengths: Sequence[int]) -> Shares:
         assert self.packed_tokens is not None
         sizes = [_multiple(length, self.document_multiple) for length in lengths]
-        number = _multiple(max(1, -(-sum(sizes) // (self.packed_tokens * self.data_parallel_size))), self.round)
+        needed = -(-sum(sizes) // (self.packed_tokens * self.data_parallel_size))
+        number = _multiple(max(1, self.fewest, needed), self.round)
         while (bins := self._fill(lengths, sizes, number * self.data_parallel_size)) is None:
             number += self.round
         costs = [sum(cost(lengths[sample]) for sample in each) for each in bins]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -29,6 +30,8 @@ from megatune.training.train_step import evaluating
 
 # Micro-batches, for each stage of the pipeline, between two heartbeats of a pass that only runs forward.
 _GROUP = 8
+# Of micro-batches: fp32 [b, s] each; none before the last pipeline stage.
+Compute: TypeAlias = Callable[[list[Chunk], Sequence[Batch]], Sequence[Tensor]]
 _PADDING = 0  # any token: padding trains nothing, and nobody attends to it
 
 
@@ -137,15 +140,17 @@ class ModelWorker:
         role, parallel = self.role, self.settings.parallel
         if training:
             num_rows = self.settings.batch.per_device_train_batch_size
-            tokens = role.packed_tokens_train or role.dynamic_tokens_train
+            tokens, fewest = role.packed_tokens_train or role.dynamic_tokens_train, role.min_micro_batches_train
         else:
-            num_rows, tokens = role.infer_batch_size, role.packed_tokens_forward or role.dynamic_tokens_forward
+            num_rows, fewest = role.infer_batch_size, role.min_micro_batches_forward
+            tokens = role.packed_tokens_forward or role.dynamic_tokens_forward
         return Sharing(
             self.loaded.place.dp_size,
             num_rows,
             tokens,
             parallel.document_multiple,
             parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1,
+            fewest,
         )
 
     def _batches(
@@ -171,14 +176,8 @@ class ModelWorker:
             per_sample=per_sample,
         )
 
-    def _forward(
-        self, phase: str, rollouts: Rollouts, compute: Callable[[list[Chunk], Sequence[Batch]], Sequence[Tensor]]
-    ) -> Answer:
-        """Compute a number of each token, of the weights as they are.
-
-        Args:
-            compute: of micro-batches, fp32 [b, s] each; none before the last pipeline stage.
-        """
+    def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> Answer:
+        """Compute a number of each token, of the weights as they are."""
         self._need("weights")
         place, sharing, found = self.loaded.place, self._sharing(training=False), Answer()
         shares = sharing.shares(rollouts.lengths)

@@ -16,7 +16,7 @@ from megatune.families import FAMILIES
 from megatune.launch.world import RankEnv
 from megatune.objectives.policy.objective import PolicyObjective
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker.model import Ready
+from megatune.rl.worker.model import Compute, Ready
 from megatune.rl.worker.rows import Answer
 from megatune.rl.worker.training import TrainedWorker
 
@@ -51,17 +51,17 @@ class PolicyWorker(TrainedWorker):
         Args:
             temperature: that logits are divided by; None for that of sampling.
         """
-        return self._forward("log-probs", rollouts, partial(token_log_probs, temperature=self._temperature(temperature)))
+        return self._forward("log-probs", rollouts, self._at(temperature))
 
     def reference_log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
         """Compute those of the model without its adapters: the reference of a run that trains adapters."""
         assert self.settings.finetuning.finetuning_type == "lora", "without adapters a reference is a model of its own"
-        compute = partial(token_log_probs, temperature=self._temperature(temperature))
         with without_adapters(self.loaded.model):
-            return self._forward("reference log-probs", rollouts, compute)
+            return self._forward("reference log-probs", rollouts, self._at(temperature))
 
-    def _temperature(self, asked: float | None) -> float:
-        return self.run.sampling_temperature if asked is None else asked
+    def _at(self, temperature: float | None) -> Compute:
+        asked = self.run.sampling_temperature if temperature is None else temperature
+        return partial(token_log_probs, temperature=asked)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of what `weights` gives."""
