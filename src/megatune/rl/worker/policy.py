@@ -1,105 +1,96 @@
-"""The model that is trained: log-probabilities, updates, its weights as a stream, checkpoints."""
+"""The model that is trained: log-probabilities, updates, its weights as a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
+from megatune.bridge.export import export_weights
+from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.engine.layers.adapter import without_adapters
+from megatune.engine.step import token_log_probs
+from megatune.families import FAMILIES
+from megatune.launch.world import RankEnv
+from megatune.objectives.policy.objective import PolicyObjective
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker.model import Answer, ModelWorker
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What one step's updates came to; the same on all ranks.
-
-    Attributes:
-        updates: of the optimizer in this step.
-        loss, grad_norm: means over them.
-        learning_rate: of the last one.
-        num_tokens: trained, over all of them.
-        skipped: updates left out because of gradients that overflowed in fp16.
-        metrics: means of the objective's metrics over all of them.
-        seconds: "forward_backward" and "optimizer" on this rank.
-    """
-
-    updates: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    num_tokens: int
-    skipped: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-class TrainedWorker(ModelWorker):
-    """A role that is trained."""
-
-    def train(self, rollouts: Rollouts, step: int) -> Trained:
-        """Update on a step's samples: `ppo_epochs` passes over shuffled mini-batches of per_device_train_batch_size ·
-        gradient_accumulation_steps · data-parallel size samples.
-
-        Args:
-            rollouts: with what the loss needs in `per_token` and `per_sample`.
-            step: of the run, counted from 0; it seeds the order of samples.
-
-        Raises:
-            MegatuneError: NOT_FINITE, naming gradients; the weights are as they were.
-        """
-        raise NotImplementedError
-
-    def find_checkpoint(self, asked: bool | str) -> tuple[str | None, list[str]]:
-        """Choose and verify the checkpoint to resume from, before `load`.
-
-        Args:
-            asked: True: the newest whole one of the role's output folder, None where there is none; a path; False.
-
-        Returns:
-            It, and lines that a user should see.
-
-        Raises:
-            MegatuneError: INPUT, where one is asked for and none is whole.
-        """
-        raise NotImplementedError
-
-    def save(self, step: int, beside: Mapping[str, bytes] | None = None) -> str | None:
-        """Save checkpoint-STEP, the model and its training state; whole or not at all.
-
-        Args:
-            step: steps done.
-            beside: small files by name that go into its training/ folder, such as the driver's state.
-
-        Returns:
-            Where it is.
-
-        Raises:
-            MegatuneError: CANNOT_WRITE.
-        """
-        raise NotImplementedError
+from megatune.rl.worker.model import Compute, Ready
+from megatune.rl.worker.rows import Answer
+from megatune.rl.worker.training import TrainedWorker
 
 
 class PolicyWorker(TrainedWorker):
-    """A rank of actor_train."""
+    """One rank of actor_train. See `ModelWorker`."""
 
-    def log_probs(self, rollouts: Rollouts, temperature: float) -> Answer:
-        """Compute log-probabilities of the responses' tokens at a temperature, of the weights as they are."""
-        raise NotImplementedError
+    def __init__(self, settings: RLSettings, role: ModelRole, env: RankEnv, run_dir: Path | str) -> None:
+        super().__init__(settings, role, env, run_dir)
+        objective = self.objective(1)
+        self.token_extras, self.document_extras = objective.token_extras, objective.document_extras
 
-    def reference_log_probs(self, rollouts: Rollouts, temperature: float) -> Answer:
+    def load(self, checkpoint: str | None = None) -> Ready:
+        super().load(checkpoint)
+        return self._ready(len(self.weight_shapes()))
+
+    def objective(self, num_samples: int) -> PolicyObjective:
+        role = self.role
+        return PolicyObjective(
+            self.run.algorithm,
+            self.run.sampling_temperature,
+            role.pg_variant,
+            role.topr_positive_weight,
+            role.topr_negative_weight,
+            norm_length=self.run.rollout.sequence_length - 1,
+            samples=num_samples,
+        )
+
+    def log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
+        """Compute log-probabilities of the responses' tokens, of the weights as they are.
+
+        Args:
+            temperature: that logits are divided by; None for that of sampling.
+        """
+        return self._forward("log-probs", rollouts, self._at(temperature))
+
+    def reference_log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
         """Compute those of the model without its adapters: the reference of a run that trains adapters."""
-        raise NotImplementedError
+        assert self.settings.finetuning.finetuning_type == "lora", "without adapters a reference is a model of its own"
+        with without_adapters(self.loaded.model):
+            return self._forward("reference log-probs", rollouts, self._at(temperature))
+
+    def _at(self, temperature: float | None) -> Compute:
+        asked = self.run.sampling_temperature if temperature is None else temperature
+        return partial(token_log_probs, temperature=asked)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of what `weights` gives."""
-        raise NotImplementedError
+        architecture = self.loaded.architecture
+        weights = FAMILIES[architecture.model_type].weight_map(architecture)
+        return self.loaded.form.all_shapes(weights, architecture)
 
     def weights(self, ranks: Collection[int] = (0,)) -> Iterator[dict[str, Tensor]]:
-        """Stream the weights: whole tensors by their Hugging Face names, adapters merged into them.
+        """Stream the weights: whole tensors by their Hugging Face names, adapters merged into them, on the device.
 
-        Every rank iterates to the end; those in `ranks` get buckets of at most `model_update_buffer_size_mb`, or one
-        tensor where that is larger, the others empty ones, as many as it takes.
+        Every rank iterates to the end. Those in `ranks` get buckets of at most model_update_buffer_size_mb, or of one
+        tensor where that is larger; for others the stream is empty.
         """
-        raise NotImplementedError
+        self._need("weights")
+        tensors = export_weights(self.loaded, ranks, self.settings.finetuning)
+        for number, bucket in enumerate(in_buckets(tensors, self.run.run.model_update_buffer_size_mb * 2**20), 1):
+            self.context.beat(f"weights, bucket {number}", self.step)
+            yield bucket
+
+
+def in_buckets(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Gather tensors, in their order, into buckets of at most so many bytes, or of one tensor."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > most_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from megatune.engine.step import token_scores
+from megatune.objectives.policy.value import ValueObjective
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker.model import Answer
-from megatune.rl.worker.policy import TrainedWorker
+from megatune.rl.worker.rows import Answer
+from megatune.rl.worker.training import TrainedWorker
 
 
 class ValueWorker(TrainedWorker):
-    """A rank of critic."""
+    """One rank of critic; the stage of its settings is rm. See `ModelWorker`."""
+
+    token_extras = ValueObjective.token_extras
+
+    def objective(self, num_samples: int) -> ValueObjective:
+        return ValueObjective(self.run.algorithm.value_clip)
 
     def values(self, rollouts: Rollouts) -> Answer:
         """Compute the value of the state before each token of the responses: where its log-probability is computed."""
-        raise NotImplementedError
+        return self._forward("values", rollouts, token_scores)
