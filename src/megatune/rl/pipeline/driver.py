@@ -63,9 +63,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         run, rollout, infer = self.settings.run, self.settings.rollout, self.settings.actor_infer
-        sampling = Sampling(
-            infer.generating, run.seed, rollout.response_length, stop_token_ids=self.stop_token_ids
-        )
+        sampling = Sampling(infer.generating, run.seed, rollout.response_length, stop_token_ids=self.stop_token_ids)
         self._sampler = Sampler(self.roles.engines, sampling, rollout.max_running_requests)
         queue = ProblemQueue(self.problems.by_domain, run.seed)
         self._collector = Collector(

@@ -7,23 +7,26 @@ from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.rollout.engine import RolloutEngine
 from megatune.rl.worker.model import ModelWorker
+from megatune.rl.worker.transformers_model import TransformersWorker
+
+Worker = ModelWorker | TransformersWorker
 
 
-def policy(context: RankContext, settings: RLSettings, role: ModelRole) -> ModelWorker:
+def policy(context: RankContext, settings: RLSettings, role: ModelRole) -> Worker:
     """Build a rank of actor_train."""
     from megatune.rl.worker.policy import PolicyWorker
 
     return _of_context(PolicyWorker(settings, role, _env(context), context.run_dir), context)
 
 
-def critic(context: RankContext, settings: RLSettings, role: ModelRole) -> ModelWorker:
+def critic(context: RankContext, settings: RLSettings, role: ModelRole) -> Worker:
     """Build a rank of critic."""
     from megatune.rl.worker.value import ValueWorker
 
     return _of_context(ValueWorker(settings, role, _env(context), context.run_dir), context)
 
 
-def frozen(context: RankContext, settings: RLSettings, role: ModelRole) -> ModelWorker:
+def frozen(context: RankContext, settings: RLSettings, role: ModelRole) -> Worker:
     """Build a rank of the reference, or of a teacher."""
     from megatune.rl.worker.reference import frozen_worker
 
@@ -41,7 +44,7 @@ def engine(context: RankContext, role: InferRole, seed: int, max_running: int, l
     return load_engine(role, seed=seed, max_running=max_running, context=length)
 
 
-def _of_context(worker: ModelWorker, context: RankContext) -> ModelWorker:
+def _of_context(worker: Worker, context: RankContext) -> Worker:
     """Let a worker's beats be those that the actor's host reads."""
     worker.context = context
     return worker

@@ -17,7 +17,7 @@ from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.roles import PARTS, ModelGroup, Turns
 from megatune.rl.rollout.gap import Gap, check_gap, log_prob_gap
 from megatune.rl.samples import Response, Rollouts, Sample
-from megatune.rl.worker.policy import Trained
+from megatune.rl.worker.training import Trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Learner:
         self._settings, self._turns = settings, turns
         self._policy, self._reference, self._critic, self._teachers = policy, reference, critic, teachers
         self.state = AlgorithmState(settings.algorithm)
-        self.temperature = settings.actor_infer.generating.temperature or 1.0
+        self.temperature = settings.sampling_temperature
         precision = settings.actor_train.settings.precision
         dtypes = {settings.actor_infer.dtype, "bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32"}
         self.dtype = next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in dtypes)
@@ -101,7 +101,8 @@ class Learner:
 
     def _known(self, samples: Sequence[Sample], rollouts: Rollouts, phases: Phases) -> dict[str, Any]:
         """Compute what the algorithm needs of the models."""
-        algorithm, known = self._settings.algorithm, {}
+        algorithm = self._settings.algorithm
+        known: dict[str, Any] = {}
         if algorithm.enable_reference:
             with phases("reference"):
                 if self._reference is not None:
@@ -186,7 +187,9 @@ def rollouts_of(samples: Sequence[Sample]) -> Rollouts:
         [len(sample.problem.prompt_ids) for sample in samples],
         {"rollout_log_probs": [sample.response.log_probs for sample in samples]},
         {"scores": np.array([sample.score for sample in samples], np.float32)},
-        None if not routing or any(each is None for each in routing) else [each for each in routing if each is not None],
+        None
+        if not routing or any(each is None for each in routing)
+        else [each for each in routing if each is not None],
     )
 
 

@@ -16,7 +16,10 @@ def start_lines(settings: RLSettings) -> list[str]:
         f"run        {settings.run.exp_name}: {settings.run.max_steps} steps of {step}, {turns}",
         *(_line(role) for role in models if role is not None),
         f"role       actor_infer: {infer.engine}, {infer.num_engines} engines on devices {_ranges(infer.devices)}",
-        *(f"role       rewards.{name}: {role.kind}, {role.workers} processes" for name, role in settings.rewards.items()),
+        *(
+            f"role       rewards.{name}: {role.kind}, {role.workers} processes"
+            for name, role in settings.rewards.items()
+        ),
         f"sampling   temperature {generating.temperature:g}, top_p {generating.top_p:g}, top_k {generating.top_k}"
         + _truncation(settings),
     ]

@@ -30,7 +30,15 @@ _LINE = (
     *("reward", "accuracy", "response_length", "truncated", "critic/kl", "actor/entropy", "actor/ppo_ratio_clipfrac"),
     *("log_prob_gap", "staleness", "seconds/rollout", "seconds/train", "seconds/sync"),
 )
-_PANELS = (*_LINE, "actor/kl_loss", "actor/pg_loss", "critic/loss", "groups_dropped", "waiting", "rollout_tokens_per_second")
+_PANELS = (
+    *_LINE,
+    "actor/kl_loss",
+    "actor/pg_loss",
+    "critic/loss",
+    "groups_dropped",
+    "waiting",
+    "rollout_tokens_per_second",
+)
 _SAMPLES = 10  # of a logged step, in TensorBoard
 _SHOWN, _MOST_CHARACTERS = 2, 300  # on the console
 
@@ -117,7 +125,8 @@ class Reports:
             print(f"  {sample.score:g}  {prompt!r} -> {text!r}", flush=True)
         if self._tensorboard is not None:
             rows = [
-                f"**{sample.score:g}** `{sample.problem.prompt!r}`\n\n    {sample.text!r}" for sample in samples[:_SAMPLES]
+                f"**{sample.score:g}** `{sample.problem.prompt!r}`\n\n    {sample.text!r}"
+                for sample in samples[:_SAMPLES]
             ]
             self._tensorboard.add_text("samples", "\n\n".join(rows), step)
 

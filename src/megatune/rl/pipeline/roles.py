@@ -9,7 +9,8 @@ import numpy as np
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.rl.cluster.group import Pending, RoleGroup
 from megatune.rl.samples import Request, Response, Rollouts
-from megatune.rl.worker.model import Ready, merged
+from megatune.rl.worker.model import Ready
+from megatune.rl.worker.rows import merged
 
 PARTS = ("weights", "gradients", "optimizer")
 

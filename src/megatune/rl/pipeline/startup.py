@@ -156,7 +156,9 @@ def load_roles(roles: Roles, turns: Turns, settings: RLSettings) -> tuple[Path |
     """
     for joining in [model.group.start("join") for model in roles.models]:
         joining.result()
-    chosen, notes = roles.policy.group.call("find_checkpoint", settings.run.resume_from_checkpoint)[0]
+    asked = settings.run.resume_from_checkpoint
+    # A command that is given again and again goes on, also the first time, when there is nothing to go on with.
+    chosen, notes = roles.policy.group.call("find_checkpoint", None if asked is True else asked)[0]
     checkpoint = None if chosen is None else Path(chosen)
     _refuse_later(Path(settings.run.output_dir), checkpoint)
     turns.load(roles.policy, chosen)

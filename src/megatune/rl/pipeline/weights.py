@@ -65,4 +65,3 @@ class Weights:
         generating = self._settings.actor_infer.generating
         most = min(_PROBE_TOKENS, self._settings.rollout.response_length)
         return Request(f"probe-{version}-{place}-0", prompt, version, most, generating.temperature)
-
