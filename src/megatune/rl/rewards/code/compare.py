@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+OTHER_OUTPUT = "another output than expected"
+
 
 def same_output(printed: str, expected: str) -> bool:
     """Compare two outputs line by line, without spaces at the ends of lines and empty lines; numbers as numbers."""

@@ -43,3 +43,10 @@ def find_program(response: str, *, needs_definition: bool) -> Program | None:
         return None
     language, code = blocks[-1]
     return Program(code, "python" if not language or language in PYTHON else language)
+
+
+def of_text(test: str) -> str:
+    """Let a test of a text, where {response} stands for a literal, use the name instead."""
+    for quoted in ("'''{response}'''", '"""{response}"""', '"{response}"', "'{response}'", "{response}"):
+        test = test.replace(quoted, "response")
+    return test

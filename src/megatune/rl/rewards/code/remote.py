@@ -9,11 +9,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from megatune.rl.rewards.answer import RewardError
-from megatune.rl.rewards.code.compare import same_output
-from megatune.rl.rewards.code.extract import Program
+from megatune.rl.rewards.code.compare import OTHER_OUTPUT, same_output
+from megatune.rl.rewards.code.extract import Program, of_text
 from megatune.rl.rewards.code.sandbox import PRELUDE
 from megatune.rl.rewards.http import post_json
 
@@ -56,25 +57,8 @@ class HttpSandbox:
         return next(filter(None, failures), ""), failures.count("")
 
     def _failure(self, program: Program, kind: str, function: str, case: Mapping[str, Any]) -> str:
-        code, stdin = program.text, ""
-        expected: str | None = None
-        language = program.language
-        if kind == "text":
-            code = f"response = {code}\n" + str(case["assert_code"]).replace("{response}", "response")
-        elif "assert_code" in case:
-            code = f"{case.get('import_prefix') or ''}\n{code}\n{case['assert_code']}\n"
-            if kind == "check_based":
-                code += f"check({case.get('entry_point') or 'candidate'})\n"
-            language = "pytest" if kind == "pytest" else language
-        if kind != "pytest" and "assert_code" in case:  # a program that exits before its tests must not pass
-            expected = secrets.token_hex(16)
-            code += _TESTS.format(mark=expected)
-        if "assert_code" not in case:
-            stdin, expected = str(case["stdin"]), str(case["expected_stdout"])
-            code += _CALL.format(name=function) if function else ""
-        if language in ("python", "pytest"):
-            code = PRELUDE + code
-        message = {"code": code, "language": language, "stdin": stdin,
+        asked = _asked(program, kind, function, case)
+        message = {"code": asked.code, "language": asked.language, "stdin": asked.stdin,
                    "compile_timeout": CASE_SECONDS, "run_timeout": CASE_SECONDS}  # fmt: skip
         reply = post_json(self._url, message, timeout=3 * CASE_SECONDS)
         status = reply.get("status") if isinstance(reply, dict) else None
@@ -85,8 +69,41 @@ class HttpSandbox:
         if status == "Failed":
             error = str(result.get("stderr") or reply.get("message") or "").strip().splitlines()
             return error[-1] if error else f"ended with code {result.get('return_code')}"
-        printed = str(result.get("stdout") or "")
-        if "assert_code" in case:
-            printed = printed.strip().rpartition("\n")[2]
-        right = expected is None or same_output(printed, expected)
-        return "" if right else "another output than expected"
+        printed = str(result.get("stdout") or "").strip()
+        if asked.mark:
+            return "" if printed.endswith(asked.mark) else "it ended before its tests did"
+        return "" if asked.expected is None or same_output(printed, asked.expected) else OTHER_OUTPUT
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, and what the program should print: all of it, or a mark at the end."""
+
+    code: str
+    language: str
+    stdin: str = ""
+    expected: str | None = None
+    mark: str = ""
+
+
+def _asked(program: Program, kind: str, function: str, case: Mapping[str, Any]) -> _Asked:
+    python = program.language == "python"
+    if "assert_code" not in case:
+        code = program.text + (_CALL.format(name=function) if function else "")
+        stdin, expected = str(case["stdin"]), str(case["expected_stdout"])
+        return _Asked(PRELUDE + code if python else code, program.language, stdin, expected)
+    test = str(case["assert_code"])
+    if kind == "text":
+        return _marked(f"response = {program.text}\n{of_text(test)}\n")
+    if kind == "check_based":
+        test += f"\ncheck({case.get('entry_point') or 'candidate'})\n"
+    code = f"{case.get('import_prefix') or ''}\n{program.text}\n{test}\n"
+    if not python:
+        return _Asked(code, program.language)
+    return _Asked(PRELUDE + code, "pytest") if kind == "pytest" else _marked(code)
+
+
+def _marked(code: str) -> _Asked:
+    """Let a program print a mark after its tests: one that exits before them must not pass."""
+    mark = secrets.token_hex(16)
+    return _Asked(PRELUDE + code + _TESTS.format(mark=mark), "python", mark=mark)

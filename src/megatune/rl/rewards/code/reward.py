@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict
-from megatune.rl.rewards.code.compare import same_output, same_value
-from megatune.rl.rewards.code.extract import Program, find_program, read_text
+from megatune.rl.rewards.code.compare import OTHER_OUTPUT, same_output, same_value
+from megatune.rl.rewards.code.extract import Program, find_program, of_text, read_text
 from megatune.rl.rewards.code.remote import HttpSandbox
 from megatune.rl.rewards.code.sandbox import PRELUDE, Job, best_walls, run_program
 
@@ -97,7 +97,7 @@ def run_cases(program: str, kind: str, function: str, cases: Sequence[Case]) -> 
 def _run_case(program: str, kind: str, function: str, case: Case, seconds: float) -> str:
     walls = best_walls()
     if kind == "text":
-        job = Job(f"response = {program}", test=_of_text(str(case["assert_code"])))
+        job = Job(f"response = {program}", test=of_text(str(case["assert_code"])))
         return run_program(job, "", seconds, walls).failure
     if kind in FUNCTION_TESTS:
         test = str(case["assert_code"])
@@ -118,14 +118,7 @@ def _run_case(program: str, kind: str, function: str, case: Case, seconds: float
             raise RewardError(f"stdin and expected_stdout of a function's test are no JSON: {error}") from error
         outcome = run_program(Job(program, function=function, calls=[arguments]), "", seconds, walls)
         right = outcome.passed and same_value(outcome.returned[0], expected)
-    return "" if right else outcome.failure or "another output than expected"
-
-
-def _of_text(test: str) -> str:
-    """Let a test of a text, where {response} stands for a literal, use the name instead."""
-    for quoted in ("'''{response}'''", '"""{response}"""', '"{response}"', "'{response}'", "{response}"):
-        test = test.replace(quoted, "response")
-    return test
+    return "" if right else outcome.failure or OTHER_OUTPUT
 
 
 def _text(value: object) -> str:
