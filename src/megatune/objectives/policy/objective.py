@@ -94,8 +94,10 @@ class PolicyObjective:
         log_probs, mask, weights = -losses, extras[MASK], extras[WEIGHTS]
         norm = self.samples / self.norm_length
         of_tokens = aggregation.token_weights(settings.loss_agg_mode, mask, batch.sequences, norm)
-        old, metrics = extras.get(OLD), {}
-        if not settings.recompute_old_log_probs:
+        metrics: Mapping[str, tuple[Tensor, Tensor]] = {}
+        if settings.recompute_old_log_probs:
+            old = extras[OLD]
+        else:
             old = log_probs.detach()
             weights, of_tokens, metrics = self._corrected(old, weights, of_tokens, batch)
         log_ratio = torch.where(mask > 0, log_probs - old, 0.0)
