@@ -199,6 +199,14 @@ def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
     return reduce_from_tensor_model_parallel_region(sums, group=parallel_state.get_context_parallel_group())
 
 
+def at_tokens(values: Tensor, sequences: Sequences) -> Tensor:
+    """Put values of documents, [D], at each of this rank's tokens: [b, s / cp]."""
+    if not sequences.is_packed:
+        return values[:, None].expand_as(sequences.is_padding)
+    lengths = send(torch.tensor(sequences.document_lengths))
+    return values.repeat_interleave(lengths, output_size=sequences.is_padding.shape[1])[None]
+
+
 def document_totals(values: Tensor, sequences: Sequences) -> Tensor:
     """Return at each token the sum over its document's tokens, which context-parallel ranks hold parts of: fp64
     [b, s / cp].
@@ -218,11 +226,7 @@ class _DocumentTotals(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, sequences: Sequences) -> Tensor:  # type: ignore[override]
         ctx.sequences = sequences
-        sums = document_sums(values, sequences)
-        if not sequences.is_packed:
-            return sums[:, None].expand_as(values).contiguous()
-        lengths = send(torch.tensor(sequences.document_lengths))
-        return sums.repeat_interleave(lengths, output_size=values.shape[1])[None]
+        return at_tokens(document_sums(values, sequences), sequences)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
