@@ -78,7 +78,7 @@ def settings_of(
         **role,
     )
     return RLSettings(
-        run=RunPart(output_dir=str(output), max_steps=10, seed=3),
+        run=RunPart(output_dir=str(output), max_steps=10, seed=3, model_update_buffer_size_mb=1),
         rollout=RolloutPart(rollout_batch_size=len(PROMPTS), prompt_length=16, sequence_length=40),
         algorithm=AlgorithmPart(**(algorithm or {})),
         data=PromptData(),
