@@ -89,6 +89,11 @@ class BuiltinEngine:
         """Of the weights; -1 where an update was not whole."""
         return -1 if self._version is None else self._version
 
+    @property
+    def num_in_flight(self) -> int:
+        """Of requests, those that wait included."""
+        return len(self._running) + len(self._waiting)
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `RolloutEngine.submit`."""
         self._check_awake()
@@ -201,7 +206,7 @@ class BuiltinEngine:
 
     def begin_update(self, version: int, num_tensors: int) -> None:
         """Expect weights; see `RolloutEngine.begin_update`."""
-        assert not (self._running or self._waiting), "abort what is in flight first"
+        assert not self.num_in_flight, "abort what is in flight first"
         assert not self._sleeping, "wake it first"
         self._places = places_of(self._model)
         shapes = {name: tuple(place.shape) for name, place in self._places.items()}
@@ -223,7 +228,7 @@ class BuiltinEngine:
 
     def sleep(self, level: int) -> None:
         """Free memory; see `RolloutEngine.sleep`."""
-        assert not (self._running or self._waiting), "abort what is in flight first"
+        assert not self.num_in_flight, "abort what is in flight first"
         self._sleeping = True
         self._cache.clear()
         if level > 1 and not self._dropped:
