@@ -23,7 +23,7 @@ from megatune.generation.inputs import find_model, has_tokenizer
 from megatune.rl.rollout.running import Running
 from megatune.rl.rollout.sampling import Draw, sample
 from megatune.rl.rollout.slots import ATTENTION, Prompts, SlotCache, next_plan
-from megatune.rl.rollout.weights import Update, copy_into, drop_storage, places_of, take_storage
+from megatune.rl.rollout.weights import Update, copy_into, drop_weights, places_of, take_weights
 from megatune.rl.samples import Request, Response
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,6 +53,7 @@ class BuiltinEngine:
         self._update: Update | None = None
         self._places: dict[str, Tensor] = {}
         self._sleeping = False
+        self._dropped: dict[str, torch.Size] = {}  # parameters without memory
         self._cache = SlotCache()
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # by row
@@ -68,7 +69,9 @@ class BuiltinEngine:
         if config.get_text_config() is not config:
             why = f"{config.model_type} takes pictures, and rollouts are built for text"
             fix = "take a language model, or `strategy_name: vllm` for actor_infer"
-            raise MegatuneError(Finding("the built-in engine cannot sample from it", str(folder), why, fix), ExitCode.INPUT)
+            raise MegatuneError(
+                Finding("the built-in engine cannot sample from it", str(folder), why, fix), ExitCode.INPUT
+            )
         _check_context(config, context, folder)
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         model = AutoModelForCausalLM.from_pretrained(
@@ -85,6 +88,11 @@ class BuiltinEngine:
     def version(self) -> int:
         """Of the weights; -1 where an update was not whole."""
         return -1 if self._version is None else self._version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of requests, those that wait included."""
+        return len(self._running) + len(self._waiting)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `RolloutEngine.submit`."""
@@ -198,8 +206,8 @@ class BuiltinEngine:
 
     def begin_update(self, version: int, num_tensors: int) -> None:
         """Expect weights; see `RolloutEngine.begin_update`."""
-        assert not self._running and not self._waiting, "abort what is in flight first"
-        take_storage(self._model)
+        assert not self.num_in_flight, "abort what is in flight first"
+        assert not self._sleeping, "wake it first"
         self._places = places_of(self._model)
         shapes = {name: tuple(place.shape) for name, place in self._places.items()}
         self._update, self._version = Update(version, num_tensors, shapes), None
@@ -220,16 +228,17 @@ class BuiltinEngine:
 
     def sleep(self, level: int) -> None:
         """Free memory; see `RolloutEngine.sleep`."""
-        assert not self._running and not self._waiting, "abort what is in flight first"
+        assert not self.num_in_flight, "abort what is in flight first"
         self._sleeping = True
         self._cache.clear()
-        if level > 1:
-            drop_storage(self._model)
+        if level > 1 and not self._dropped:
+            self._dropped = drop_weights(self._model)
             self._version = None
 
     def wake(self) -> None:
         """Take the memory again."""
-        take_storage(self._model)
+        take_weights(self._model, self._dropped)
+        self._dropped = {}
         self._sleeping = False
 
     def _check_awake(self) -> None:

@@ -56,7 +56,9 @@ def log_prob_gap(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -
     if not len(kept):
         return Gap(0.0, 0.0, 0, 0, 0)
     # NaN of the trainer is the largest difference of all.
-    worst = [np.where(mask, np.nan_to_num(each, nan=np.inf), -1.0) for each, mask in zip(differences, known, strict=True)]
+    worst = [
+        np.where(mask, np.nan_to_num(each, nan=np.inf), -1.0) for each, mask in zip(differences, known, strict=True)
+    ]
     sample = max(range(len(worst)), key=lambda one: worst[one].max(initial=-1.0))
     token = int(worst[sample].argmax())
     return Gap(float(worst[sample][token]), float(kept.mean()), len(kept), sample, token)

@@ -135,5 +135,3 @@ def next_plan(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) 
         hidden = torch.arange(longest, device=device) > positions[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None, None]
     return Next(torch.arange(len(lengths), device=device), positions, longest, mask)
-
-

@@ -118,17 +118,20 @@ def copy_into(place: Tensor, tensor: Tensor) -> None:
     place.copy_(tensor, non_blocking=place.device.type != "cpu")
 
 
-def drop_storage(model: nn.Module) -> None:
-    """Free the memory of a model's parameters, which keep their shapes; `take_storage` makes it anew, without values."""
-    for parameter in model.parameters():
-        parameter.untyped_storage().resize_(0)
+def drop_weights(model: nn.Module) -> dict[str, torch.Size]:
+    """Free the memory of a model's parameters; return their shapes, for `take_weights`."""
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        shapes[name] = parameter.shape
+        parameter.data = parameter.data.new_empty(0)
+    return shapes
 
 
-def take_storage(model: nn.Module) -> None:
-    """Give parameters the memory that they have not."""
-    for parameter in model.parameters():
-        if not parameter.untyped_storage().nbytes():
-            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+def take_weights(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+    """Give dropped parameters memory again, without values."""
+    for name, shape in shapes.items():
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.new_empty(shape)
 
 
 def _named(names: list[str]) -> str:
