@@ -20,7 +20,7 @@ class RoleSpec:
         target: "package.module:Class".
         arguments: what pickles.
         devices: global numbers; device d is number d % devices_per_node of machine d // devices_per_node. GPUs, or
-            processes of a machine without any. (): the actors use the CPU of the driver's machine.
+            processes of a machine without any. (): the actors use the CPU of the run's first machine.
         devices_per_actor: consecutive devices of one actor.
         workers: actors of a role without devices.
         rendezvous: the actors are ranks that meet in torch.distributed; each sees the role's devices of its machine
@@ -51,7 +51,7 @@ class Seat:
 
     Attributes:
         node: number of its machine among those that the run uses.
-        visible: numbers, on its machine, of the devices that it sees.
+        visible: the devices that it sees.
         local_rank, local_world_size: among the actors of its role on its machine.
     """
 
@@ -66,7 +66,8 @@ def seats(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> list[S
     """Place a role's actors.
 
     Args:
-        nodes: the machines that the run's devices are on, in order; the driver's is the first.
+        nodes: the machines that the run's devices are on, in order; actors without devices are on the
+            first.
     """
     if not spec.devices:
         return [Seat(rank, 0, (), rank, spec.workers) for rank in range(spec.workers)]
@@ -77,6 +78,5 @@ def seats(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> list[S
     for rank, (devices, machine) in enumerate(zip(own, machines, strict=True)):
         mates = [other for other, where in enumerate(machines) if where == machine]
         seen = [device for mate in mates for device in own[mate]] if spec.rendezvous else devices
-        visible = tuple(device % devices_per_node for device in seen)
-        found.append(Seat(rank, nodes.index(machine), visible, mates.index(rank), len(mates)))
+        found.append(Seat(rank, nodes.index(machine), tuple(seen), mates.index(rank), len(mates)))
     return found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from megatune.rl.cluster.group import RoleGroup
+from megatune.rl.cluster.group import Pending, RoleGroup
+
+_WAITING_BUCKETS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +42,23 @@ def sync_weights(
     Raises:
         MegatuneError: see `group.Pending.result`; nothing was committed then.
     """
-    raise NotImplementedError
+    begun = time.monotonic()
+    first, *others = trainer.actors
+    starts = engines.start("begin_update", version, num_tensors, limit=limit)
+    drains = trainer.begin(method, [(actor.handle.drain.remote(method, args), actor) for actor in others], limit)
+    options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _WAITING_BUCKETS}
+    buckets = first.handle.stream.options(**options).remote(method, args)
+    taken: deque[Pending] = deque()
+    sizes: list[tuple[int, int]] = []
+    while (bucket := trainer.begin(method, [(buckets, first)], limit).result()[0]) is not None:
+        refs = [(actor.handle.feed.remote("update", bucket), actor) for actor in engines.actors]
+        taken.append(engines.begin("update", refs, limit))
+        del bucket, refs
+        if len(taken) == _WAITING_BUCKETS:
+            sizes.append(taken.popleft().result()[0])
+    sizes += [each.result()[0] for each in taken]
+    starts.result()
+    drains.result()
+    engines.call("commit_update", version, limit=limit)
+    tensors, nbytes = (sum(numbers) for numbers in zip(*sizes, strict=True)) if sizes else (0, 0)
+    return Sync(tensors, nbytes, len(sizes), time.monotonic() - begun)
