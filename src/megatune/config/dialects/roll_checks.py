@@ -131,7 +131,9 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
     if not generating.do_sample:
         what = f"{keys.name} takes the likeliest tokens"
         why = "all responses of a group would be the same, and have nothing to be judged against"
-        roles.reader.find(what, keys.where("temperature", "do_sample"), why, "write temperature: 1.0 and do_sample: true")
+        roles.reader.find(
+            what, keys.where("temperature", "do_sample"), why, "write temperature: 1.0 and do_sample: true"
+        )
         return
     tokens = keys["max_new_tokens"]
     if tokens is not None and tokens != generating.max_new_tokens:
@@ -167,4 +169,6 @@ def _numbers(devices: set[int]) -> str:
     listed = sorted(devices)
     if len(listed) > 4 and listed[-1] - listed[0] == len(listed) - 1:
         return f"devices {listed[0]} to {listed[-1]}"
-    return f"device{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:8]))}" + (", ..." if len(listed) > 8 else "")
+    return f"device{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:8]))}" + (
+        ", ..." if len(listed) > 8 else ""
+    )

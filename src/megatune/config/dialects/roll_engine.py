@@ -166,7 +166,9 @@ def _adapters(entries: list[SettingEntry], part: Part, reader: Reader, *, trains
     target = next((entry for entry in entries if entry.key == "lora_target"), None)
     for entry in entries:
         if entry.key in (*_LORA, "lora_target") and (target is None or not trains):
-            why = "adapters are on with lora_target, as in ROLL" if trains else f"{part.name} has no adapters of its own"
+            why = (
+                "adapters are on with lora_target, as in ROLL" if trains else f"{part.name} has no adapters of its own"
+            )
             reader.ignore(f"{part.name}.model_args.{entry.key}", why)
         elif entry is target and entry.value.text == "all-linear":
             yield replace(entry, value=Value("all", "all"))
