@@ -137,9 +137,8 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
         return
     tokens = keys["max_new_tokens"]
     if tokens is not None and tokens != generating.max_new_tokens:
-        roles.reader.lines.append(
-            f"{keys.key('max_new_tokens')} {tokens}: {generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
-        )
+        left = f"{generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
+        roles.reader.lines.append(f"{keys.key('max_new_tokens')} {tokens}: {left}")
     cut = [f"top_p {generating.top_p:g}"] if generating.top_p < 1 else []
     cut += [f"top_k {generating.top_k}"] if generating.top_k else []
     if cut:
@@ -148,9 +147,8 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
         line = f"{' and '.join(cut)} cut what is sampled; log-probabilities are those before the cut: {bound}"
         roles.reader.lines.append(line)
     if generating.temperature != 1:
-        roles.reader.lines.append(
-            f"temperature {generating.temperature:g}: the trainer's log-probabilities are at it, too (in ROLL they are at 1)"
-        )
+        line = f"temperature {generating.temperature:g}: log-probabilities of the trainer are at it, too; in ROLL they"
+        roles.reader.lines.append(f"{line} are at 1")
 
 
 def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:

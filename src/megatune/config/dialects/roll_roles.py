@@ -89,7 +89,8 @@ class Roles:
         if model is None:
             self._no_model(part, name)
         tree = part.inner["strategy_args"].trees.get("strategy_config", {})
-        own = self.reader.read({key: node for key, node in tree.items() if key in SAMPLER.names}, SAMPLER, f"{part.name}.strategy_args.strategy_config")  # fmt: skip
+        ours = {key: node for key, node in tree.items() if key in SAMPLER.names}
+        own = self.reader.read(ours, SAMPLER, f"{part.name}.strategy_args.strategy_config")
         config = {key: data_of(node) for key, node in tree.items() if key not in SAMPLER.names}
         engine = cast(Literal["builtin", "vllm", "sglang"], strategy.replace("hf_infer", "builtin"))
         if engine == "builtin":

@@ -19,10 +19,9 @@ def run_yaml(read: ReadRL) -> str:
     Secrets are left out.
     """
     written = list(_lines(read.tree, ""))
-    defaults = (info for info in TOP.infos.values() if info.name not in read.tree and info.default is not None)
-    return "\n".join(
-        [*written, *(_line(f"{info.name}: {shown(info.default, quoted=True)}", "default") for info in defaults), ""]
-    )
+    defaults = [info for info in TOP.infos.values() if info.name not in read.tree and info.default is not None]
+    written += [_line(f"{info.name}: {shown(info.default, quoted=True)}", "default") for info in defaults]
+    return "\n".join(written) + "\n"
 
 
 def _lines(tree: Tree, indent: str) -> Iterator[str]:
