@@ -80,9 +80,10 @@ def respond(model: Any, objective: PolicyObjective) -> list[Response]:
         advantages = generator.normal(0, 1, size if objective is PPO else 1) * np.ones(size)
         values = {
             "mask": np.full(size, number != 4), "advantages": advantages * (number != 4),
-            "weights": np.full(size, generator.uniform(0.5, 2)), "old_log_probs": near + generator.normal(0, 0.15, size),
-            "rollout_log_probs": near + generator.normal(0, 0.15, size), "reference_log_probs": near + generator.normal(0, 0.5, size),
+            "weights": np.full(size, generator.uniform(0.5, 2)),
         }  # fmt: skip
+        for name, scale in (("old_log_probs", 0.15), ("rollout_log_probs", 0.15), ("reference_log_probs", 0.5)):
+            values[name] = near + generator.normal(0, scale, size)
         values = {name: value.astype(np.float32) for name, value in values.items()}
         found.append(Response(tokens, prompt, values, score=float(advantages[0])))
     return found
