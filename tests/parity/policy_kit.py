@@ -87,7 +87,9 @@ def _batch(collator: Collator, responses: list[Response], length: int, objective
         labels = np.where(np.arange(len(each.tokens)) < each.prompt, IGNORE_INDEX, each.tokens)
         documents.append(Document(each.tokens.astype(np.int32), labels.astype(np.int32)))
     columns = {
-        name: ExtraColumn("token", np.concatenate([np.zeros(0, np.float32), *(each.column(name) for each in responses)]))
+        name: ExtraColumn(
+            "token", np.concatenate([np.zeros(0, np.float32), *(each.column(name) for each in responses)])
+        )
         for name in objective.token_extras
     }
     for name in getattr(objective, "document_extras", ()):

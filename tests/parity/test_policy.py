@@ -48,7 +48,7 @@ CORRECTED = PolicyObjective(
     AlgorithmPart(
         loss_agg_mode="seq-mean-token-sum-norm",
         train_infer_is_weight=IsWeight(enabled=True, weight_type="sequence", upper_bound=1.3),
-        train_infer_filters=(CorrectionFilter(enabled=True, agg_type="geometric", ratio_low=0.9, ratio_high=1.2),),
+        train_infer_filters=(CorrectionFilter(enabled=True, agg_type="geometric", ratio_low=0.95, ratio_high=1.2),),
     ),
     variant="topr", topr_positive_weight=0.7, norm_length=20, samples=7,
 )  # fmt: skip
@@ -76,17 +76,14 @@ def respond(model: Any, objective: PolicyObjective) -> list[Response]:
     for number, (prompt, tokens) in enumerate(random_tokens(301)):
         size = len(tokens) - prompt
         with torch.no_grad():
-            near, _ = distributions(model, Response(tokens, prompt, {}), objective.temperature)
-
-        def beside(scale: float, near: np.ndarray = near.numpy()) -> np.ndarray:
-            return (near + generator.normal(0, scale, len(near))).astype(np.float32)
-
+            near = distributions(model, Response(tokens, prompt, {}), objective.temperature)[0].numpy()
         advantages = generator.normal(0, 1, size if objective is PPO else 1) * np.ones(size)
         values = {
             "mask": np.full(size, number != 4), "advantages": advantages * (number != 4),
-            "weights": np.full(size, generator.uniform(0.5, 2)), "old_log_probs": beside(0.15),
-            "rollout_log_probs": beside(0.15), "reference_log_probs": beside(0.5),
+            "weights": np.full(size, generator.uniform(0.5, 2)),
         }  # fmt: skip
+        for name, scale in (("old_log_probs", 0.15), ("rollout_log_probs", 0.15), ("reference_log_probs", 0.5)):
+            values[name] = near + generator.normal(0, scale, size)
         values = {name: value.astype(np.float32) for name, value in values.items()}
         found.append(Response(tokens, prompt, values, score=float(advantages[0])))
     return found
@@ -98,7 +95,8 @@ def loss_of(objective: PolicyObjective, log_probs: Tensor, entropies: Tensor, re
     part, advantages, weights = objective.settings, known["advantages"], known["weights"]
     if objective is CORRECTED:
         log_ratio = log_probs.detach() - known["rollout_log_probs"]
-        weights = weights * log_ratio.sum().exp().clamp(max=1.3) * (0.9 <= log_ratio.mean().exp() <= 1.2)
+        kept = bool(0.95 <= log_ratio.mean().exp() <= 1.2)
+        weights = weights * log_ratio.sum().exp().clamp(max=1.3) * kept
         return -weights * advantages * log_probs * (0.7 if response.score > 0 else 1.0)
     ratio = (log_probs - known["old_log_probs"]).exp()
     if objective is GSPO:
@@ -136,6 +134,11 @@ def expect(model: Any, responses: list[Response], objective: PolicyObjective) ->
     metrics = {"actor/entropy": torch.cat(of_entropies).mean().item()}
     if objective.settings.recompute_old_log_probs:
         metrics["actor/policykl"] = torch.cat(log_ratios).mean().item()
+        if objective is not GSPO:
+            ratios, part = torch.cat(log_ratios).exp(), objective.settings
+            clipped = ((ratios < 1 - part.pg_clip_low) | (ratios > 1 + part.pg_clip_high)).float().mean().item()
+            assert 0.2 < clipped < 0.8
+            metrics["actor/ppo_ratio_clipfrac"] = clipped
     return Expected(loss.item(), metrics, gradients(model, loss))
 
 
