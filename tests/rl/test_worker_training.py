@@ -112,21 +112,23 @@ def update(settings: RLSettings) -> tuple[Trained, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "batch", "tokens"), [("tp2 sp", (3, 1), None), ("pp2, packed", (3, 1), 40), ("dp2, packed", (1, 1), 30)]
+    ("layout", "batch", "tokens"), [("tp2 sp", (3, 1), None), ("pp2, packed", (3, 1), 40), ("dp2", (1, 1), 30)]
 )
 def test_updates_are_the_same_in_every_layout(pool, model_dir, layout, batch, tokens):
-    """Mini-batches of two or three of seven samples, so that several updates follow each other."""
+    """Mini-batches of two or three of seven samples, so that several updates follow each other. Adam would make a whole
+    step of a gradient's rounding where it is nearly zero."""
     model = model_dir("qwen3")
     size = batch[0] * ALL[layout].dp_size
-    alone = settings_of(model, ALL["1"], algorithm=ALGORITHM, batch=(1, size))
-    other = settings_of(model, ALL[layout], algorithm=ALGORITHM, batch=batch, packed_tokens=tokens)
+    options = {"algorithm": ALGORITHM, "optimizer": {"optimizer": "sgd", "learning_rate": 0.1}}
+    alone = settings_of(model, ALL["1"], batch=(1, size), **options)
+    other = settings_of(model, ALL[layout], batch=batch, packed_tokens=tokens, **options)
     ((expected, weights),) = pool.run(1, update, alone)
     (found, others), *_ = pool.run(ALL[layout].world_size, update, other)
     assert (found.updates, found.num_tokens) == (expected.updates, expected.num_tokens)
-    assert found.loss == pytest.approx(expected.loss, rel=1e-4)
-    assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-6)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
     for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 def merged_weights(settings: RLSettings) -> list[tuple[str, Tensor]]:

@@ -56,8 +56,8 @@ def settings_of(
     **role: Any,
 ) -> RLSettings:
     """A run whose actor_train is the role that is tried."""
-    precision = role.pop("precision", {})
-    own = layout.settings({"learning_rate": 1e-2, "adam_epsilon": 1e-6}, precision)
+    optimizer = role.pop("optimizer", {"learning_rate": 1e-2})
+    own = layout.settings(optimizer, role.pop("precision", {}))
     own = own.model_copy(
         update={
             "run": RunSettings(stage=stage, ddp_timeout=30, seed=3),  # type: ignore[arg-type]
