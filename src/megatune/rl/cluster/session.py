@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import megatune
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import log_path
@@ -26,6 +28,8 @@ _SOCKET_PATH = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store
 _MOST_SOCKET_BYTES = 107
 _LEAST_STORE, _MOST_STORE = 256 * 2**20, 64 * 2**30
 
+_ATTEMPTS = 3
+
 _SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # it would end actors before the kernel does, by a measure of its own
@@ -33,6 +37,8 @@ _SWITCHES = {
     "RAY_prestart_worker_first_driver": "0",  # each actor has an environment, so a process of its own
     "RAY_enable_worker_prestart": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_agent_register_timeout_ms": "300000",  # of a busy machine, or one with a slow disk
+    "RAY_worker_register_timeout_seconds": "300",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 
@@ -100,10 +106,14 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
             }
         )
         before = signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
-        except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
-            raise MegatuneError(_not_started(address, error), ExitCode.UNAVAILABLE) from error
+        for attempt in range(_ATTEMPTS):
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+                break
+            except Exception as error:  # Ray raises any, this one where the machine is busy
+                _end_processes(folder)
+                if "timed out during startup" not in str(error) or attempt == _ATTEMPTS - 1:
+                    raise MegatuneError(_not_started(address, error), ExitCode.UNAVAILABLE) from error
         signal.signal(signal.SIGTERM, before)  # Ray has put its own in its place
         yield folder
 
@@ -117,6 +127,14 @@ def package_path(folder: Path) -> str:
     if not link.is_symlink():
         link.symlink_to(Path(megatune.__file__).parent)
     return str(path)
+
+
+def _end_processes(folder: Path) -> None:
+    """End what a start that failed has left of Ray's processes."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(str(folder) in word for word in child.cmdline()):
+                child.kill()
 
 
 def _not_started(address: str | None, error: Exception) -> Finding:
