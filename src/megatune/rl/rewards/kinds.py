@@ -39,14 +39,14 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "math_rule": Kind("math_rule:MathRule", limit=20.0, library="math_verify"),
-    "code_sandbox": Kind("code.reward:CodeSandbox", limit=400.0, columns=("test_cases", "case_type")),
+    "code_sandbox": Kind("code.reward:CodeSandbox", limit=400.0, columns=("test_cases",)),
     "multiple_choice": Kind("choice:MultipleChoice"),
     "crossthinkqa": Kind("choice:CrossThinkQA"),
     "general_val": Kind("choice:GeneralValidation"),
     "general_rule": Kind("instructions.reward:GeneralRule"),
     "format": Kind("shape:Format", columns=()),
     "length": Kind("shape:Length", columns=()),
-    "llm_judge": Kind("judge:Judge", limit=600.0, in_process=False),
+    "llm_judge": Kind("judge:Judge", limit=600.0, columns=(), in_process=False),
     "python": Kind("", limit=60.0, columns=()),
 }
 
