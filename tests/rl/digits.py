@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatune.config.groups.optimizer import BatchSettings, OptimizerSettings, PrecisionSettings
@@ -39,6 +39,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     vocabulary = {character: number for number, character in enumerate(CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="#"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="#", eos_token="#").save_pretrained(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -72,7 +73,7 @@ def problems() -> dict[str, list[Problem]]:
 
 def repeats(answer: Answer) -> Verdict:
     """Score the share of places that hold the digit."""
-    share = answer.text.replace(" ", "").count(answer.row["digit"]) / RESPONSE
+    share = answer.text.count(answer.row["digit"]) / RESPONSE
     return Verdict(share, float(share == 1))
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +94,8 @@ def _made(reward: type, name: str, arguments: Mapping[str, Any]) -> Any:
 
 def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
     module, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:  # an installed program has its own folder there
+        sys.path.append(os.getcwd())
     try:
         found = importlib.import_module(module)
         for part in name.split("."):
