@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 from megatune.engine import groups, step
 from megatune.engine.optimizer import main_shards
+from megatune.engine.sequences import ROUTING
 from megatune.objectives.policy.objective import PolicyObjective
 from megatune.objectives.policy.value import ValueObjective
 
@@ -36,6 +38,7 @@ class Response:
     prompt: int
     values: dict[str, np.ndarray]
     score: float = 0.0
+    routing: np.ndarray | None = None
 
     @property
     def trained(self) -> slice:
@@ -94,6 +97,8 @@ def _batch(collator: Collator, responses: list[Response], length: int, objective
     }
     for name in getattr(objective, "document_extras", ()):
         columns[name] = ExtraColumn("document", np.array([each.score for each in responses], np.float32))
+    if routing := [each.routing for each in responses if each.routing is not None]:
+        columns[ROUTING] = ExtraColumn("token", np.concatenate(routing))
     return collator(documents, length, columns)
 
 
@@ -109,6 +114,8 @@ def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
 
 def distributions(model: Any, response: Response, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the response's tokens and entropies, [r], with gradient."""
+    if response.routing is not None:
+        replay(model, torch.from_numpy(response.routing).long())
     logits = model(input_ids=torch.tensor(response.tokens)[None]).logits[0, response.trained] / temperature
     every = logits.log_softmax(-1)
     labels = torch.tensor(response.tokens[response.prompt :])
@@ -119,3 +126,34 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return gradients_of(model, None)
+
+
+def choose_at_random(config: Any, responses: Sequence[Response]) -> list[Response]:
+    """Add choices of experts that no router makes, of all tokens but every fifth, as ROUTING has them."""
+    generator, found = np.random.default_rng(9), []
+    num_experts = getattr(config, "num_experts", None) or config.n_routed_experts
+    for each in responses:
+        shape = len(each.tokens), config.num_hidden_layers, num_experts
+        chosen = generator.random(shape).argsort(-1)[..., : config.num_experts_per_tok] + 1
+        chosen[::5] = 0
+        found.append(replace(each, routing=chosen.astype(np.int16)))
+    return found
+
+
+def replay(model: Any, chosen: Tensor) -> None:
+    """Let the routers of Transformers' model take these experts of one response, [p + r, layers, k], where there are
+    some."""
+    config = model.config
+
+    def forward(hidden_states: Tensor, gate: Any, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits, _, own = type(gate).forward(gate, hidden_states)
+        experts = torch.where(chosen[:, layer] > 0, chosen[:, layer] - 1, own)
+        scores = logits.sigmoid() if config.model_type == "deepseek_v3" else logits.softmax(-1)
+        weights = scores.gather(1, experts)
+        if config.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights * getattr(config, "routed_scaling_factor", 1.0), experts
+
+    for layer, each in enumerate(model.model.layers):
+        if gate := getattr(each.mlp, "gate", None):
+            gate.forward = partial(forward, gate=gate, layer=layer)
