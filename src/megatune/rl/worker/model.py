@@ -174,6 +174,7 @@ class ModelWorker:
             same_length=same_length,
             per_token=per_token,
             per_sample=per_sample,
+            replay=self.role.router_replay,
         )
 
     def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> Answer:

@@ -96,8 +96,9 @@ class TrainedWorker(ModelWorker):
     def load(self, checkpoint: str | None = None) -> Ready:
         resumed = None if checkpoint is None else Path(checkpoint)
         self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
-        source, self.settings = self._source(resumed)
-        settings = self.settings
+        source, settings = self._source(resumed)
+        kept = settings.checkpoint.model_copy(update={"save_total_limit": self.run.run.max_ckpt_to_keep or None})
+        self.settings = settings = settings.model_copy(update={"checkpoint": kept})
         has_adapters = settings.finetuning.finetuning_type == "lora"
         base = digest_base(self.context, source, settings) if has_adapters else ""
         place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
