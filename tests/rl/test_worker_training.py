@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, SEQUENCE_LAYOUTS
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, SEQUENCE_LAYOUTS, Layout
 from safetensors.torch import load_file
 from torch import Tensor
-from worker_kit import rollouts, settings_of, started
+from worker_kit import NEWEST, rollouts, settings_of, started
 
 from megatune.bridge.merged_model import MergedModel
 from megatune.config.rl.settings import RLSettings
 from megatune.engine.offload import Offload
+from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.policy import PolicyWorker
 from megatune.rl.worker.training import Trained
 
-ALL = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS, **SEQUENCE_LAYOUTS, **LAYOUTS}
+OVERLAPS = Layout(2, {"overlap_grad_reduce": True, "overlap_param_gather": True})
+ALL = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS, **SEQUENCE_LAYOUTS, **LAYOUTS, "dp2, overlaps": OVERLAPS}
 VALUES = {"advantages": 1.0, "rollout_log_probs": 0.1, "old_log_probs": 0.1}
 ALGORITHM = {"adv_estimator": "grpo", "recompute_old_log_probs": True, "loss_agg_mode": "token-mean"}
 
@@ -80,7 +82,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [("dp2", {"precision": {"bf16": True}}), ("tp2 sp", {"lora": {"lora_dropout": 0.1}})],
+    [("dp2, overlaps", {"precision": {"bf16": True}}), ("tp2 sp", {"lora": {"lora_dropout": 0.1}})],
 )
 def test_offloading_and_a_resume_change_nothing(pool, model_dir, tmp_path, layout, options):
     """Mixed precision with a distributed optimizer; adapters with dropout, whose random numbers resume, too."""
@@ -94,7 +96,7 @@ def test_offloading_and_a_resume_change_nothing(pool, model_dir, tmp_path, layou
     checkpoint = tmp_path / "checkpoint-2"
     assert json.loads((checkpoint / "training" / "state.json").read_text())["updates"] == 2 * plain[0].updates
     assert (checkpoint / "training" / "rl.json").read_bytes() == b"{}"
-    resumed, others = pool.run(size, train, settings, range(2, 3), str(checkpoint))[0]
+    resumed, others = pool.run(size, train, settings, range(2, 3), NEWEST)[0]
     assert_same_bits(others, weights)
     assert resumed[0].learning_rate == plain[2].learning_rate < plain[1].learning_rate
     with pytest.raises(AssertionError, match="holds checkpoint-2 of an earlier run"):
@@ -103,6 +105,27 @@ def test_offloading_and_a_resume_change_nothing(pool, model_dir, tmp_path, layou
 
 def _moved(settings: RLSettings) -> Any:
     return train(settings, range(3), moving=True, save_at=2)
+
+
+def refuse(settings: RLSettings) -> tuple[str, str, bool]:
+    """On every rank: an advantage that is no number."""
+    worker = started(PolicyWorker, settings)
+    before, samples = weights_of(worker), samples_of(0)
+    samples.per_token["advantages"][3] = samples.per_token["advantages"][3] * np.nan
+    with pytest.raises(MegatuneError) as caught:
+        worker.train(samples, 0)
+    assert caught.value.exit_code == ExitCode.NOT_FINITE
+    after = weights_of(worker)
+    return str(caught.value), worker.context.phase, all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_numbers_that_are_not_finite_are_named_and_change_nothing(pool, model_dir):
+    settings = settings_of(model_dir("qwen3"), ALL["dp2"], algorithm=ALGORITHM, batch=(4, 1))
+    for said, phase, is_same in pool.run(2, refuse, settings):
+        assert "actor_train, step 1: loss nan" in said
+        assert "gradients that are not finite on rank 0" in said
+        assert phase.startswith(("weights, bucket", "train, update 1 of 1"))
+        assert is_same
 
 
 def update(settings: RLSettings) -> tuple[Trained, dict[str, Tensor]]:

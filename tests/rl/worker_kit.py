@@ -30,6 +30,7 @@ from megatune.rl.samples import Rollouts
 # Tokens of prompts, and of responses: uneven over ranks and micro-batches.
 PROMPTS, RESPONSES = (7, 3, 12, 5, 9, 4, 6), (9, 14, 3, 8, 1, 17, 2)
 TEMPERATURE = 0.7
+NEWEST = "newest"
 
 
 def rollouts(vocab_size: int, seed: int = 0, **per_token: float) -> Rollouts:
@@ -39,6 +40,8 @@ def rollouts(vocab_size: int, seed: int = 0, **per_token: float) -> Rollouts:
     values = {
         name: [random.normal(0, width, r).astype(np.float32) for r in RESPONSES] for name, width in per_token.items()
     }
+    for array in (*tokens, *(each for own in values.values() for each in own)):
+        array.flags.writeable = False  # as those that come through Ray
     return Rollouts(tokens, list(PROMPTS), values)
 
 
@@ -93,7 +96,7 @@ def started(kind: Any, settings: RLSettings, checkpoint: str | None = None) -> A
     rank, world_size = groups.rank(), len(settings.actor_train.devices)
     env = RankEnv(rank, rank, world_size, world_size, "127.0.0.1", 0, 0)
     worker = kind(settings, settings.actor_train, env, tempfile.mkdtemp())
-    worker.load(checkpoint)
+    worker.load(worker.find_checkpoint(None)[0] if checkpoint == NEWEST else checkpoint)
     return worker
 
 

@@ -69,7 +69,7 @@ class ModelWorker:
     _offload: Offload
 
     def __init__(self, settings: RLSettings, role: ModelRole, env: RankEnv, run_dir: Path | str) -> None:
-        self.run, self.role, self.settings = settings, role, role.settings
+        self.rl, self.role, self.settings = settings, role, role.settings
         self.context = RankContext(env, Path(run_dir))
         self.step = 0  # steps done
 
@@ -174,6 +174,7 @@ class ModelWorker:
             same_length=same_length,
             per_token=per_token,
             per_sample=per_sample,
+            replay=self.role.router_replay,
         )
 
     def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> Answer:

@@ -36,12 +36,12 @@ class PolicyWorker(TrainedWorker):
     def objective(self, num_samples: int) -> PolicyObjective:
         role = self.role
         return PolicyObjective(
-            self.run.algorithm,
-            self.run.sampling_temperature,
+            self.rl.algorithm,
+            self.rl.sampling_temperature,
             role.pg_variant,
             role.topr_positive_weight,
             role.topr_negative_weight,
-            norm_length=self.run.rollout.sequence_length - 1,
+            norm_length=self.rl.rollout.sequence_length - 1,
             samples=num_samples,
         )
 
@@ -60,7 +60,7 @@ class PolicyWorker(TrainedWorker):
             return self._forward("reference log-probs", rollouts, self._at(temperature))
 
     def _at(self, temperature: float | None) -> Compute:
-        asked = self.run.sampling_temperature if temperature is None else temperature
+        asked = self.rl.sampling_temperature if temperature is None else temperature
         return partial(token_log_probs, temperature=asked)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -77,7 +77,7 @@ class PolicyWorker(TrainedWorker):
         """
         self._need("weights")
         tensors = export_weights(self.loaded, ranks, self.settings.finetuning)
-        for number, bucket in enumerate(in_buckets(tensors, self.run.run.model_update_buffer_size_mb * 2**20), 1):
+        for number, bucket in enumerate(in_buckets(tensors, self.rl.run.model_update_buffer_size_mb * 2**20), 1):
             self.context.beat(f"weights, bucket {number}", self.step)
             yield bucket
 

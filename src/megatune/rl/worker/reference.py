@@ -33,7 +33,7 @@ class ReferenceWorker(ModelWorker):
         Args:
             temperature: that logits are divided by; None for that of sampling.
         """
-        temperature = self.run.sampling_temperature if temperature is None else temperature
+        temperature = self.rl.sampling_temperature if temperature is None else temperature
         return self._forward("log-probs", rollouts, partial(token_log_probs, temperature=temperature))
 
 

@@ -14,6 +14,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 from megatune.rl.samples import Rollouts
 
+ROUTING = "routing"
 # By number of the sample: fp32 [r], values of its response's tokens.
 Answer = dict[int, np.ndarray]
 
@@ -48,6 +49,25 @@ def extras(
     return found
 
 
+def routing(rollouts: Rollouts, samples: Sequence[int]) -> ExtraColumn:
+    """Return the experts that the rollout engine chose, each number + 1: int16 [tokens, layers, k]. It did not compute
+    the last token of a sample, whose routers choose by themselves.
+
+    Raises:
+        ValueError: the engine did not say.
+    """
+    if rollouts.routing is None:
+        raise ValueError("router_replay: the rollout engine returned no routing")
+    parts = []
+    for sample in samples:
+        chosen = rollouts.routing[sample]
+        if len(chosen) != len(rollouts.tokens[sample]) - 1:
+            raise ValueError(f"routing of {len(chosen)} tokens for a sample of {len(rollouts.tokens[sample])}")
+        parts.append(np.pad(chosen.astype(np.int16) + 1, ((0, 1), (0, 0), (0, 0))))
+    empty = np.zeros((0, *rollouts.routing[0].shape[1:]), np.int16)
+    return ExtraColumn("token", np.concatenate([empty, *parts]))
+
+
 def batches(
     rollouts: Rollouts,
     shares: Sequence[Sequence[Sequence[int]]],
@@ -57,14 +77,20 @@ def batches(
     same_length: bool,
     per_token: Iterable[str] = (),
     per_sample: Iterable[str] = (),
+    replay: bool = False,
 ) -> list[Batch]:
     """Make a data-parallel rank's micro-batches.
 
     Args:
         shares: numbers of samples, by rank and micro-batch.
         same_length: all micro-batches of all ranks have one length, as pipelines need.
+        replay: routers choose the experts that the rollout engine chose.
     """
     lengths = rollouts.lengths
+
+    def columns(samples: Sequence[int]) -> dict[str, ExtraColumn]:
+        found = extras(rollouts, samples, per_token, per_sample)
+        return {**found, ROUTING: routing(rollouts, samples)} if replay else found
 
     def needed(samples: Sequence[int]) -> int:
         return collator.length([lengths[sample] for sample in samples])
@@ -74,7 +100,7 @@ def batches(
         collator(
             [document(rollouts, sample) for sample in samples],
             longest if same_length else needed(samples),
-            extras(rollouts, samples, per_token, per_sample),
+            columns(samples),
         )
         for samples in shares[rank]
     ]

@@ -65,7 +65,7 @@ class TrainedWorker(ModelWorker):
     @property
     def output_dir(self) -> Path:
         """The folder of the role's checkpoints: of the policy the run's own."""
-        folder = Path(self.run.run.output_dir)
+        folder = Path(self.rl.run.output_dir)
         return folder if self.role.name == "actor_train" else folder / self.role.name
 
     def find_checkpoint(self, asked: bool | str | None) -> tuple[str | None, list[str]]:
@@ -96,15 +96,16 @@ class TrainedWorker(ModelWorker):
     def load(self, checkpoint: str | None = None) -> Ready:
         resumed = None if checkpoint is None else Path(checkpoint)
         self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
-        source, self.settings = self._source(resumed)
-        settings = self.settings
+        source, settings = self._source(resumed)
+        kept = settings.checkpoint.model_copy(update={"save_total_limit": self.rl.run.max_ckpt_to_keep or None})
+        self.settings = settings = settings.model_copy(update={"checkpoint": kept})
         has_adapters = settings.finetuning.finetuning_type == "lora"
         base = digest_base(self.context, source, settings) if has_adapters else ""
         place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
         model = load_model(source if has_adapters else resumed or source, settings, place, adapter=resumed)
         self.loaded = attach_optimizer(model, settings)
         self._offload = offload_of(self.loaded)
-        self.state = TrainState(0, "", self.run.samples_per_step, settings.run.seed, base=base)
+        self.state = TrainState(0, "", self.rl.samples_per_step, settings.run.seed, base=base)
         if resumed is not None:
             self.state = load_checkpoint(resumed, self.loaded, settings, self.state)
         self.step = self.state.step
@@ -122,9 +123,9 @@ class TrainedWorker(ModelWorker):
 
     def _schedule(self) -> LearningRateSchedule:
         """The learning rate over the updates of a run of which every step has all its samples."""
-        optimizer, algorithm = self.settings.optimizer, self.run.algorithm
-        updates = math.ceil(self.run.samples_per_step / self.samples_per_update) * algorithm.ppo_epochs
-        total = self.run.run.max_steps * updates
+        optimizer, algorithm = self.settings.optimizer, self.rl.algorithm
+        updates = math.ceil(self.rl.samples_per_step / self.samples_per_update) * algorithm.ppo_epochs
+        total = self.rl.run.max_steps * updates
         warmup = warmup_steps_of(self.role.warmup_steps or optimizer.warmup_steps, optimizer.warmup_ratio, total)
         shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
         return LearningRateSchedule(optimizer.learning_rate, *shape, warmup, total)
@@ -141,7 +142,7 @@ class TrainedWorker(ModelWorker):
             MegatuneError: NOT_FINITE, naming gradients; the weights are as before that update.
         """
         self._need("weights", "gradients", "optimizer")
-        seed, epochs = self.settings.run.seed, self.run.algorithm.ppo_epochs
+        seed, epochs = self.settings.run.seed, self.rl.algorithm.ppo_epochs
         plan = mini_batches(len(rollouts), self.samples_per_update, epochs, seed, step)
         results: list[StepResult] = []
         for number, samples in enumerate(plan, 1):

@@ -25,7 +25,7 @@ class TransformersWorker:
     """One rank of a role with strategy "hf". Ranks exchange nothing. See `ModelWorker`."""
 
     def __init__(self, settings: RLSettings, role: ModelRole, env: RankEnv, run_dir: Path | str) -> None:
-        self.run, self.role, self.settings = settings, role, role.settings
+        self.rl, self.role, self.settings = settings, role, role.settings
         self.context = RankContext(env, Path(run_dir))
 
     def join(self) -> None:
@@ -70,7 +70,7 @@ class TransformersWorker:
         Args:
             temperature: that logits are divided by; None for that of sampling.
         """
-        temperature = self.run.sampling_temperature if temperature is None else temperature
+        temperature = self.rl.sampling_temperature if temperature is None else temperature
         shares = Sharing(self.context.world_size, self.role.infer_batch_size).shares(rollouts.lengths)
         mine, found = shares[self.context.rank], Answer()
         for number, samples in enumerate(mine, 1):

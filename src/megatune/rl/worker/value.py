@@ -15,7 +15,7 @@ class ValueWorker(TrainedWorker):
     token_extras = ValueObjective.token_extras
 
     def objective(self, num_samples: int) -> ValueObjective:
-        return ValueObjective(self.run.algorithm.value_clip)
+        return ValueObjective(self.rl.algorithm.value_clip)
 
     def values(self, rollouts: Rollouts) -> Answer:
         """Compute the value of the state before each token of the responses: where its log-probability is computed."""
