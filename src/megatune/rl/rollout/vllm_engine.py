@@ -51,7 +51,7 @@ def check_version() -> None:
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.UNAVAILABLE)
     if not found.startswith(f"{TESTED}."):
         what = f"vLLM {found} is installed"
-        why = f"weights are updated through its internals, which are those of {TESTED}; another version may differ silently"
+        why = f"weights are updated through its internals, which are those of {TESTED}; others may differ silently"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.UNAVAILABLE)
 
 
@@ -129,7 +129,7 @@ class VllmEngine:
 
         folder = Path(role.model_name_or_path)
         config = {key: value for key, value in role.config.items() if key not in _NOT_ARGUMENTS}
-        _check_arguments(config, {each for each in EngineArgs.__dataclass_fields__})
+        _check_arguments(config, set(EngineArgs.__dataclass_fields__))
         can_sleep = current_platform.is_cuda_alike()
         arguments = {
             "dtype": _DTYPES[role.dtype],

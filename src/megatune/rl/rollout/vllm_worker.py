@@ -48,7 +48,7 @@ class WeightUpdates:
         model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.model_runner.model_config)
-            head = getattr(model, "lm_head", None)
+            head: Any = getattr(model, "lm_head", None)
             if current_platform.is_cpu() and hasattr(head, "quant_method"):
                 # An output layer that is tied to the embedding has a packed copy on a CPU, which the reload leaves.
                 head.quant_method.process_weights_after_loading(head)
