@@ -23,7 +23,8 @@ from megatune.generation.inputs import find_model, has_tokenizer
 from megatune.rl.rollout.running import Running
 from megatune.rl.rollout.sampling import Draw, sample
 from megatune.rl.rollout.slots import ATTENTION, Prompts, SlotCache, next_plan
-from megatune.rl.rollout.weights import Update, copy_into, drop_weights, places_of, take_weights
+from megatune.rl.rollout.updates import Update
+from megatune.rl.rollout.weights import copy_into, drop_weights, places_of, take_weights
 from megatune.rl.samples import Request, Response
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

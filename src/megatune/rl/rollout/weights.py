@@ -1,76 +1,19 @@
-"""An update of a model's weights, tensor by tensor, which is complete or an error."""
+"""The places of a checkpoint's tensors in a model of Transformers, and the memory of its weights."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.peft_form import stacked_matrices
 
 # One expert's matrix in a checkpoint: the layer, the expert, the matrix.
 _OF_EXPERT = re.compile(r"(.*\.layers\.\d+\.).*\.experts\.(\d+)\.(\w+)\.weight")
-_SHOWN = 3
-
-
-@dataclass(slots=True)
-class Update:
-    """What has come of an update.
-
-    Attributes:
-        num_tensors: how many are to come.
-        expected: shapes by name.
-    """
-
-    version: int
-    num_tensors: int
-    expected: Mapping[str, tuple[int, ...]]
-    _received: set[str] = field(default_factory=set)
-    _problems: list[str] = field(default_factory=list)
-
-    def accept(self, name: str, shape: Iterable[int]) -> bool:
-        """Note a tensor; return whether it belongs to the model."""
-        expected = self.expected.get(name)
-        if expected is None:
-            self._problems.append(f"{name} is not of this model")
-        elif tuple(shape) != expected:
-            self._problems.append(f"{name} is {list(shape)}, and {list(expected)} in this model")
-        elif name in self._received:
-            self._problems.append(f"{name} came twice")
-        else:
-            self._received.add(name)
-            return True
-        return False
-
-    def check(self, version: int) -> None:
-        """Refuse an update that is not whole.
-
-        Raises:
-            MegatuneError: INTERNAL, naming what is wrong.
-        """
-        problems = list(self._problems)
-        if version != self.version:
-            problems.append(f"version {version} is to be used, and version {self.version} came")
-        if missing := [name for name in self.expected if name not in self._received]:
-            problems.append(f"{len(missing)} of {len(self.expected)} tensors did not come: {_named(missing)}")
-        if len(self._received) != self.num_tensors:
-            problems.append(f"{self.num_tensors} tensors were announced, and {len(self._received)} of the model's came")
-        if problems:
-            raise MegatuneError(
-                Finding(
-                    f"the update to version {self.version} of the weights is not whole",
-                    "actor_infer",
-                    "; ".join([*problems[:_SHOWN], *(["…"] if len(problems) > _SHOWN else [])]),
-                    "the engine is of no version now: resume the run from its last checkpoint",
-                ),
-                ExitCode.INTERNAL,
-            )
 
 
 def places_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -132,7 +75,3 @@ def take_weights(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
     for name, shape in shapes.items():
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.new_empty(shape)
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
