@@ -1,7 +1,7 @@
 """Runs one program within limits; started by `sandbox` as a file of its own, with nothing else of this project.
 
-Argument: a folder that the program may write in, with job.json (`sandbox.Job` and what the machine adds). Result, on
-file descriptor 3, once the program and its test or its calls went through: {"nonce", "returned": [...]}.
+Arguments: a folder that the program may write in, with job.json (`sandbox.Job` and what the machine adds), and the file
+descriptor for the result, once the program and its test or its calls went through: {"nonce", "returned": [...]}.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _run_pytest(test: str) -> None:
 
 
 def main() -> None:
-    folder = sys.argv[1]
+    folder, channel = sys.argv[1], int(sys.argv[2])
     place = os.path.join(folder, "job.json")
     with open(place, encoding="utf-8") as file:
         job = json.load(file)
@@ -118,7 +118,7 @@ def main() -> None:
             raise
         returned = []
     sys.stdout.flush()
-    with os.fdopen(3, "w", encoding="utf-8") as result:
+    with os.fdopen(channel, "w", encoding="utf-8") as result:
         json.dump({"nonce": nonce, "returned": returned}, result, default=_plain)
 
 

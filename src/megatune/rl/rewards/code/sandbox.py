@@ -122,14 +122,17 @@ def _wait(walls: Walls, folder: Path, files: tuple[Any, Any, Any], seconds: floa
     }
     given, out, errors = files
     with tempfile.TemporaryFile() as channel:
-        # As descriptor 3, the one that is passed on: a shell moves it there.
-        move = f'exec "$@" 3<&{channel.fileno()} {channel.fileno()}<&-'
-        command = ["sh", "-c", move, "sh", *walls.prefix, sys.executable, "-I", "-B", str(RUNNER), str(folder)]
+        python = [sys.executable, "-I", "-B", str(RUNNER), str(folder), str(channel.fileno())]
         try:
             process = subprocess.Popen(
-                command, stdin=given, stdout=out, stderr=errors, env=environment, start_new_session=True,
+                [*walls.prefix, *python],
+                stdin=given,
+                stdout=out,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,
                 pass_fds=[channel.fileno()],
-            )  # fmt: skip
+            )
         except OSError as error:
             raise RewardError(f"a program cannot be started: {error}") from error
         code: int | None = None
