@@ -1,7 +1,7 @@
 """Settings in Chinese, read from the YAML files of this folder where Chinese is asked for.
 
-A file `TOPIC.yaml` has the texts of settings by "group.name"; `phrases.yaml` units, and why keys are refused. The folder
-`rl` has those of reinforcement learning.
+A file `TOPIC.yaml` has the texts of settings by "group.name"; `phrases.yaml` units, and why keys are refused. Those of
+reinforcement learning are in the folder `rl`.
 """
 
 from __future__ import annotations

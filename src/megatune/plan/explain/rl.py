@@ -161,7 +161,8 @@ Every key of a file of `megatune rl`, by where it stands; the names are ROLL's. 
 listed is refused, with the nearest name.
 
 A file may name others in `defaults`, as Hydra does, and refer to keys with `${a.b}`, or to a variable of the
-environment with `${oc.env:NAME}`. On a command line `a.b.c=value` comes after the file, and `~a.b.c` takes a key out of it.
+environment with `${oc.env:NAME}`. On a command line `a.b.c=value` comes after the file, and `~a.b.c` takes a key out of
+it.
 
 `megatune explain KEY` says the same of one key, `megatune explain FILE.yaml` goes through a file. This page is written
 by `python docs/generate_settings.py`; [rl-settings.zh.md](rl-settings.zh.md) has it in Chinese.
