@@ -181,15 +181,6 @@ def token_log_probs(
     return [-losses for losses in _collect(model, batches, Head(temperature))]
 
 
-@torch.no_grad()
-def token_log_probs_and_entropies(
-    model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], temperature: float = 1.0
-) -> list[tuple[Tensor, Tensor]]:
-    """Return `token_log_probs`, and the entropies of the distributions that labels are of, fp32 [b, s] each."""
-    found = [each.unbind(-1) for each in _collect(model, batches, Head(temperature, entropy=True))]
-    return [(-losses, entropies) for losses, entropies in found]
-
-
 def _collect(
     model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], head: Head | None
 ) -> list[Tensor]:
