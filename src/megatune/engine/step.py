@@ -181,6 +181,12 @@ def token_log_probs(
     return [-losses for losses in _collect(model, batches, Head(temperature))]
 
 
+@torch.no_grad()
+def token_scores(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Return a reward model's scores of the tokens of each micro-batch, fp32 [b, s]; see `token_log_probs`."""
+    return logits(model, batches)
+
+
 def _collect(
     model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], head: Head | None
 ) -> list[Tensor]:

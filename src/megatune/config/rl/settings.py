@@ -289,3 +289,10 @@ class RLSettings:
     @property
     def samples_per_step(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.num_return_sequences_in_group
+
+    @property
+    def sampling_temperature(self) -> float:
+        """What logits are divided by for log-probabilities: the temperature of sampling. Where the likeliest token is
+        always taken there is none, and they are those of the model itself."""
+        generating = self.actor_infer.generating
+        return generating.temperature if generating.do_sample and generating.temperature > 0 else 1.0
