@@ -29,7 +29,6 @@ TOP_IGNORED: dict[str, str] = {
     "is_num_return_sequences_expand": "every response is a request of its own",
     "router_args": "which engine samples a prompt changes no result",
     "transfer_backend": "samples travel as Ray's objects",
-    "user_defined_rollout_loop_cls": "prompts are sampled once; hooks for tools are not built",
     "reward": _NO_EFFECT,
     "pure_opd_pipeline_type": "the pipeline is that of this verb",
     **dict.fromkeys(
@@ -70,6 +69,11 @@ TOP_REFUSED: dict[str, Refused] = {
     "profiler_memory": Refused("no profiler runs beside roles", off=(False,)),
     "save_logging_board_dir": Refused(
         "log-probabilities of tokens are in what rollout_dump_dir writes", fix="write rollout_dump_dir: FOLDER"
+    ),
+    "user_defined_rollout_loop_cls": Refused(
+        "prompts are sampled once; hooks for tools are not built",
+        off=("roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",),
+        fix="remove user_defined_rollout_loop_cls",
     ),
     "is_offload_optimizer_states_in_train_step": Refused(
         "the optimizer's state stays on the device, or on the host for the whole run",
@@ -160,8 +164,13 @@ REWARD_REFUSED: dict[str, Refused] = {
 }
 
 _CHECKPOINT = "a checkpoint is written in the one form of this program"
+_OF_MEGATRON = (
+    *("masked_softmax_fusion", "bias_dropout_fusion", "moe_permute_fusion", "attention_softmax_in_fp32"),
+    *("use_precision_aware_optimizer", "deterministic_mode", "batch_p2p_comm", "align_grad_reduce"),
+    *("align_param_gather", "microbatch_group_size_per_vp_stage"),
+)
 STRATEGY_IGNORED: dict[str, str] = {
-    **{key: why for key, (_, why) in MEGATRON_IGNORED.items()},
+    **{key: MEGATRON_IGNORED[key][1] for key in _OF_MEGATRON},
     "variable_seq_lengths": _ROW,
     "calculate_per_token_loss": "loss_agg_mode says what a loss is divided by",
     "delay_grad_reduce": "when gradients are exchanged is decided by overlap_grad_reduce",
