@@ -24,6 +24,7 @@ from megatune.config.rl.settings import (
     RunPart,
 )
 from megatune.engine import groups
+from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.samples import Rollouts
 
@@ -95,7 +96,8 @@ def started(kind: Any, settings: RLSettings, checkpoint: str | None = None) -> A
     """On every rank of the pool, which have met already: a worker, loaded."""
     rank, world_size = groups.rank(), len(settings.actor_train.devices)
     env = RankEnv(rank, rank, world_size, world_size, "127.0.0.1", 0, 0)
-    worker = kind(settings, settings.actor_train, env, tempfile.mkdtemp())
+    context = RankContext(env, Path(tempfile.mkdtemp()))
+    worker = kind(settings, settings.actor_train, context)
     worker.load(worker.find_checkpoint(None)[0] if checkpoint == NEWEST else checkpoint)
     return worker
 

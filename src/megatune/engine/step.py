@@ -182,15 +182,6 @@ def token_log_probs(
 
 
 @torch.no_grad()
-def token_log_probs_and_entropies(
-    model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], temperature: float = 1.0
-) -> list[tuple[Tensor, Tensor]]:
-    """Return `token_log_probs`, and the entropies of the distributions that labels are of, fp32 [b, s] each."""
-    found = [each.unbind(-1) for each in _collect(model, batches, Head(temperature, entropy=True))]
-    return [(-losses, entropies) for losses, entropies in found]
-
-
-@torch.no_grad()
 def token_scores(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return a reward model's scores of the tokens of each micro-batch, fp32 [b, s]; see `token_log_probs`."""
     return logits(model, batches)

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import find_model, has_tokenizer
+from megatune.rl.rollout.routing import Recorder
 from megatune.rl.rollout.running import Running
 from megatune.rl.rollout.sampling import Draw, sample
 from megatune.rl.rollout.slots import ATTENTION, Prompts, SlotCache, next_plan
@@ -40,11 +41,22 @@ class BuiltinEngine:
         tokenizer: for stop strings; None where no request has one.
         max_running: responses in flight at once; more wait.
         cache_bytes: of keys and values, at most; one response is sampled in any case.
+        returns_routing: responses come with the experts that were chosen.
+
+    Raises:
+        MegatuneError: INPUT, where there are no experts to return.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, max_running: int, cache_bytes: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        max_running: int,
+        cache_bytes: int,
+        returns_routing: bool = False,
     ) -> None:
+        self._recorder = Recorder(model) if returns_routing else None
         self._model, self._tokenizer, self._max_running = model.eval(), tokenizer, max_running
         self._token_bytes, self._cache_bytes = _bytes_of_a_token(model), cache_bytes
         self._never = _never_sampled(model, tokenizer).to(model.device)
@@ -83,7 +95,8 @@ class BuiltinEngine:
             experts_implementation="eager",
         ).to(device)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
-        return cls(model, tokenizer, max_running=max_running, cache_bytes=_room_of_cache(device))
+        room = _room_of_cache(device)
+        return cls(model, tokenizer, max_running=max_running, cache_bytes=room, returns_routing=role.returns_routing)
 
     @property
     def version(self) -> int:
@@ -150,6 +163,7 @@ class BuiltinEngine:
         self._compute_prompts(computed)
         for source, row, length in copies:
             self._cache.copy_row(source, row, length)
+            self._running[row].routing = [each[:length] for each in self._running[source].routing[:1]]
 
     def _compute_prompts(self, rows: list[int]) -> None:
         """Fill rows of the cache, some at a time, those of like lengths together."""
@@ -164,6 +178,7 @@ class BuiltinEngine:
             padded = torch.tensor([each + each[-1:] * (longest - len(each)) for each in ids])
             positions = torch.arange(longest, device=self._model.device)[None].expand(len(batch), -1)
             self._forward(self._model.base_model, padded, positions, Prompts(torch.tensor(batch)))
+            self._record(batch, [len(each) for each in ids])
 
     def _next_tokens(self) -> None:
         """Sample one more token of every row."""
@@ -174,6 +189,7 @@ class BuiltinEngine:
         plan = next_plan(lengths, self._model.dtype, self._model.device)
         last = torch.tensor([[each.tokens[-1]] for each in self._running])
         logits = self._forward(self._model, last, plan.positions[:, None], plan).logits[:, -1]
+        self._record(range(len(lengths)), [1] * len(lengths))
         tokens, log_probs = sample(logits, [_draw(each) for each in self._running], self._never)
         done = []
         for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
@@ -193,6 +209,12 @@ class BuiltinEngine:
             use_cache=True,
             slots=plan,
         )
+
+    def _record(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep the experts that the last forward pass took of so many tokens of each of these rows."""
+        if self._recorder is not None:
+            for row, length, experts in zip(rows, lengths, self._recorder.take(len(rows)), strict=True):
+                self._running[row].routing.append(experts[:length])
 
     def _leave(self, rows: Sequence[int]) -> None:
         """Drop rows; the last ones move into their places."""

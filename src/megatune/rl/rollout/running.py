@@ -25,6 +25,8 @@ class Running:
         tokens: of the prompt and the response so far.
         start: those that are in the cache before anything is sampled, as bytes: responses with the same can share it.
         uniforms: a random number in [0, 1) for each token of the response.
+        routing: experts of the tokens that the model has computed, [tokens, layers, k] of each pass, where they are
+            recorded: first those of `start`.
     """
 
     __slots__ = (
@@ -35,6 +37,7 @@ class Running:
         "_tokenizer",
         "_version",
         "request",
+        "routing",
         "start",
         "tokens",
         "uniforms",
@@ -49,6 +52,7 @@ class Running:
         self.start = np.array(self.tokens[:-1], np.int64).tobytes()
         self._log_probs: list[float] = request.log_probs.tolist()
         self._sampling = Sampling(stop_words=request.stop_strings) if request.stop_strings else None
+        self.routing: list[np.ndarray] = []
         self.uniforms = uniforms(request.seed, request.max_new_tokens).tolist()
 
     @property
@@ -94,4 +98,5 @@ class Running:
             np.array(self._log_probs, np.float32),
             finish,
             versions,
+            np.concatenate(self.routing) if self.routing else None,
         )

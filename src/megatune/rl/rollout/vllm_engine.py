@@ -7,14 +7,10 @@ divided by it before.
 
 from __future__ import annotations
 
-import difflib
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +19,7 @@ from torch import Tensor
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.rollout.outside import Sampled, check_arguments, check_version, starting
 from megatune.rl.rollout.updates import Update, checkpoint_shapes
 from megatune.rl.samples import Request, Response
 
@@ -33,57 +30,6 @@ _DEFAULTS = {"max_num_batched_tokens": 8192, "disable_custom_all_reduce": True, 
 _NOT_ARGUMENTS = ("sleep_level", "VLLM_USE_V1")  # of ROLL's strategy_config
 _MOMENT = 0.1  # seconds that `step` samples for
 _NEVER = -100.0  # a logit bias
-
-
-def check_version() -> None:
-    """Refuse another vLLM than the one that this engine was written to.
-
-    Raises:
-        MegatuneError: UNAVAILABLE.
-    """
-    where, fix = (
-        "actor_infer",
-        f"pip install vllm=={TESTED}.0 into the environment that py_executable of actor_infer names",
-    )
-    found = next((each for name in _PACKAGES if (each := _version_of(name)) is not None), None)
-    if found is None:
-        what, why = "vLLM is not installed", "this environment has none of " + ", ".join(_PACKAGES)
-        raise MegatuneError(Finding(what, where, why, fix), ExitCode.UNAVAILABLE)
-    if not found.startswith(f"{TESTED}."):
-        what = f"vLLM {found} is installed"
-        why = f"weights are updated through its internals, which are those of {TESTED}; others may differ silently"
-        raise MegatuneError(Finding(what, where, why, fix), ExitCode.UNAVAILABLE)
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-@dataclass(slots=True)
-class _Sampled:
-    """What came for a request."""
-
-    request: Request
-    version: int
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    def response(self, finish: Literal["stop", "length", "abort"], *, known: bool) -> Response:
-        """Return it with the part that it goes on from; log-probabilities are NaN where they are not `known`."""
-        request, versions = self.request, self.request.versions
-        if self.tokens and (not versions or versions[-1][1] != self.version):
-            versions = (*versions, (len(request.response_ids), self.version))
-        log_probs = np.array(self.log_probs, np.float32) if known else np.full(len(self.tokens), np.nan, np.float32)
-        return Response(
-            request.id,
-            np.concatenate([request.response_ids, np.array(self.tokens, np.int64)]),
-            np.concatenate([request.log_probs, log_probs]),
-            finish,
-            versions,
-        )
 
 
 class VllmEngine:
@@ -113,14 +59,14 @@ class VllmEngine:
         self._is_shared, self._can_sleep, self._never = is_shared, can_sleep, never
         self._version: int | None = 0 if has_weights else None
         self._update: Update | None = None
-        self._sampled: dict[str, _Sampled] = {}
+        self._sampled: dict[str, Sampled] = {}
         self._finished: list[Response] = []
         engine.collective_rpc("megatune_scale_logits", args=(1.0 / temperature,))
 
     @classmethod
     def load(cls, role: InferRole, *, seed: int, max_running: int, context: int) -> VllmEngine:
         """Start vLLM in this process; see `load_engine`."""
-        check_version()
+        check_version("vLLM", _PACKAGES, TESTED, role)
         _set_environment(role)
         from transformers import AutoConfig, GenerationConfig
         from vllm import EngineArgs
@@ -129,7 +75,7 @@ class VllmEngine:
 
         folder = Path(role.model_name_or_path)
         config = {key: value for key, value in role.config.items() if key not in _NOT_ARGUMENTS}
-        _check_arguments(config, set(EngineArgs.__dataclass_fields__))
+        check_arguments("vLLM", config, EngineArgs.__dataclass_fields__, role)
         can_sleep = current_platform.is_cuda_alike()
         arguments = {
             "dtype": _DTYPES[role.dtype],
@@ -145,7 +91,7 @@ class VllmEngine:
             "logprobs_mode": "raw_logprobs",
             "worker_extension_cls": "megatune.rl.rollout.vllm_worker.WeightUpdates",
         }
-        with _starting(folder):
+        with starting("vLLM", role):
             arguments = EngineArgs(**arguments)
             shards = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
             # Ray has placed this process already.
@@ -183,7 +129,7 @@ class VllmEngine:
             why = "its weights have no version: no whole update has come"
             raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
         for request in requests:
-            sampled = _Sampled(request, self._version)
+            sampled = Sampled(request, self._version)
             if len(request.response_ids) >= request.max_new_tokens:
                 self._finished.append(sampled.response("length", known=True))
                 continue
@@ -236,7 +182,7 @@ class VllmEngine:
             finish: Literal["stop", "length"] = "stop" if piece.finish_reason == "stop" else "length"
             self._finished.append(sampled.response(finish, known=self._is_known(sampled)))
 
-    def _is_known(self, sampled: _Sampled) -> bool:
+    def _is_known(self, sampled: Sampled) -> bool:
         return sampled.request.temperature == self._temperature
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
@@ -305,27 +251,3 @@ def _set_environment(role: InferRole) -> None:
         chosen |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     for name, value in (chosen | role.system_envs).items():
         os.environ.setdefault(name, value)
-
-
-def _check_arguments(config: Mapping[str, Any], known: set[str]) -> None:
-    """Refuse arguments that vLLM does not have."""
-    findings = []
-    for key in config:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            fix = f"did you mean {nearest[0]}?" if nearest else "leave it out"
-            where = "actor_infer.strategy_args.strategy_config"
-            findings.append(Finding(f"vLLM has no argument {key}", where, "", fix))
-    if findings:
-        raise MegatuneError(findings, ExitCode.SETTINGS)
-
-
-@contextmanager
-def _starting(folder: Path) -> Iterator[None]:
-    """Turn what vLLM refuses a model, or this machine, with into one line."""
-    try:
-        yield
-    except (RuntimeError, ValueError, OSError, TypeError) as error:  # pydantic's errors are ValueErrors
-        why = str(error).strip().partition("\n")[0]
-        fix = "see the log of this actor; arguments of vLLM are in strategy_config of actor_infer"
-        raise MegatuneError(Finding("vLLM cannot start", str(folder), why, fix), ExitCode.UNAVAILABLE) from error

@@ -19,7 +19,6 @@ from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
-from megatune.launch.world import RankEnv
 from megatune.plan.adapters import as_adapter
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker import rows
@@ -57,20 +56,17 @@ class Ready:
 class ModelWorker:
     """One rank of a role. Its methods are called on all ranks of the role, with the same arguments, in one order.
 
-    Where a call is, `context.phase` and `context.step` say, and heartbeats in `run_dir` (`launch.context.read_beat`).
-
     Args:
         role: one of the settings' roles.
-        env: which rank this is, and where the ranks meet.
-        run_dir: for heartbeats of this role; ranks of a machine share it.
+        context: which rank this is, and where the ranks meet; gets a beat for each micro-batch, update or bucket.
     """
 
     loaded: LoadedModel
     _offload: Offload
 
-    def __init__(self, settings: RLSettings, role: ModelRole, env: RankEnv, run_dir: Path | str) -> None:
+    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
         self.rl, self.role, self.settings = settings, role, role.settings
-        self.context = RankContext(env, Path(run_dir))
+        self.context = context
         self.step = 0  # steps done
 
     def join(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.step import token_log_probs
 from megatune.families import FAMILIES
-from megatune.launch.world import RankEnv
+from megatune.launch.context import RankContext
 from megatune.objectives.policy.objective import PolicyObjective
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.model import Compute, Ready
@@ -24,8 +23,8 @@ from megatune.rl.worker.training import TrainedWorker
 class PolicyWorker(TrainedWorker):
     """One rank of actor_train. See `ModelWorker`."""
 
-    def __init__(self, settings: RLSettings, role: ModelRole, env: RankEnv, run_dir: Path | str) -> None:
-        super().__init__(settings, role, env, run_dir)
+    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
+        super().__init__(settings, role, context)
         objective = self.objective(1)
         self.token_extras, self.document_extras = objective.token_extras, objective.document_extras
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from megatune.bridge.assemble import load_model
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.engine.groups import build
 from megatune.engine.step import token_log_probs
-from megatune.launch.world import RankEnv
+from megatune.launch.context import RankContext
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.model import ModelWorker, Ready, offload_of
 from megatune.rl.worker.rows import Answer
@@ -37,9 +36,7 @@ class ReferenceWorker(ModelWorker):
         return self._forward("log-probs", rollouts, partial(token_log_probs, temperature=temperature))
 
 
-def frozen_worker(
-    settings: RLSettings, role: ModelRole, env: RankEnv, run_dir: Path | str
-) -> ReferenceWorker | TransformersWorker:
+def frozen_worker(settings: RLSettings, role: ModelRole, context: RankContext) -> ReferenceWorker | TransformersWorker:
     """Make the worker of the role's strategy."""
     kind = TransformersWorker if role.strategy == "hf" else ReferenceWorker
-    return kind(settings, role, env, run_dir)
+    return kind(settings, role, context)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatune.data.batches import Batch, Collator
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
+from megatune.engine.sequences import ROUTING
 from megatune.rl.samples import Rollouts
 
-ROUTING = "routing"
 # By number of the sample: fp32 [r], values of its response's tokens.
 Answer = dict[int, np.ndarray]
 

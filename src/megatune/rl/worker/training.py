@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from megatune.bridge.assemble import Assembly, attach_optimizer, load_model
@@ -19,7 +18,7 @@ from megatune.training.agreement import on_rank_0
 from megatune.training.base import digest_base
 from megatune.training.checkpoint import TrainState, load_checkpoint
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
-from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
+from megatune.training.resume import choose_checkpoint
 from megatune.training.saving import CheckpointSaver
 from megatune.training.storage.files import writing
 from megatune.training.storage.store import CheckpointStore, clean_partials
@@ -110,7 +109,6 @@ class TrainedWorker(ModelWorker):
             self.state = load_checkpoint(resumed, self.loaded, settings, self.state)
         self.step = self.state.step
         self.learning_rate = self._schedule()
-        on_rank_0(partial(clear_later_checkpoints, settings, self.output_dir, resumed, self.step))
         self._saver = CheckpointSaver(CheckpointStore(self.output_dir), self.loaded, settings, source)
         return self._ready()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from megatune.engine import device
 from megatune.families import load_architecture
 from megatune.hub.models import open_model
 from megatune.launch.context import RankContext
-from megatune.launch.world import RankEnv
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.batching import Sharing
 from megatune.rl.worker.model import Ready
@@ -24,9 +22,9 @@ from megatune.verify.reference import load_reference_model
 class TransformersWorker:
     """One rank of a role with strategy "hf". Ranks exchange nothing. See `ModelWorker`."""
 
-    def __init__(self, settings: RLSettings, role: ModelRole, env: RankEnv, run_dir: Path | str) -> None:
+    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
         self.rl, self.role, self.settings = settings, role, role.settings
-        self.context = RankContext(env, Path(run_dir))
+        self.context = context
 
     def join(self) -> None:
         """Take this rank's device."""
