@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatune.config.rl.settings import Generating
+from megatune.config.rl.settings import Generating, InferRole, RewardRole
+from megatune.demo.family import demo_family
+from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import MegatuneError
 from megatune.rl.rewards import http
 from megatune.rl.rewards.answer import Answer, RewardError
+from megatune.rl.rewards.asking import EngineAsk, judges_of
 from megatune.rl.rewards.judge import Judge, read_judgement
+from megatune.rl.samples import Request, Response
 
 ANSWER = Answer(
     "<think>hm</think>4 {reference}",
@@ -114,3 +120,47 @@ def test_an_api_is_asked_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_judge_that_cannot_be_asked_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(MegatuneError, match=said):
         Judge(**arguments)
+
+
+class _Echo:
+    """Two engines that answer every request with its own last token, after a step each."""
+
+    number = 2
+
+    def __init__(self) -> None:
+        self._taken: list[list[Request]] = [[], []]
+        self.most = 0  # in flight
+
+    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
+        for taken, own in zip(self._taken, requests, strict=True):
+            taken.extend(own)
+
+    def step(self) -> list[list[Response]]:
+        self.most = max(self.most, sum(map(len, self._taken)))
+        done = [[Response(each.id, each.prompt_ids[-1:], np.zeros(1), "stop", ()) for each in own[:1]]
+                for own in self._taken]  # fmt: skip
+        self._taken = [own[1:] for own in self._taken]
+        return done
+
+
+def test_threads_that_ask_share_the_engines() -> None:
+    tokenizer = make_tokenizer(demo_family("qwen2"), 600)
+    engines = _Echo()
+    ask = EngineAsk(engines, tokenizer, Generating(), (0,), template="base")
+    words = [chr(ord("a") + number) for number in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        # The prompt ends with "Assistant:", so that every answer is its last token.
+        said = list(pool.map(lambda word: ask([{"role": "user", "content": word}]), words))
+    assert len(set(said)) == 1
+    assert ":" in said[0]
+    assert engines.most > 1
+
+
+def test_judges_are_found_by_domain() -> None:
+    own, shared = (InferRole((0,), "m", name=name) for name in ("rewards.a", "reward_model"))
+    rewards = {
+        "a": RewardRole("a", "llm_judge", judge=own),
+        "b": RewardRole("b", "llm_judge", arguments={"judge_model_type": "cluster"}),
+        "c": RewardRole("c", "math_rule"),
+    }
+    assert judges_of(rewards, shared) == {"a": own, "b": shared}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,3 +143,22 @@ def test_what_a_pool_cannot_use_is_refused_all_at_once(module: str) -> None:
     assert [each.where for each in raised.value.findings] == [f"rewards.{name}" for name in rewards]
     for said in ("maths_rule", "own_rewards:nothing", "takes no factor", "'kind'", "code_url"):
         assert said in str(raised.value)
+
+
+def test_a_judge_of_the_run_is_asked_by_threads_and_ends_the_run_when_it_dies() -> None:
+    judge = RewardRole("own", "llm_judge", workers=4, arguments={"judge_model_type": "inference"})
+    threads: set[int] = set()
+
+    def ask(messages: list[dict[str, str]]) -> str:
+        threads.add(threading.get_ident())
+        time.sleep(0.05)
+        if "dead" in messages[0]["content"]:
+            raise MegatuneError("rewards.own died", ExitCode.PROCESS_DIED)
+        return "Score: 4"
+
+    with RewardPool({"own": judge}) as pool:
+        pool.asks["own"] = ask
+        assert [each.score for each in pool.score(map(sample, "abcdefgh"))] == [0.4] * 8
+        assert len(threads) == 4
+        with pytest.raises(MegatuneError, match="rewards.own died"):
+            pool.score([sample("dead")])
