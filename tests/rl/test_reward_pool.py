@@ -160,5 +160,5 @@ def test_a_judge_of_the_run_is_asked_by_threads_and_ends_the_run_when_it_dies() 
         pool.asks["own"] = ask
         assert [each.score for each in pool.score(map(sample, "abcdefgh"))] == [0.4] * 8
         assert len(threads) == 4
-        with pytest.raises(MegatuneError, match="rewards.own died"):
+        with pytest.raises(MegatuneError, match="own died"):
             pool.score([sample("dead")])
