@@ -51,9 +51,11 @@ REWARDS = """
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of a user's, found through the search path."""
+    """A module of a user's, in the working folder."""
     (tmp_path / "own_rewards.py").write_text(textwrap.dedent(REWARDS))
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
     yield "own_rewards"
     children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
     assert not [each for each in children if "megatune.rl.rewards.process" in each.cmdline()]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +94,8 @@ def _made(reward: type, name: str, arguments: Mapping[str, Any]) -> Any:
 
 def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
     module, _, name = path.partition(":")
+    if (here := os.getcwd()) not in sys.path:  # a command's own search path does not have it
+        sys.path.append(here)
     try:
         found = importlib.import_module(module)
         for part in name.split("."):
