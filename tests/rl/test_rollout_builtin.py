@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +36,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("mixtral", folder, num_layers=2, hidden_size=32, seed=1)
 
 
-def load(folder: Path, max_running: int = 4) -> BuiltinEngine:
-    role = InferRole((0,), str(folder), dtype="fp32")
+def load(folder: Path, max_running: int = 4, **role: Any) -> BuiltinEngine:
+    role = InferRole((0,), str(folder), dtype="fp32", **role)
     return BuiltinEngine.load(role, max_running=max_running, context=CONTEXT)
 
 
@@ -80,6 +81,20 @@ def test_log_probs_and_independence(kind: str, request: pytest.FixtureRequest) -
         gap = log_prob_gap([reference(folder, each, response)], [response.log_probs])
         check_gap(gap, "fp32", 0)
         assert gap.tokens == len(response.response_ids) > 0
+
+
+def test_routing(experts: Path) -> None:
+    requests = some_requests(5)
+    responses = drained(load(experts, max_running=3, return_routing=True), requests)
+    model = AutoModelForCausalLM.from_pretrained(experts, dtype=torch.float32).eval()
+    for request in requests:
+        response = responses[request.id]
+        ids = torch.tensor(np.concatenate([request.prompt_ids, response.response_ids]))[:-1]
+        with torch.no_grad():
+            router_logits = model(ids[None], output_router_logits=True).router_logits
+        expected = torch.stack([each.topk(model.config.num_experts_per_tok).indices for each in router_logits], 1)
+        assert response.routing is not None
+        np.testing.assert_array_equal(np.sort(response.routing), np.sort(expected.numpy()))
 
 
 def test_ends_and_partial_rollouts(dense: Path) -> None:
