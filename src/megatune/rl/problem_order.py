@@ -48,7 +48,7 @@ class ProblemQueue:
         """Return the next problems of a domain."""
         first = self._taken[domain]
         self._taken[domain] = first + count
-        return [self._at(domain, place) for place in range(first, first + count)]
+        return [self.at(domain, place) for place in range(first, first + count)]
 
     def epoch(self, domain: str) -> float:
         """Return how many epochs were taken of a domain."""
@@ -62,7 +62,8 @@ class ProblemQueue:
         """Go on where `state` was taken."""
         self._taken = {domain: state.get(domain, 0) for domain in self._problems}
 
-    def _at(self, domain: str, place: int) -> Problem:
+    def at(self, domain: str, place: int) -> Problem:
+        """Return the problem at a place of a domain, over all epochs."""
         problems = self._problems[domain]
         epoch, within = divmod(place, len(problems))
         known, order = self._orders.get(domain, (-1, ()))

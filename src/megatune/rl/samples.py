@@ -37,6 +37,9 @@ class Request:
     Attributes:
         id: unique in the run.
         seed: of this response alone, so that it does not depend on what else is sampled.
+        max_new_tokens: of the whole response, with the part that it goes on from.
+        temperature: 0 takes the likeliest token; its log-probabilities are at temperature 1 then.
+        stop_token_ids: that end the response and belong to it; none for the model's own, of generation_config.json.
         response_ids, log_probs, versions: of a partial rollout that goes on: what it has so far.
     """
 

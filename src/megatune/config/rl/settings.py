@@ -188,6 +188,7 @@ class InferRole:
         config: handed to vllm's or sglang's engine, without what stands here by a name of its own; {} for builtin.
         py_executable: Python of the environment that the engine is installed in; None for this one.
         sleep_level: what is freed between rollouts: the cache (1), or weights, too (2).
+        returns_routing: responses come with the experts that were chosen, for router_replay.
         infer_batch_size: sequences that the built-in engine samples at once for a judge.
         name: of the role: "actor_infer", "reward_model", "rewards.DOMAIN".
     """
@@ -202,6 +203,7 @@ class InferRole:
     py_executable: str | None = None
     system_envs: dict[str, str] = field(default_factory=dict)
     sleep_level: int = 1
+    returns_routing: bool = False
     infer_batch_size: int = 16
     name: str = "actor_infer"
 
@@ -225,12 +227,12 @@ class RewardRole:
     """What scores the responses of one domain.
 
     Attributes:
-        kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice", or "python"
-            for a user's function at `function`, "module:name".
+        kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice",
+            "general_val", "format", "length", or "python" for a user's function at `function`, "module:name".
         tag_included: tags of the rows of this domain.
         workers: processes.
-        arguments: the keys of the role that belong to the kind: code_url, use_local, judge_*, format_pattern,
-            reward_type, response_length_penalty_coef, ..., and for llm_judge `generating`.
+        arguments: the keys of the role that were written and belong to the kind: code_url, use_local, judge_*,
+            format_pattern, reward_type, response_length_penalty_coef, ..., and for llm_judge `generating`.
         judge: the model that judges, on devices of its own (judge_model_type: inference); `RLSettings.reward_model` is
             the one that several domains share (cluster).
     """
@@ -289,3 +291,10 @@ class RLSettings:
     @property
     def samples_per_step(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.num_return_sequences_in_group
+
+    @property
+    def sampling_temperature(self) -> float:
+        """What logits are divided by for log-probabilities: the temperature of sampling. Where the likeliest token is
+        always taken there is none, and they are those of the model itself."""
+        generating = self.actor_infer.generating
+        return generating.temperature if generating.do_sample and generating.temperature > 0 else 1.0
