@@ -94,8 +94,8 @@ def _made(reward: type, name: str, arguments: Mapping[str, Any]) -> Any:
 
 def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
     module, _, name = path.partition(":")
-    if (here := os.getcwd()) not in sys.path:  # a command's own search path does not have it
-        sys.path.append(here)
+    if os.getcwd() not in sys.path:  # an installed program has its own folder there
+        sys.path.append(os.getcwd())
     try:
         found = importlib.import_module(module)
         for part in name.split("."):
