@@ -181,6 +181,16 @@ def test_reference_is_run_only_where_something_needs_it(read):
     assert adapters.settings.actor_train.settings.finetuning.lora_target == ["all"]
 
 
+def test_trackers_get_what_the_file_says(read):
+    found = read(SMALL, "track_with=wandb", "tracker_kwargs={project: p, tags: [a, b], api_key: hush, log_dir: w}")
+    logs = found.settings.actor_train.settings.logging
+    assert (logs.report_to, logs.wandb_project, logs.wandb_save_dir) == (["wandb"], "p", "w")
+    assert found.variables == {"WANDB_API_KEY": "hush", "WANDB_TAGS": "a,b"}
+    assert "hush" not in repr(found)
+    assert read(SMALL, "track_with=stdout").settings.actor_train.settings.trackers == []
+    assert "tensorboard is used" in "\n".join(read(SMALL, "track_with=ml_tracker").lines)
+
+
 def test_defaults_of_hydra(read, tmp_path):
     (tmp_path / "base.yaml").write_text("seed: 3\nsave_steps: 9\nsystem_envs: {A: '1', B: '2'}\n", encoding="utf-8")
     own = "defaults: [base@_here_, ../x/deepspeed_zero2@_here_]\nsave_steps: 5\nsystem_envs: {B: '3'}\n"

@@ -11,6 +11,7 @@ from megatune.config.dialects.roll_engine import check_engine, read_engine, samp
 from megatune.config.dialects.roll_ignored import ENGINE_KEYS
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_schema import SAMPLER
+from megatune.config.dialects.roll_trackers import reported
 from megatune.config.dialects.roll_tree import Tree, data_of
 from megatune.config.rl.settings import Generating, InferRole, ModelRole, RolloutPart
 from megatune.config.settings import Settings
@@ -165,6 +166,7 @@ class Roles:
                 "stage": "rm" if name == "critic" else "sft",
                 "output_dir": self.top["output_dir"],
                 "seed": self.top["seed"],
+                "run_name": self.top.inner["tracker_kwargs"]["name"] or self.top["exp_name"],
                 "num_processes": max(1, world_size),
                 "ddp_timeout": max(1, round(part["backend_timeout"] * 60)),
             }
@@ -195,6 +197,7 @@ class Roles:
                 "batch": batch,
                 "data": data,
                 "optimizer": optimizer,
+                "logging": reported(settings.logging, self.top) if trains else settings.logging,
                 "parallel": parallel,
             }
         )
@@ -263,7 +266,6 @@ class Roles:
                 role,
                 packed_tokens_train=lengths["train"],
                 packed_tokens_forward=lengths["forward"],
-                packed_balanced=packing["algorithm"] == "load_balance",
                 min_micro_batches_train=packing["min_num_micro_batches_train"],
                 min_micro_batches_forward=packing["min_num_micro_batches_forward"],
             )
