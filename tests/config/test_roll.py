@@ -77,6 +77,15 @@ def test_small_file(read):
     assert not settings.algorithm.recompute_old_log_probs
 
 
+def test_the_engine_tells_the_experts_that_training_replays(read):
+    packed = ("actor_train.use_sequence_packing=true", f"{PACKED}=96", "actor_train.router_replay.mode=R3")
+    found = read(SMALL, *packed)
+    assert found.findings == ()
+    assert found.settings.actor_train.router_replay
+    assert found.settings.actor_infer.returns_routing
+    assert not read(SMALL).settings.actor_infer.returns_routing
+
+
 def test_a_file_that_was_read_is_written_as_one_that_says_the_same(read):
     words = ("seed=7", "actor_infer.generating_args.max_new_tokens=9", "tracker_kwargs={api_key: hush, project: p}")
     first = read(SMALL.replace("pretrain: M", "pretrain: ${reward_pretrain}"), "reward_pretrain=M", *words)

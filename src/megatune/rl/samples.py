@@ -18,6 +18,7 @@ class Problem:
         domain: the entry of `rewards` that scores it.
         prompt_ids: int64 [p].
         row: all columns, for the reward: ground_truth, test_cases, difficulty, ...
+        prompt: the text of `prompt_ids`, template and all.
     """
 
     id: str
@@ -26,6 +27,7 @@ class Problem:
     messages: list[dict[str, str]]
     prompt_ids: np.ndarray
     row: Mapping[str, Any]
+    prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class Sample:
 
     Attributes:
         score: what the reward says.
-        details: metrics of the reward by name; `error` where it raised or timed out.
+        details: metrics of the reward by name; `correct`: 1 or 0, what accuracies are of; `error` where it raised or
+            timed out.
     """
 
     problem: Problem

@@ -148,9 +148,6 @@ def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:
         what, why = "router_replay R3 with strategy_name vllm", "vLLM does not return which experts it took"
         fix = "write strategy_name: sglang or builtin in actor_infer, or router_replay: {mode: disable}"
         roles.reader.find(what, sampled.at, why, fix)
-    if replay and settings.actor_train.packed_tokens_train:
-        what, fix = "router_replay R3 with use_sequence_packing", "remove use_sequence_packing"
-        roles.reader.find(what, roles.places.get("actor_train", ""), "ROLL refuses it, too", fix)
 
 
 def _numbers(devices: set[int]) -> str:
