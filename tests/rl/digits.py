@@ -77,7 +77,9 @@ def repeats(answer: Answer) -> Verdict:
     return Verdict(share, float(share == 1))
 
 
-def settings(model: Path, output: Path, *, steps: int = 120, devices: tuple[int, ...] = (0,), **changes: Any) -> RLSettings:
+def settings(
+    model: Path, output: Path, *, steps: int = 120, devices: tuple[int, ...] = (0,), **changes: Any
+) -> RLSettings:
     """Return a run of 10 prompts with 8 responses each."""
     engine = Settings(
         run=RunSettings(output_dir=str(output), stage="sft"),
@@ -91,13 +93,21 @@ def settings(model: Path, output: Path, *, steps: int = 120, devices: tuple[int,
     )
     parts: dict[str, Any] = {
         "run": RunPart(
-            exp_name="digits", output_dir=str(output), max_steps=steps, save_steps=steps, logging_steps=10,
+            exp_name="digits",
+            output_dir=str(output),
+            max_steps=steps,
+            save_steps=steps,
+            logging_steps=10,
             system_envs={"OMP_NUM_THREADS": "1"},
         ),
         "rollout": RolloutPart(10, 8, PROMPT, PROMPT + RESPONSE),
         "algorithm": AlgorithmPart(
-            adv_estimator="grpo", norm_mean_type="group", norm_std_type="group", loss_agg_mode="token-mean",
-            init_kl_coef=0.0, max_grad_norm=1.0,
+            adv_estimator="grpo",
+            norm_mean_type="group",
+            norm_std_type="group",
+            loss_agg_mode="token-mean",
+            init_kl_coef=0.0,
+            max_grad_norm=1.0,
         ),
         "data": PromptData(domain_shares={"digits": 1.0}),
         "actor_train": ModelRole("actor_train", devices, engine, training=True, infer_batch_size=80),

@@ -28,7 +28,7 @@ _SOCKET_PATH = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store
 _MOST_SOCKET_BYTES = 107
 _LEAST_STORE, _MOST_STORE = 256 * 2**20, 64 * 2**30
 
-_ATTEMPTS = 3
+_ATTEMPTS = 4  # its node gives its own Python processes 15 s to start, too few where others use the machine
 
 _SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -94,23 +94,16 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
             return
         stack.callback(ray.shutdown)
         stack.enter_context(_notices_to(log_path(run_dir, "ray")))
-        own = (
-            {}
-            if address
-            else {
-                "num_cpus": slots,
-                "num_gpus": gpus,
-                "object_store_memory": object_store_bytes,
-                "include_dashboard": False,
-                "_temp_dir": str(folder),
-            }
-        )
+        own: dict[str, Any] = {}
+        if not address:
+            own = {"num_cpus": slots, "num_gpus": gpus, "object_store_memory": object_store_bytes}
+            own |= {"include_dashboard": False, "_temp_dir": str(folder)}
         before = signal.getsignal(signal.SIGTERM)
         for attempt in range(_ATTEMPTS):
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
                 break
-            except Exception as error:  # Ray raises any, this one where the machine is busy
+            except Exception as error:  # Ray raises any
                 _end_processes(folder)
                 if "timed out during startup" not in str(error) or attempt == _ATTEMPTS - 1:
                     raise MegatuneError(_not_started(address, error), ExitCode.UNAVAILABLE) from error
@@ -140,7 +133,11 @@ def _end_processes(folder: Path) -> None:
 def _not_started(address: str | None, error: Exception) -> Finding:
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if address is None:
-        return Finding("Ray did not start on this machine", why=why, fix="`ulimit -n` of 65536 and room in TMPDIR help")
+        return Finding(
+            "Ray did not start on this machine",
+            why=why,
+            fix="less load on the machine, `ulimit -n` of 65536, and room in TMPDIR help",
+        )
     what = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined"
     fix = "the cluster's RAY_AUTH_MODE and RAY_AUTH_TOKEN, and its versions of Ray and Python; or unset RAY_ADDRESS"
     return Finding(what, "environment", why, fix)

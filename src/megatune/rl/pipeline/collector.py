@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 from megatune.config.rl.settings import GroupFilter
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.group_files import group_from, group_record
+from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.samples import Problem
 
+_WAIT_SECONDS = 0.5
 _MOST_RESAMPLING = 20  # groups that a step may look at, for each that it wants
 
 
@@ -106,15 +107,32 @@ class Collector:
         """Whether every domain has the groups of a step."""
         return all(len(self._chosen(domain)) == domain.quota for domain in self._domains.values())
 
-    def pump(self, wait: float = 0.0) -> None:
-        """Begin what may be begun, and sample and score for a moment; at most `wait` seconds where only scoring is
-        left."""
+    def pump(self, *, wait: bool = True) -> None:
+        """Begin what may be begun, and sample and score for a moment.
+
+        Args:
+            wait: for something to happen.
+        """
         for domain in self._domains.values():
             self._fill(domain)
-        for group in self._sampler.pump():
+        for group in self._sampler.pump(wait=wait):
             self._scorer.submit(group)
-        for group in self._scorer.poll(0.0 if self._sampler.groups else wait):
+        for group in self._scorer.poll(_WAIT_SECONDS if wait and not self._sampler.groups else 0.0):
             self._sort(group)
+
+    def hold(self) -> None:
+        """Leave nothing in flight, neither sampled nor scored; what was begun stays, and goes on with `pump`."""
+        for group in self._sampler.hold():
+            self._scorer.submit(group)
+        sampled = {group.number for group in self._sampler.groups}
+        while any(
+            group.number not in sampled for domain in self._domains.values() for group in domain.under_way.values()
+        ):
+            for group in self._scorer.poll(_WAIT_SECONDS):
+                self._sort(group)
+
+    def _under_way(self) -> list[int]:
+        return [group.number for domain in self._domains.values() for group in domain.under_way.values()]
 
     def take(self) -> Taken:
         """Return the groups of a step; `is_ready`."""
@@ -132,21 +150,20 @@ class Collector:
         return result
 
     def begin_stale_anew(self, version: int) -> None:
-        """Sample again what would be too old for a step at this version of the weights; the sampler is held."""
+        """Sample again what would be too old for a step at this version of the weights; nothing is in flight."""
         oldest = version - math.ceil(self._ratio)
         for domain in self._domains.values():
             ready = [group for group in domain.ready if _is_older(group, oldest)]
             domain.ready = [group for group in domain.ready if not _is_older(group, oldest)]
             sampled = [group.number for group in self._sampler.groups if _is_older(group, oldest)]
-            waiting = [group for group in self._sampler.drop(sampled)]
-            for group in [*ready, *waiting]:
+            for group in [*ready, *self._sampler.drop(sampled)]:
                 group.begin_anew()
                 self._num_stale += 1
                 self._domains[group.problem.domain].under_way[group.index] = group
                 self._sampler.add([group])
 
     def state(self) -> dict[str, Any]:
-        """Return what a resume needs, as JSON has it; the sampler is held, and nothing is being scored."""
+        """Return what a resume needs, as JSON has it; nothing is in flight."""
         return {
             name: {
                 "next_index": domain.next_index,
@@ -172,13 +189,6 @@ class Collector:
 
     def _restored(self, domain: str, record: Mapping[str, Any]) -> Group:
         return group_from(record, self._problem_at(domain, record["index"]))
-
-    def settle(self, wait: float) -> bool:
-        """Take what is being scored, for at most `wait` seconds, and return whether nothing is any more."""
-        for group in self._scorer.poll(wait):
-            self._sort(group)
-        sampled = {group.number for group in self._sampler.groups}
-        return all(group.number in sampled for domain in self._domains.values() for group in domain.under_way.values())
 
     def _fill(self, domain: _Domain) -> None:
         ahead = math.ceil((1 + self._ratio) * domain.quota) + self._extra
@@ -214,6 +224,7 @@ class Collector:
 
     def _rewind(self, domain: _Domain, index: int) -> None:
         """Let the next step begin with the problem at `index`."""
+        self._sampler.hold()
         self._sampler.drop([group.number for group in domain.under_way.values()])
         domain.under_way, domain.ready, domain.next_index = {}, [], index
 

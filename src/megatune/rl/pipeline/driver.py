@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatune.config.rl.settings import RLSettings
+from megatune.rl.cluster.group import Pending
 from megatune.rl.cluster.weights import Sync
-from megatune.rl.pipeline.background import Background
 from megatune.rl.pipeline.collector import Collector, Taken
 from megatune.rl.pipeline.dumps import dump_step, record_step, replay_step
 from megatune.rl.pipeline.groups import Sampling
@@ -32,7 +32,7 @@ from megatune.training.callbacks.base import EvalReport
 from megatune.training.storage.files import writing
 from megatune.training.storage.new_folder import new_folder
 
-_WAIT_SECONDS, _LOOK_SECONDS = 0.5, 0.002
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Driver:
     stop_requested: Callable[[], bool]
     _sampler: Sampler = field(init=False)
     _collector: Collector = field(init=False)
-    _background: Background | None = field(default=None, init=False)
+    _is_held: bool = field(default=False, init=False)
     _synced: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -83,24 +83,26 @@ class Driver:
     def run(self) -> Literal["finished", "stopped"]:
         """Take all steps that are left, or until somebody asks to stop; the last step is always saved."""
         run = self.settings.run
-        if self.settings.rollout.async_generation_ratio and run.rollout_mock != "mock":
-            self._background = Background(self._collector.pump)
-        try:
-            while self.progress.step < run.max_steps:
-                self._step(self.progress.step)
-                ends = self.stop_requested() or self.progress.step == run.max_steps
-                if ends or self.progress.step % run.save_steps == 0:
-                    self._save()
-                if ends and self.progress.step < run.max_steps:
-                    return "stopped"
-            if self.validation is not None and run.rollout_mock != "mock":
-                with self._held():
-                    self.weights.sync(run.max_steps + 1)
-                    self._validate(run.max_steps)
-            return "finished"
-        finally:
-            if self._background is not None:
-                self._background.close()
+        if self._is_asynchronous:
+            for model in self.roles.models:
+                model.meanwhile = self._sample_until
+        while self.progress.step < run.max_steps:
+            self._step(self.progress.step)
+            ends = self.stop_requested() or self.progress.step == run.max_steps
+            if ends or self.progress.step % run.save_steps == 0:
+                self._save()
+            if ends and self.progress.step < run.max_steps:
+                return "stopped"
+        if self.validation is not None and run.rollout_mock != "mock":
+            with self._held():
+                self.weights.sync(run.max_steps + 1)
+                self._validate(run.max_steps)
+        return "finished"
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        run = self.settings.run
+        return self.settings.rollout.async_generation_ratio > 0 and run.rollout_mock != "mock"
 
     def _step(self, step: int) -> None:
         """Take one step, counted from 0; the weights that it begins with are version step + 1."""
@@ -122,9 +124,19 @@ class Driver:
         self.progress.tokens += sum(len(s.response.response_ids) for group in taken.groups for s in group.samples)
         self.reports.step(step + 1, taken, learned, phases, self._beside(sync, taken, phases))
 
-    def _held(self) -> Any:
-        """Let nothing be sampled, inside, but what is asked for there."""
-        return nullcontext() if self._background is None else self._background.held()
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Let nothing be in flight inside but what is asked for there."""
+        self._collector.hold()
+        self._is_held = True
+        yield
+        self._is_held = False
+
+    def _sample_until(self, call: Pending) -> None:
+        """Sample and score while a model is at work."""
+        while not call.done and not self._is_held:
+            self._collector.pump(wait=False)
+            self.roles.engines.wait(call, _LOOK_SECONDS)
 
     def _synchronized(self, step: int, phases: Phases) -> Sync | None:
         """Bring the engines to the weights of this step, where that is due; every model_update_frequency steps it is,
@@ -133,11 +145,10 @@ class Driver:
         if self._synced and step % self.settings.actor_train.model_update_frequency and not forget:
             self.weights.resume()
             return None
-        self._sampler.hold()
         with phases("sync"):
             found = self.weights.sync(step + 1)
         self._synced = True
-        if self._background is not None:
+        if self._is_asynchronous:
             with phases("probe"):
                 self.weights.probe(self.problems.all(), step + 1, self.learner)
             self._collector.begin_stale_anew(step + 1)
@@ -145,16 +156,9 @@ class Driver:
 
     def _taken(self) -> Taken:
         """Wait for the groups of a step."""
-        if self._background is None:
-            while not self._collector.is_ready:
-                self._collector.pump(_WAIT_SECONDS)
-            return self._collector.take()
-        self._background.resume()
         while not self._collector.is_ready:
-            self._background.check()
-            time.sleep(_LOOK_SECONDS)
-        with self._held():
-            return self._collector.take()
+            self._collector.pump()
+        return self._collector.take()
 
     def _replayed(self, step: int) -> Taken:
         """Read what was recorded of a step."""
@@ -170,16 +174,14 @@ class Driver:
             record_step(Path(run.rollout_mock_dir or ""), step + 1, taken.groups)
 
     def _validate(self, step: int) -> None:
-        assert self.validation is not None and self.settings.validation is not None
-        self._sampler.hold()
+        assert self.validation is not None
+        assert self.settings.validation is not None
         began, rollout, generating = time.monotonic(), self.settings.rollout, self.settings.validation.generating
         length = rollout.response_length
         if rollout.val_sequence_length is not None and rollout.val_prompt_length is not None:
             length = rollout.val_sequence_length - rollout.val_prompt_length
         sampling = Sampling(generating, self.settings.run.seed, length, "eval", self.stop_token_ids)
         scorer = PoolScorer(self.pool, self.decode)
-        while self._background is not None and not self._collector.settle(_WAIT_SECONDS):
-            pass  # the pool serves one at a time
         problems = self.validation.all()
         groups = sample_all(problems, self.roles.engines, scorer, sampling, rollout.max_running_requests)
         report = EvalReport(
@@ -208,9 +210,6 @@ class Driver:
         """Save a checkpoint: the critic's first, so that the policy's says that all is there."""
         step = self.progress.step
         with self._held():
-            self._sampler.hold()
-            while not self._collector.settle(_WAIT_SECONDS):
-                pass
             self.progress.collector = self._collector.state()
         self.progress.algorithm = self.learner.state.state_dict()
         if self.roles.critic is not None:

@@ -21,8 +21,13 @@ class Engines(Protocol):
         """Take requests, by engine."""
         ...
 
-    def step(self) -> list[list[Response]]:
-        """Sample on, all at once, and return what was finished, by engine."""
+    def step(self, *, wait: bool = True) -> list[Response]:
+        """Let all engines sample on for a moment, and return what was finished; nothing yet, where they are at it and
+        nobody waits."""
+        ...
+
+    def settle(self) -> list[Response]:
+        """Wait until no engine is at a step, and return what was finished."""
         ...
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
@@ -46,9 +51,13 @@ class LocalEngines:
         for engine, own in zip(self._engines, requests, strict=True):
             engine.submit(own)
 
-    def step(self) -> list[list[Response]]:
+    def step(self, *, wait: bool = True) -> list[Response]:
         """See `Engines`."""
-        return [engine.step() for engine in self._engines]
+        return [response for engine in self._engines for response in engine.step()]
+
+    def settle(self) -> list[Response]:
+        """See `Engines`."""
+        return []
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
         """See `Engines`."""

@@ -81,12 +81,12 @@ class Learner:
         if self._critic is not None:
             with phases("critic"):
                 self._turns.compute(self._critic, *PARTS)
-                found = self._critic.group.call("train", full, step)[0]
+                found = self._critic.call("train", full, step)[0]
                 metrics |= {**found.metrics, "critic/grad_norm": found.grad_norm, "critic/lr": found.learning_rate}
         if step >= self._settings.algorithm.critic_warmup:
             with phases("train"):
                 self._turns.compute(self._policy, *PARTS)
-                trained = self._policy.group.call("train", full, step)[0]
+                trained = self._policy.call("train", full, step)[0]
         return Learned(trained, gap, {**metrics, **(trained.metrics if trained else {})})
 
     def log_probs(self, rollouts: Rollouts) -> list[np.ndarray]:
@@ -97,7 +97,7 @@ class Learner:
     def save(self, model: ModelGroup, step: int, beside: Mapping[str, bytes] | None = None) -> Path:
         """Save a checkpoint of a model that is trained, and return where it is."""
         self._turns.compute(model, *PARTS)
-        return Path(model.group.call("save", step, beside)[0])
+        return Path(model.call("save", step, beside)[0])
 
     def _known(self, samples: Sequence[Sample], rollouts: Rollouts, phases: Phases) -> dict[str, Any]:
         """Compute what the algorithm needs of the models."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +21,13 @@ class ModelGroup:
 
     Attributes:
         ready: what rank 0 said once it was loaded.
+        meanwhile: called with a call in flight; returns when it is done, or before.
     """
 
     def __init__(self, role: ModelRole, group: RoleGroup) -> None:
         self.role, self.group = role, group
         self.ready: Ready | None = None
+        self.meanwhile: Callable[[Pending], None] = lambda pending: None
         self._held: set[str] = set()  # parts on the devices
 
     def load(self, checkpoint: str | None = None) -> Ready:
@@ -35,14 +38,20 @@ class ModelGroup:
 
     def ask(self, method: str, rollouts: Rollouts, *args: object) -> list[np.ndarray]:
         """Ask for values of the responses' tokens: fp32 [r] of each sample."""
-        return merged(self.group.call(method, rollouts, *args), rollouts)
+        return merged(self.call(method, rollouts, *args), rollouts)
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Call a method of all ranks, and return their answers."""
+        pending = self.group.start(method, *args)
+        self.meanwhile(pending)
+        return pending.result()
 
     def hold(self, *parts: str) -> None:
         """Have these parts on the devices, and no others."""
         if gone := self._held - set(parts):
-            self.group.call("offload", *sorted(gone))
+            self.call("offload", *sorted(gone))
         if missing := set(parts) - self._held:
-            self.group.call("onload", *sorted(missing))
+            self.call("onload", *sorted(missing))
         self._held = set(parts)
 
 
@@ -53,6 +62,7 @@ class EngineGroup:
         self.role, self.group = role, group
         self._asleep = False
         self._submitted: list[Pending] = []
+        self._stepping: Pending | None = None
 
     @property
     def number(self) -> int:
@@ -63,13 +73,25 @@ class EngineGroup:
         """See `Engines`. An actor does one call after the other, so that nobody need wait for this one."""
         self._submitted.append(self.group.start_each("submit", [(list(own),) for own in requests]))
 
-    def step(self) -> list[list[Response]]:
+    def step(self, *, wait: bool = True) -> list[Response]:
         """See `Engines`."""
-        found: list[list[Response]] = self.group.call("step")
+        if self._stepping is None:
+            self._stepping = self.group.start("step")
+        return self.settle() if wait or self._stepping.done else []
+
+    def settle(self) -> list[Response]:
+        """See `Engines`."""
+        if self._stepping is None:
+            return []
+        found, self._stepping = self._stepping.result(), None
         submitted, self._submitted = self._submitted, []
         for each in submitted:
             each.result()
-        return found
+        return [response for own in found for response in own]
+
+    def wait(self, other: Pending, seconds: float) -> None:
+        """Wait until another call, or the step that the engines are at, is done."""
+        self.group.watch.wait(lambda: other.done or (self._stepping is not None and self._stepping.done), seconds)
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
         """See `Engines`."""

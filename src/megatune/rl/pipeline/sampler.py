@@ -34,29 +34,28 @@ class Sampler:
             self._groups[group.number] = group
             self._waiting.extend(self._sampling.requests(group))
 
-    def pump(self) -> list[Group]:
-        """Let the engines sample for a moment, and return the groups that this finished."""
-        self._submit()
-        if not self._engine_of:
-            return []
-        finished = []
-        for responses in self._engines.step():
-            for response in responses:
-                self._engine_of.pop(response.id, None)
-                if (group := self._settle(response)) is not None and group.is_finished:
-                    finished.append(self._groups.pop(group.number))
-        return finished
+    def pump(self, *, wait: bool = True) -> list[Group]:
+        """Let the engines sample for a moment, and return the groups that are finished.
 
-    def hold(self) -> None:
-        """Leave nothing in flight: what was sampled stays with the groups, and goes on with the next `pump`."""
+        Args:
+            wait: for the end of this moment; otherwise a later call returns what it finishes.
+        """
+        self._submit()
+        return self._settled(self._engines.step(wait=wait)) if self._engine_of else []
+
+    def hold(self) -> list[Group]:
+        """Leave nothing in flight, and return the groups that are finished by then. What was sampled of the others
+        stays with them, and goes on with the next `pump`."""
+        finished = self._settled(self._engines.settle())
         if self._engine_of:
             for response in self._engines.abort():
-                self._settle(response)
+                self._note(response)
         self._engine_of = {}
         self._waiting = deque(request for group in self.groups for request in self._sampling.requests(group))
+        return finished
 
     def drop(self, numbers: Iterable[int]) -> list[Group]:
-        """End groups and return them, with the parts they have."""
+        """End groups and return them; the engines are at no step."""
         chosen = [self._groups.pop(number) for number in numbers if number in self._groups]
         gone = {group.number: group for group in chosen}
         if ids := [request_id for request_id in self._engine_of if place_of(request_id)[0] in gone]:
@@ -81,7 +80,16 @@ class Sampler:
         if any(chosen):
             self._engines.submit(chosen)
 
-    def _settle(self, response: Response) -> Group | None:
+    def _settled(self, responses: Iterable[Response]) -> list[Group]:
+        """Note finished responses, and return the groups that have all of theirs."""
+        finished = []
+        for response in responses:
+            self._engine_of.pop(response.id, None)
+            if (group := self._note(response)) is not None and group.is_finished:
+                finished.append(self._groups.pop(group.number))
+        return finished
+
+    def _note(self, response: Response) -> Group | None:
         """Note a response, or the part of one, with its group."""
         number, place = place_of(response.id)
         if (group := self._groups.get(number)) is None:

@@ -53,7 +53,7 @@ class Weights:
         self._engines.submit([[request] for request in requests])
         found: dict[str, Response] = {}
         while len(found) < len(requests):
-            found |= {response.id: response for own in self._engines.step() for response in own}
+            found |= {response.id: response for response in self._engines.step()}
         responses = [found[request.id] for request in requests]
         tokens = [np.concatenate([prompt, own.response_ids]) for prompt, own in zip(prompts, responses, strict=True)]
         ours = learner.log_probs(Rollouts(tokens, [len(prompt) for prompt in prompts]))

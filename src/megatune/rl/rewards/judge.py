@@ -91,8 +91,7 @@ class Judge:
         elif judge_model_type not in ("inference", "cluster"):
             finding = Finding(f"judge_model_type: {judge_model_type!r}", fix="one of api, inference, cluster")
             raise MegatuneError(finding, ExitCode.SETTINGS)
-        elif ask is None:
-            raise MegatuneError(Finding(f"judge_model_type: {judge_model_type}: there is no model to ask"))
+        assert ask is not None, "a pool gives it"
         self._ask = ask
 
     def __call__(self, answer: Answer) -> Verdict:

@@ -79,7 +79,7 @@ class RewardPool:
         rewards: domain -> its reward; `workers` processes each (of those that compute no more than there are cores),
             started as they are needed.
         asks: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster";
-            called by several threads.
+            called by several threads. It may come later: `pool.asks[domain] = ask`.
         log_dir: what the processes print goes there, into reward-DOMAIN.log; None: to this process's stderr.
         limit: seconds that one sample may take; None: `timeout` of the reward's arguments, or of its kind.
 
@@ -96,13 +96,16 @@ class RewardPool:
         log_dir: Path | None = None,
         limit: float | None = None,
     ) -> None:
+        self.asks = dict(asks or {})
         self._domains: dict[str, _Domain] = {}
         self._done: queue.SimpleQueue[_Scored] = queue.SimpleQueue()
         self._log_dir, self._closed = log_dir, threading.Event()
         findings: list[Finding] = []
         code = ExitCode.SETTINGS
         for name, role in rewards.items():
-            arguments = {**role.arguments, **({"ask": asks[name]} if asks and name in asks else {})}
+            arguments = dict(role.arguments)
+            if role.kind == "llm_judge":
+                arguments["ask"] = partial(self._asked, name)
             try:
                 reward = load_reward(role.kind, role.function, arguments)  # a process loads its own: this is to see
             except MegatuneError as error:
@@ -145,7 +148,8 @@ class RewardPool:
             timeout: seconds to wait until there is at least one; returns at once where nothing is pending.
 
         Raises:
-            MegatuneError: (UNAVAILABLE) a domain's last FAILURES_IN_A_ROW samples all failed.
+            MegatuneError: (UNAVAILABLE) a domain's last FAILURES_IN_A_ROW samples all failed; whatever asking a model
+                of the run raises.
         """
         samples: list[Sample] = []
         while self.pending:
@@ -185,6 +189,9 @@ class RewardPool:
     ) -> None:
         self.close()
 
+    def _asked(self, domain: str, messages: list[dict[str, str]]) -> str:
+        return self.asks[domain](messages)
+
     def _process(self, domain: str, role: RewardRole) -> Member:
         setup = role.kind, role.function, role.arguments
         if self._log_dir is None:
@@ -206,6 +213,8 @@ class RewardPool:
                 reply = {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
             except MemberDiedError as error:
                 reply = {"error": str(error)}
+            except MegatuneError as error:  # of a model that judges: its actor died
+                reply = {"fatal": error}
             except Exception as error:  # whatever it is, this sample must come back
                 reply = {"error": f"{type(error).__name__}: {error}"}
             else:
@@ -224,6 +233,8 @@ class RewardPool:
         sample, reply = scored.sample, scored.reply
         domain = self._domains[sample.problem.domain]
         domain.pending -= 1
+        if fatal := reply.get("fatal"):
+            raise fatal
         counts = domain.counts
         counts.scored += 1
         counts.seconds += scored.seconds

@@ -20,6 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatune.rl.rewards.answer import RewardError
 from megatune.rl.rewards.code.runner import landlock_version
 
@@ -141,12 +143,22 @@ def _wait(walls: Walls, folder: Path, files: tuple[Any, Any, Any], seconds: floa
         with suppress(ProcessLookupError):  # also what it left running in its session
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if "--pid" not in walls.prefix:
+            _end_left(str(folder))
         channel.seek(0)
         try:
             said = json.loads(channel.read(OUTPUT_BYTES) or b"{}")
         except ValueError:
             said = {}
     return (said if isinstance(said, dict) and code == 0 else {}), code
+
+
+def _end_left(folder: str) -> None:
+    """End what a program started in sessions of its own, as far as its environment tells."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == folder:
+                process.kill()
 
 
 def _tail(file: Any, size: int) -> str:
