@@ -35,8 +35,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("mixtral", folder, num_layers=2, hidden_size=32, seed=1)
 
 
-def load(folder: Path, max_running: int = 4, *, returns_routing: bool = False) -> BuiltinEngine:
-    role = InferRole((0,), str(folder), dtype="fp32", returns_routing=returns_routing)
+def load(folder: Path, max_running: int = 4, *, return_routing: bool = False) -> BuiltinEngine:
+    role = InferRole((0,), str(folder), dtype="fp32", return_routing=return_routing)
     return BuiltinEngine.load(role, max_running=max_running, context=CONTEXT)
 
 
@@ -84,7 +84,7 @@ def test_log_probs_and_independence(kind: str, request: pytest.FixtureRequest) -
 
 def test_it_says_which_experts_it_took(dense: Path, experts: Path) -> None:
     requests = some_requests()
-    found = drained(load(experts, returns_routing=True), requests)
+    found = drained(load(experts, return_routing=True), requests)
     model = AutoModelForCausalLM.from_pretrained(experts, dtype=torch.float32).eval()
     for each in requests:
         ids = torch.tensor(np.concatenate([each.prompt_ids, found[each.id].response_ids]))[None, :-1]
@@ -93,7 +93,7 @@ def test_it_says_which_experts_it_took(dense: Path, experts: Path) -> None:
         chosen = torch.stack([of_layer.topk(model.config.num_experts_per_tok, -1).indices for of_layer in logits], 1)
         np.testing.assert_array_equal(found[each.id].routing, chosen.numpy())
     with pytest.raises(MegatuneError, match="no experts"):
-        load(dense, returns_routing=True)
+        load(dense, return_routing=True)
 
 
 def test_ends_and_partial_rollouts(dense: Path) -> None:

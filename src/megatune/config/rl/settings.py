@@ -190,6 +190,7 @@ class InferRole:
         sleep_level: what is freed between rollouts: the cache (1), or weights, too (2).
         infer_batch_size: sequences that the built-in engine samples at once for a judge.
         name: of the role: "actor_infer", "reward_model", "rewards.DOMAIN".
+        return_routing: whether the experts that were chosen come with each response, for router_replay.
     """
 
     devices: tuple[int, ...]
@@ -204,6 +205,7 @@ class InferRole:
     sleep_level: int = 1
     infer_batch_size: int = 16
     name: str = "actor_infer"
+    return_routing: bool = False
 
     @property
     def num_engines(self) -> int:

@@ -38,7 +38,7 @@ class BuiltinEngine:
         tokenizer: for stop strings; None where no request has one.
         max_running: responses in flight at once; more wait.
         cache_bytes: of keys and values, at most; one response is sampled in any case.
-        returns_routing: responses come with the experts that were chosen.
+        return_routing: responses come with the experts that were chosen.
 
     Raises:
         MegatuneError: INPUT, where there are no experts to return.
@@ -51,7 +51,7 @@ class BuiltinEngine:
         *,
         max_running: int,
         cache_bytes: int,
-        returns_routing: bool = False,
+        return_routing: bool = False,
     ) -> None:
         self._model, self._tokenizer, self._max_running = model.eval(), tokenizer, max_running
         self._token_bytes, self._cache_bytes = bytes_of_a_token(model), cache_bytes
@@ -64,7 +64,7 @@ class BuiltinEngine:
         self._sleeping = False
         self._dropped: dict[str, torch.Size] = {}  # parameters without memory
         self._cache = SlotCache()
-        self._recorder = Recorder(model) if returns_routing else None
+        self._recorder = Recorder(model) if return_routing else None
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # by row
         self._finished: list[Response] = []
@@ -74,8 +74,8 @@ class BuiltinEngine:
         """Load the model of a folder onto this machine's device; see `load_engine`."""
         model, tokenizer = load_model(role, context)
         room = room_of_cache(model.device)
-        returns = role.returns_routing
-        return cls(model, tokenizer, max_running=max_running, cache_bytes=room, returns_routing=returns)
+        returns = role.return_routing
+        return cls(model, tokenizer, max_running=max_running, cache_bytes=room, return_routing=returns)
 
     @property
     def version(self) -> int:

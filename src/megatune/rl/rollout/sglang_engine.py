@@ -86,7 +86,7 @@ class SglangEngine:
             **_DEFAULTS,
             **config,
             "model_path": role.model_name_or_path,
-            "enable_return_routed_experts": role.returns_routing,
+            "enable_return_routed_experts": role.return_routing,
         }
         with starting("SGLang", role):
             engine = sglang.Engine(**arguments)
@@ -96,7 +96,7 @@ class SglangEngine:
             checkpoint_shapes(folder),
             seeds=bool(arguments.get("enable_deterministic_inference")),
             has_weights=arguments["load_format"] != "dummy",
-            num_layers=load_architecture(folder).num_layers if role.returns_routing else None,
+            num_layers=load_architecture(folder).num_layers if role.return_routing else None,
         )
 
     @property
