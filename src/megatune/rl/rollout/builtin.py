@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rollout.model import bytes_of_a_token, load_model, never_sampled, room_of_cache
-from megatune.rl.rollout.routing import Routing
+from megatune.rl.rollout.routing import Recorder
 from megatune.rl.rollout.running import Running
 from megatune.rl.rollout.sampling import Draw, sample
 from megatune.rl.rollout.slots import Next, Prompts, SlotCache, next_plan
@@ -38,7 +38,10 @@ class BuiltinEngine:
         tokenizer: for stop strings; None where no request has one.
         max_running: responses in flight at once; more wait.
         cache_bytes: of keys and values, at most; one response is sampled in any case.
-        return_routing: whether responses have the experts that were chosen.
+        return_routing: responses come with the experts that were chosen.
+
+    Raises:
+        MegatuneError: INPUT, where there are no experts to return.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class BuiltinEngine:
         self._sleeping = False
         self._dropped: dict[str, torch.Size] = {}  # parameters without memory
         self._cache = SlotCache()
-        self._routing = Routing(model) if return_routing else None
+        self._recorder = Recorder(model) if return_routing else None
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # by row
         self._finished: list[Response] = []
@@ -71,8 +74,8 @@ class BuiltinEngine:
         """Load the model of a folder onto this machine's device; see `load_engine`."""
         model, tokenizer = load_model(role, context)
         room = room_of_cache(model.device)
-        routing = role.return_routing
-        return cls(model, tokenizer, max_running=max_running, cache_bytes=room, return_routing=routing)
+        returns = role.return_routing
+        return cls(model, tokenizer, max_running=max_running, cache_bytes=room, return_routing=returns)
 
     @property
     def version(self) -> int:
@@ -154,10 +157,7 @@ class BuiltinEngine:
             padded = torch.tensor([each + each[-1:] * (longest - len(each)) for each in ids])
             positions = torch.arange(longest, device=self._model.device)[None].expand(len(batch), -1)
             self._forward(self._model.base_model, padded, positions, Prompts(torch.tensor(batch)))
-            if self._routing is not None:
-                chosen = self._routing.take(len(batch))
-                for row, own in zip(batch, chosen, strict=True):
-                    self._running[row].routing.append(own[: self._running[row].num_tokens - 1])
+            self._record(batch, [len(each) for each in ids])
 
     def _next_tokens(self) -> None:
         """Sample one more token of every row."""
@@ -169,9 +169,7 @@ class BuiltinEngine:
         last = torch.tensor([[each.tokens[-1]] for each in self._running])
         logits = self._forward(self._model, last, plan.positions[:, None], plan).logits[:, -1]
         tokens, log_probs = sample(logits, [_draw(each) for each in self._running], self._never)
-        if self._routing is not None:
-            for running, own in zip(self._running, self._routing.take(len(lengths)), strict=True):
-                running.routing.append(own)
+        self._record(range(len(lengths)), [1] * len(lengths))
         done = []
         for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
             finish = self._running[row].add(token, log_prob)
@@ -190,6 +188,12 @@ class BuiltinEngine:
             use_cache=True,
             slots=plan,
         )
+
+    def _record(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep the experts that the last forward pass took of so many tokens of each of these rows."""
+        if self._recorder is not None:
+            for row, length, experts in zip(rows, lengths, self._recorder.take(len(rows)), strict=True):
+                self._running[row].routing.append(experts[:length])
 
     def _leave(self, rows: Sequence[int]) -> None:
         """Drop rows; the last ones move into their places."""

@@ -1,36 +1,47 @@
-"""Which experts a model chooses, for a trainer that replays them."""
+"""Which experts a model of Transformers takes, so that training can take the same."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatune.errors import ExitCode, Finding, MegatuneError
 
-class Routing:
-    """Takes down the experts of each forward pass. Transformers calls a layer's experts with (tokens, experts of each
-    token, their weights)."""
+
+class Recorder:
+    """Keeps the choices of the last forward pass.
+
+    Raises:
+        MegatuneError: INPUT, where the model has no experts.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._layers = model.config.num_hidden_layers
-        self._chosen: dict[int, Tensor] = {}
-        for layer, block in enumerate(model.base_model.layers):
-            for module in block.modules():
+        layers: Any = model.base_model.layers
+        self._num_layers, self._chosen = len(layers), dict[int, Tensor]()
+        found = False
+        for number, layer in enumerate(layers):
+            for module in layer.modules():
+                # Of every family, the module that has all experts' matrices in one parameter.
                 if getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3:
-                    module.register_forward_pre_hook(self._hook(layer))
+                    module.register_forward_pre_hook(partial(self._keep, number))
+                    found = True
+        if not found:
+            why = f"{model.config.model_type} has no experts"
+            finding = Finding("router_replay has nothing to replay", "actor_train", why, "remove router_replay")
+            raise MegatuneError(finding, ExitCode.INPUT)
 
-    def _hook(self, layer: int) -> Any:
-        def note(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            self._chosen[layer] = arguments[1]
-
-        return note
+    def _keep(self, layer: int, module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        """Take the experts [tokens, k] of (tokens, experts, their weights), with which a layer's experts are called."""
+        self._chosen[layer] = arguments[1]
 
     def take(self, rows: int) -> np.ndarray:
-        """Return the experts of the last pass, int16 [rows, tokens, layers, topk]; of layers without experts zeros."""
-        first = next(iter(self._chosen.values()))
-        none = torch.zeros_like(first)
-        every = torch.stack([self._chosen.pop(layer, none) for layer in range(self._layers)], 1)
-        return every.view(rows, -1, *every.shape[1:]).to("cpu", torch.int16).numpy()
+        """Return experts by token: int16 [rows, tokens, layers, k], -1 in layers that have none."""
+        some = next(iter(self._chosen.values()))
+        nowhere = torch.full_like(some, -1)
+        found = torch.stack([self._chosen.get(layer, nowhere) for layer in range(self._num_layers)], 1)
+        return found.view(rows, -1, *found.shape[1:]).to(torch.int16).cpu().numpy()
