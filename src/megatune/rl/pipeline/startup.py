@@ -13,6 +13,7 @@ from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.cluster.group import RoleGroup
 from megatune.rl.cluster.role import RoleSpec
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
+from megatune.rl.rewards.asking import judge_context
 from megatune.training.source import RunModel
 from megatune.training.storage.store import checkpoint_step, list_checkpoints
 
@@ -129,6 +130,7 @@ def _model_spec(settings: RLSettings, name: str, role: ModelRole, host: str) -> 
 def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
     rollout = settings.rollout
     is_judge = role is not settings.actor_infer
+    longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
     return RoleSpec(
         name=role.name,
         target=f"{_HOSTS}:engine",
@@ -136,7 +138,7 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
             "role": role,
             "seed": settings.run.seed,
             "max_running": role.infer_batch_size if is_judge else rollout.max_running_requests,
-            "length": max(rollout.sequence_length, rollout.val_sequence_length or 0),
+            "length": judge_context(rollout, role) if is_judge else longest,
         },
         devices=role.devices,
         devices_per_actor=role.devices_per_engine,
