@@ -82,8 +82,8 @@ def test_the_engine_tells_the_experts_that_training_replays(read):
     found = read(SMALL, *packed)
     assert found.findings == ()
     assert found.settings.actor_train.router_replay
-    assert found.settings.actor_infer.returns_routing
-    assert not read(SMALL).settings.actor_infer.returns_routing
+    assert found.settings.actor_infer.return_routing
+    assert not read(SMALL).settings.actor_infer.return_routing
 
 
 def test_a_file_that_was_read_is_written_as_one_that_says_the_same(read):

@@ -12,6 +12,7 @@ from worker_kit import RESPONSES, rollouts, settings_of, started, whole
 
 from megatune.config.rl.settings import RLSettings
 from megatune.engine import groups
+from megatune.families.dense import SCORE
 from megatune.rl.worker.policy import PolicyWorker
 from megatune.rl.worker.reference import ReferenceWorker
 from megatune.rl.worker.rows import merged
@@ -55,10 +56,14 @@ def test_log_probs_are_those_of_transformers(pool, model_dir, kind, family, layo
     np.testing.assert_allclose(whole(answers, rollouts(301)), of_transformers(model), atol=2e-5)
 
 
-def values(settings: RLSettings) -> tuple[dict[int, np.ndarray], torch.Tensor]:
-    worker = started(ValueWorker, settings)
-    (score,) = [one.parameter.data for one in worker.loaded.parameters if one.weight.engine == "score.weight"] or [None]
-    return worker.values(rollouts(301)), score
+def values(settings: RLSettings) -> tuple[dict[int, np.ndarray], torch.Tensor, list[float]]:
+    """On every rank: values, the score that they are made with, and losses of updates that follow."""
+    worker, samples = started(ValueWorker, settings), rollouts(301, returns=1.0)
+    (score,) = (one.parameter.data.clone() for one in worker.loaded.parameters if one.weight.engine == SCORE.engine)
+    found = worker.values(samples)
+    samples.per_token["mask"] = [np.ones(each, np.float32) for each in RESPONSES]
+    samples.per_token["values"] = merged(groups.gather(found), samples)
+    return found, score, [worker.train(samples, step).loss for step in range(4)]
 
 
 def test_a_value_is_that_of_the_state_before_the_token(pool, model_dir):
@@ -66,17 +71,20 @@ def test_a_value_is_that_of_the_state_before_the_token(pool, model_dir):
     from transformers import AutoModelForCausalLM
 
     model, layout = model_dir("qwen3"), ALL["tp2 sp"]
-    answers = pool.run(2, values, settings_of(model, layout, "critic", stage="rm"))
-    samples, score = rollouts(301), answers[0][1]
+    settings = settings_of(model, layout, "critic", stage="rm", batch=(7, 1), optimizer={"learning_rate": 3e-4})
+    answers = pool.run(2, values, settings)
+    samples, (_, score, losses) = rollouts(301), answers[0]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = []
     for tokens, prompt in zip(samples.tokens, samples.prompt_lengths, strict=True):
         with torch.no_grad():
             hidden = reference.model(torch.tensor(tokens)[None]).last_hidden_state[0]
         expected.append((hidden[prompt - 1 : -1] @ score[0]).numpy())
-    found = whole([answer for answer, _ in answers], samples)
+    found = whole([answer for answer, *_ in answers], samples)
     np.testing.assert_allclose(found, np.concatenate(expected), atol=2e-5)
     assert np.abs(found).max() > 1e-3
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0], losses
 
 
 def around_an_update(settings: RLSettings) -> tuple[dict[str, float], list[dict[int, np.ndarray]]]:

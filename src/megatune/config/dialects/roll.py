@@ -144,7 +144,7 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
         algorithm=algorithm,
         data=data,
         actor_train=_scheduled(actor_train, top, lengths.rollout_batch_size * group, top["ppo_epochs"]),
-        actor_infer=replace(actor_infer, returns_routing=actor_train.router_replay),
+        actor_infer=replace(actor_infer, return_routing=actor_train.router_replay),
         rewards=rewards,
         reference=reference,
         critic=None if critic is None else _scheduled(critic, top, lengths.rollout_batch_size * group, 1),

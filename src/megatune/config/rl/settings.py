@@ -188,9 +188,9 @@ class InferRole:
         config: handed to vllm's or sglang's engine, without what stands here by a name of its own; {} for builtin.
         py_executable: Python of the environment that the engine is installed in; None for this one.
         sleep_level: what is freed between rollouts: the cache (1), or weights, too (2).
-        returns_routing: responses come with the experts that were chosen, for router_replay.
         infer_batch_size: sequences that the built-in engine samples at once for a judge.
         name: of the role: "actor_infer", "reward_model", "rewards.DOMAIN".
+        return_routing: whether the experts that were chosen come with each response, for router_replay.
     """
 
     devices: tuple[int, ...]
@@ -203,9 +203,9 @@ class InferRole:
     py_executable: str | None = None
     system_envs: dict[str, str] = field(default_factory=dict)
     sleep_level: int = 1
-    returns_routing: bool = False
     infer_batch_size: int = 16
     name: str = "actor_infer"
+    return_routing: bool = False
 
     @property
     def num_engines(self) -> int:

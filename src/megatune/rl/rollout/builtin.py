@@ -9,26 +9,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.inputs import find_model, has_tokenizer
-from megatune.rl.rollout.routing import Recorder
+from megatune.rl.rollout.model import bytes_of_a_token, load_model, never_sampled, room_of_cache
+from megatune.rl.rollout.routing import Routing
 from megatune.rl.rollout.running import Running
 from megatune.rl.rollout.sampling import Draw, sample
-from megatune.rl.rollout.slots import ATTENTION, Prompts, SlotCache, next_plan
+from megatune.rl.rollout.slots import Next, Prompts, SlotCache, next_plan
 from megatune.rl.rollout.updates import Update
 from megatune.rl.rollout.weights import copy_into, drop_weights, places_of, take_weights
 from megatune.rl.samples import Request, Response
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOMENT = 0.1  # seconds that `step` samples for
 _PROMPT_TOKENS = 8192  # of the prompts that are computed together
 
@@ -41,10 +38,7 @@ class BuiltinEngine:
         tokenizer: for stop strings; None where no request has one.
         max_running: responses in flight at once; more wait.
         cache_bytes: of keys and values, at most; one response is sampled in any case.
-        returns_routing: responses come with the experts that were chosen.
-
-    Raises:
-        MegatuneError: INPUT, where there are no experts to return.
+        return_routing: whether responses have the experts that were chosen.
     """
 
     def __init__(
@@ -54,12 +48,11 @@ class BuiltinEngine:
         *,
         max_running: int,
         cache_bytes: int,
-        returns_routing: bool = False,
+        return_routing: bool = False,
     ) -> None:
-        self._recorder = Recorder(model) if returns_routing else None
         self._model, self._tokenizer, self._max_running = model.eval(), tokenizer, max_running
-        self._token_bytes, self._cache_bytes = _bytes_of_a_token(model), cache_bytes
-        self._never = _never_sampled(model, tokenizer).to(model.device)
+        self._token_bytes, self._cache_bytes = bytes_of_a_token(model), cache_bytes
+        self._never = never_sampled(model, tokenizer).to(model.device)
         stops = model.generation_config.eos_token_id
         self._stops = frozenset([stops] if isinstance(stops, int) else stops or ())
         self._version: int | None = 0
@@ -68,6 +61,7 @@ class BuiltinEngine:
         self._sleeping = False
         self._dropped: dict[str, torch.Size] = {}  # parameters without memory
         self._cache = SlotCache()
+        self._routing = Routing(model) if return_routing else None
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # by row
         self._finished: list[Response] = []
@@ -75,28 +69,10 @@ class BuiltinEngine:
     @classmethod
     def load(cls, role: InferRole, *, max_running: int, context: int) -> BuiltinEngine:
         """Load the model of a folder onto this machine's device; see `load_engine`."""
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        folder = find_model(Path(role.model_name_or_path))
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.get_text_config() is not config:
-            why = f"{config.model_type} takes pictures, and rollouts are built for text"
-            fix = "take a language model, or `strategy_name: vllm` for actor_infer"
-            raise MegatuneError(
-                Finding("the built-in engine cannot sample from it", str(folder), why, fix), ExitCode.INPUT
-            )
-        _check_context(config, context, folder)
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            dtype=DTYPES[role.dtype],
-            attn_implementation=ATTENTION,
-            experts_implementation="eager",
-        ).to(device)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
-        room = _room_of_cache(device)
-        return cls(model, tokenizer, max_running=max_running, cache_bytes=room, returns_routing=role.returns_routing)
+        model, tokenizer = load_model(role, context)
+        room = room_of_cache(model.device)
+        routing = role.return_routing
+        return cls(model, tokenizer, max_running=max_running, cache_bytes=room, return_routing=routing)
 
     @property
     def version(self) -> int:
@@ -163,7 +139,7 @@ class BuiltinEngine:
         self._compute_prompts(computed)
         for source, row, length in copies:
             self._cache.copy_row(source, row, length)
-            self._running[row].routing = [each[:length] for each in self._running[source].routing[:1]]
+            self._running[row].routing += self._running[source].routing[:1]  # of its start
 
     def _compute_prompts(self, rows: list[int]) -> None:
         """Fill rows of the cache, some at a time, those of like lengths together."""
@@ -178,7 +154,10 @@ class BuiltinEngine:
             padded = torch.tensor([each + each[-1:] * (longest - len(each)) for each in ids])
             positions = torch.arange(longest, device=self._model.device)[None].expand(len(batch), -1)
             self._forward(self._model.base_model, padded, positions, Prompts(torch.tensor(batch)))
-            self._record(batch, [len(each) for each in ids])
+            if self._routing is not None:
+                chosen = self._routing.take(len(batch))
+                for row, own in zip(batch, chosen, strict=True):
+                    self._running[row].routing.append(own[: self._running[row].num_tokens - 1])
 
     def _next_tokens(self) -> None:
         """Sample one more token of every row."""
@@ -189,8 +168,10 @@ class BuiltinEngine:
         plan = next_plan(lengths, self._model.dtype, self._model.device)
         last = torch.tensor([[each.tokens[-1]] for each in self._running])
         logits = self._forward(self._model, last, plan.positions[:, None], plan).logits[:, -1]
-        self._record(range(len(lengths)), [1] * len(lengths))
         tokens, log_probs = sample(logits, [_draw(each) for each in self._running], self._never)
+        if self._routing is not None:
+            for running, own in zip(self._running, self._routing.take(len(lengths)), strict=True):
+                running.routing.append(own)
         done = []
         for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
             finish = self._running[row].add(token, log_prob)
@@ -199,7 +180,7 @@ class BuiltinEngine:
                 done.append(row)
         self._leave(done)
 
-    def _forward(self, module: Any, ids: Tensor, positions: Tensor, plan: Any) -> Any:
+    def _forward(self, module: Any, ids: Tensor, positions: Tensor, plan: Prompts | Next) -> Any:
         """Run a model, or its trunk, on int64 ids [rows, tokens]."""
         self._cache.plan = plan
         return module(
@@ -209,12 +190,6 @@ class BuiltinEngine:
             use_cache=True,
             slots=plan,
         )
-
-    def _record(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep the experts that the last forward pass took of so many tokens of each of these rows."""
-        if self._recorder is not None:
-            for row, length, experts in zip(rows, lengths, self._recorder.take(len(rows)), strict=True):
-                self._running[row].routing.append(experts[:length])
 
     def _leave(self, rows: Sequence[int]) -> None:
         """Drop rows; the last ones move into their places."""
@@ -280,45 +255,3 @@ def _draw(running: Running) -> Draw:
         request.repetition_penalty,
         running.tokens if request.repetition_penalty != 1 else (),
     )
-
-
-def _never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Return ids that are no text: padding, and rows of the embedding that the tokenizer does not know."""
-    size = model.config.vocab_size
-    stops = model.generation_config.eos_token_id
-    stops = {stops} if isinstance(stops, int) else set(stops or ())
-    ids = set() if tokenizer is None else set(range(min(len(tokenizer), size), size))
-    padding = tokenizer.pad_token_id if tokenizer is not None else None
-    for each in (padding, model.config.pad_token_id):
-        if each is not None and 0 <= each < size and each not in stops:
-            ids.add(each)
-    return torch.tensor(sorted(ids), dtype=torch.int64)
-
-
-def _bytes_of_a_token(model: PreTrainedModel) -> int:
-    """Return the bytes of a token's keys and values in all layers."""
-    config = model.config
-    heads = config.num_key_value_heads or config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention: Transformers keeps the heads' own
-        sizes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        heads = config.num_attention_heads
-    else:
-        sizes = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return config.num_hidden_layers * heads * sizes * model.dtype.itemsize
-
-
-def _room_of_cache(device: torch.device) -> int:
-    """Return bytes that the cache may have: most of what a device has free, a quarter of a machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.7)
-    import psutil
-
-    return psutil.virtual_memory().available // 4
-
-
-def _check_context(config: Any, context: int, folder: Path) -> None:
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and context > most:
-        what = f"prompts and responses of {context} tokens do not fit the model"
-        fix = f"prompt_length and response_length of {most} together at most"
-        raise MegatuneError(Finding(what, str(folder), f"its context is {most} tokens", fix), ExitCode.INPUT)

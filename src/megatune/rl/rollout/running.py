@@ -25,8 +25,8 @@ class Running:
         tokens: of the prompt and the response so far.
         start: those that are in the cache before anything is sampled, as bytes: responses with the same can share it.
         uniforms: a random number in [0, 1) for each token of the response.
-        routing: experts of the tokens that the model has computed, [tokens, layers, k] of each pass, where they are
-            recorded: first those of `start`.
+        routing: experts of the tokens in the cache, int16 [tokens, layers, topk] of each pass, `start` first, where
+            they are noted.
     """
 
     __slots__ = (
@@ -50,9 +50,9 @@ class Running:
         self._prompt = len(request.prompt_ids)
         self.tokens: list[int] = [*request.prompt_ids.tolist(), *request.response_ids.tolist()]
         self.start = np.array(self.tokens[:-1], np.int64).tobytes()
+        self.routing: list[np.ndarray] = []
         self._log_probs: list[float] = request.log_probs.tolist()
         self._sampling = Sampling(stop_words=request.stop_strings) if request.stop_strings else None
-        self.routing: list[np.ndarray] = []
         self.uniforms = uniforms(request.seed, request.max_new_tokens).tolist()
 
     @property

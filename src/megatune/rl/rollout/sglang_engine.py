@@ -8,9 +8,10 @@ unless SGLANG_RETURN_ORIGINAL_LOGPROB is set; a repetition penalty is in them.
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
 from megatune.rl.rollout.outside import Sampled, check_arguments, check_version, starting
 from megatune.rl.rollout.updates import Update, checkpoint_shapes
 from megatune.rl.samples import Request, Response
@@ -40,7 +42,7 @@ class SglangEngine:
         shapes: of the model's tensors, by their names in checkpoints.
         seeds: whether a response has random numbers of its own: with enable_deterministic_inference.
         has_weights: whether the model's own were loaded.
-        routing: whether the experts that were chosen are returned, as [layers, topk] of each token.
+        num_layers: of the model, where the experts that were chosen are to be returned.
     """
 
     def __init__(
@@ -50,14 +52,15 @@ class SglangEngine:
         *,
         seeds: bool,
         has_weights: bool,
-        routing: tuple[int, int] | None = None,
+        num_layers: int | None = None,
     ) -> None:
-        self._engine, self._shapes, self._seeds, self._routing = engine, shapes, seeds, routing
+        self._engine, self._shapes, self._seeds, self._num_layers = engine, shapes, seeds, num_layers
         self._version: int | None = 0 if has_weights else None
         self._update: Update | None = None
         self._sampled: dict[str, Sampled] = {}
         self._tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._finished: list[Response] = []
+        self._asleep: list[str] = []
 
     @classmethod
     def load(cls, role: InferRole, *, seed: int, max_running: int, context: int) -> SglangEngine:
@@ -83,14 +86,17 @@ class SglangEngine:
             **_DEFAULTS,
             **config,
             "model_path": role.model_name_or_path,
+            "enable_return_routed_experts": role.return_routing,
         }
         with starting("SGLang", role):
             engine = sglang.Engine(**arguments)
+        folder = Path(role.model_name_or_path)
         return cls(
             engine,
-            checkpoint_shapes(Path(role.model_name_or_path)),
+            checkpoint_shapes(folder),
             seeds=bool(arguments.get("enable_deterministic_inference")),
             has_weights=arguments["load_format"] != "dummy",
+            num_layers=load_architecture(folder).num_layers if role.return_routing else None,
         )
 
     @property
@@ -117,6 +123,7 @@ class SglangEngine:
                 input_ids=np.concatenate([request.prompt_ids, request.response_ids]).tolist(),
                 sampling_params=self._params(request),
                 return_logprob=True,
+                return_routed_experts=self._num_layers is not None,
                 rid=request.id,
             )
             self._sampled[request.id] = sampled
@@ -161,7 +168,13 @@ class SglangEngine:
         if kind not in ("stop", "length", "abort"):
             raise MegatuneError(Finding(f"SGLang ended a request with {kind}", "actor_infer"), ExitCode.INTERNAL)
         finish: Literal["stop", "length", "abort"] = kind
-        return sampled.response(finish, known=True)
+        response = sampled.response(finish, known=True)
+        experts = answer.get("routed_experts")
+        if self._num_layers is None or experts is None:
+            return response
+        tokens = len(sampled.request.prompt_ids) + len(response.response_ids) - 1
+        chosen = np.frombuffer(base64.b64decode(experts), np.int32).astype(np.int16)
+        return replace(response, routing=chosen.reshape(tokens, self._num_layers, -1))
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
         """End requests; see `RolloutEngine.abort`."""
@@ -201,11 +214,11 @@ class SglangEngine:
     def sleep(self, level: int) -> None:
         """Free memory; see `RolloutEngine.sleep`."""
         assert not self.num_in_flight, "abort what is in flight first"
-        self._engine.release_memory_occupation(tags=["kv_cache", "weights"] if level > 1 else ["kv_cache"])
-        self._sleeping = level
+        self._asleep = ["kv_cache", "weights"] if level > 1 else ["kv_cache"]
+        self._engine.release_memory_occupation(tags=self._asleep)
         if level > 1:
             self._version = None
 
     def wake(self) -> None:
         """Take the memory again."""
-        self._engine.resume_memory_occupation()
+        self._engine.resume_memory_occupation(tags=self._asleep)
