@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.cluster.group import RoleGroup
 from megatune.rl.cluster.role import RoleSpec
@@ -71,12 +72,29 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
     changed = replace(
         settings,
         actor_train=actor,
-        actor_infer=infer,
+        actor_infer=_sampled(infer),
+        rewards={
+            name: replace(role, judge=_judge(role.judge)) if role.judge else role
+            for name, role in settings.rewards.items()
+        },
+        reward_model=_judge(settings.reward_model) if settings.reward_model else None,
         reference=trained(settings.reference, "reference") if settings.reference else None,
         critic=trained(settings.critic, "critic") if settings.critic else None,
         teachers={name: trained(role, name) for name, role in settings.teachers.items()},
     )
     return changed, Path(str(source))
+
+
+def _sampled(role: InferRole) -> InferRole:
+    """Return a role with a folder for its model."""
+    name = role.model_name_or_path
+    return replace(role, model_name_or_path=str(open_model(name).fetch())) if is_hub_id(name) else role
+
+
+def _judge(role: InferRole) -> InferRole:
+    """Return a judge with a folder for its model, whose weights no transfer brings."""
+    config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
+    return replace(_sampled(role), config=config)
 
 
 def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
