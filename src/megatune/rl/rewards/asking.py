@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from megatune.data.encode import load_tokenizer
-from megatune.rl.prompts import encode_prompt, prompt_writer
+from megatune.rl.prompts import encode_prompts, prompt_writer
 from megatune.rl.rewards.answer import RewardError
 from megatune.rl.rewards.judge import ModelAsk
 from megatune.rl.samples import Request, Response
@@ -110,7 +110,7 @@ class EngineAsk:
 
     def _request(self, number: int, messages: list[dict[str, str]]) -> Request:
         generating = self._generating
-        ids = encode_prompt(self._write(messages), self._tokenizer)
+        (ids,) = encode_prompts([self._write(messages)], self._tokenizer)
         if len(ids) + generating.max_new_tokens > self._context:
             raise RewardError(f"the judge would have to read {len(ids):,} tokens, its context is {self._context:,}")
         return Request(

@@ -117,7 +117,8 @@ class RewardPool:
                 continue
             kind = KINDS[role.kind]
             make = partial(self._process, name, role) if kind.in_process else partial(LocalMember, reward)
-            workers = min(role.workers, len(os.sched_getaffinity(0))) if kind.in_process else role.workers
+            computes = kind.in_process and role.arguments.get("use_local") is not False
+            workers = min(role.workers, len(os.sched_getaffinity(0))) if computes else role.workers
             seconds = limit or float(role.arguments.get("timeout") or kind.limit)
             self._domains[name] = _Domain(make, max(workers, 1), seconds)
         if findings:
