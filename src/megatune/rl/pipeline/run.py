@@ -24,6 +24,7 @@ from megatune.rl.pipeline.roles import Turns
 from megatune.rl.pipeline.startup import devices_of, load_roles, start_roles, stop_tokens, with_folders
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems
+from megatune.rl.rewards.asking import asks_of
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import TrainSummary
 from megatune.training.run_schedule import RunSchedule
@@ -63,6 +64,7 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             roles = start_roles(cluster, settings)
             turns = Turns(roles.engines, roles.models)
             checkpoint, notes = load_roles(roles, turns, settings)
+            pool.asks |= asks_of(settings, roles.judges)
             fixed = fixed_of(settings, problems.by_domain)
             progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
             print("\n".join(notes), end="\n" if notes else "", flush=True)
