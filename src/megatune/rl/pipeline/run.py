@@ -25,6 +25,7 @@ from megatune.rl.pipeline.startup import devices_of, load_roles, start_roles, st
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems
 from megatune.rl.rewards.asking import asks_of
+from megatune.rl.rewards.asking import asks_of
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import TrainSummary
 from megatune.training.run_schedule import RunSchedule
@@ -57,11 +58,13 @@ def start(settings: RLSettings, run_yaml: str) -> int:
         problems, validation = _read(settings, tokenizer)
         print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
         run, run_dir = settings.run, output_dir / "launch"
-        cluster = Cluster(
-            run_dir, devices_of(settings), devices_per_node=run.num_gpus_per_node, call_limit=run.rpc_timeout
-        )
-        with cluster, RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool:
+        nodes = {"devices_per_node": run.num_gpus_per_node, "call_limit": run.rpc_timeout}
+        with (
+            RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool,
+            Cluster(run_dir, devices_of(settings), **nodes) as cluster,
+        ):
             roles = start_roles(cluster, settings)
+            pool.asks |= asks_of(settings, roles.judges)
             turns = Turns(roles.engines, roles.models)
             checkpoint, notes = load_roles(roles, turns, settings)
             pool.asks |= asks_of(settings, roles.judges)
