@@ -58,10 +58,10 @@ def start(settings: RLSettings, run_yaml: str) -> int:
         problems, validation = _read(settings, tokenizer)
         print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
         run, run_dir = settings.run, output_dir / "launch"
-        nodes = {"devices_per_node": run.num_gpus_per_node, "call_limit": run.rpc_timeout}
+        devices, nodes, limit = devices_of(settings), run.num_gpus_per_node, run.rpc_timeout
         with (
             RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool,
-            Cluster(run_dir, devices_of(settings), **nodes) as cluster,
+            Cluster(run_dir, devices, devices_per_node=nodes, call_limit=limit) as cluster,
         ):
             roles = start_roles(cluster, settings)
             pool.asks |= asks_of(settings, roles.judges)
