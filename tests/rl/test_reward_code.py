@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatune.config.rl.settings import RewardRole
+from megatune.rl.pipeline.lines import reward_line
 from megatune.rl.rewards import http
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.code.compare import same_output, same_value
@@ -103,6 +105,13 @@ def test_rows_without_usable_tests_are_errors() -> None:
 
 def walled(program: str, seconds: float = 10.0, walls: Walls | None = None) -> Outcome:
     return run_program(Job(program), "", seconds, walls)
+
+
+def test_a_run_says_what_programs_can_do() -> None:
+    said = reward_line(RewardRole("code", "code_sandbox", workers=2))
+    assert said.startswith(f"code_sandbox, 2 processes; programs run here: {best_walls().text}")
+    remote = RewardRole("code", "code_sandbox", arguments={"use_local": False, "code_url": "http://x"})
+    assert "programs" not in reward_line(remote)
 
 
 def is_running(folder: str) -> bool:
