@@ -77,7 +77,7 @@ def test_samples_come_as_they_are_done_and_failures_are_named(module: str, tmp_p
         started = time.monotonic()
         pool.submit(map(sample, texts))
         assert pool.pending == len(texts)
-        assert time.monotonic() - started < 1  # nothing is waited for
+        assert time.monotonic() - started < 2.5  # nothing is waited for
         done: list[Sample] = []
         while pool.pending:
             done += pool.collect(timeout=60)
@@ -160,6 +160,10 @@ class _Model:
         assert event.wait(10)
         return "Score: 4"
 
+    @property
+    def asking(self) -> int:
+        return len(self._asked)
+
     def pump(self, *, wait: bool) -> None:
         asked = list(self._asked)
         self.most = max(self.most, len(asked))
@@ -179,7 +183,9 @@ def test_a_judge_of_the_run_works_while_samples_are_collected() -> None:
     with RewardPool({"own": judge}) as pool:
         pool.asks["own"] = model
         pool.submit(map(sample, "abcdefgh"))
-        time.sleep(0.1)  # four threads ask
+        until = time.monotonic() + 10
+        while model.asking < 4 and time.monotonic() < until:
+            time.sleep(0.01)
         done: list[Sample] = []
         while pool.pending:
             done += pool.collect(timeout=5)
