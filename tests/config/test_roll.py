@@ -194,6 +194,7 @@ def test_defaults_of_hydra(read, tmp_path):
     assert found.settings.run.system_envs == {"A": "1", "B": "3"}
     assert found.origins["seed"] == "base.yaml:1"
     assert "DeepSpeed" in "\n".join(found.lines)
+    assert any({"save_steps", "system_envs.B"} == {*line.split(": in ")[0].split(", ")} for line in found.lines)
     missing = read("defaults: [nobody@_here_, a/b]\n" + SMALL)
     assert [finding.where for finding in missing.findings] == ["run.yaml:1"] * 2
 
