@@ -130,7 +130,7 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
         )
     critic = _critic(top, roles, algorithm.adv_estimator)
     judge = reward_model(top.inner["reward_model"], roles) if top.inner["reward_model"].is_written else None
-    teachers = _teachers(top, roles) if "teacher" in top.trees else {}
+    teachers = _teachers(top, roles)
     validation = None
     if (part := top.inner["validation"]).is_written:
         tokens = (lengths.val_sequence_length or lengths.sequence_length) - (
@@ -193,12 +193,16 @@ def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
 
 
 def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
-    tree = top.trees["teacher"]
+    tree = top.trees.get("teacher", {})
     trees = {"default": tree} if set(tree) & set(ROLE.names) else tree
     found: dict[str, ModelRole] = {}
     if not (top["use_opd"] or top["is_pure_opd"]):
-        roles.reader.ignore("teacher", "neither use_opd nor is_pure_opd is on")
+        if tree:
+            roles.reader.ignore("teacher", "neither use_opd nor is_pure_opd is on")
         return found
+    if not tree:
+        name = "use_opd" if top["use_opd"] else "is_pure_opd"
+        roles.reader.find(f"{name} without the role teacher", top.where(name), "it teaches", "add the role teacher")
     for name, node in trees.items():
         if isinstance(node, dict):
             dotted = "teacher" if trees is not tree else f"teacher.{name}"
