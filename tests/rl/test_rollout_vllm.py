@@ -13,12 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from megatune.config.rl.settings import InferRole
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
-from megatune.rl.rollout.outside import check_arguments, check_version
+from megatune.rl.rollout.outside import check_arguments, check_version, starting
 
+ROLE = InferRole((0,), "model")
 PYTHON = os.environ.get("MEGATUNE_TEST_VLLM_PYTHON", "")
 
 
@@ -43,17 +45,24 @@ def test_samples_and_updates(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused() -> None:
-    role = InferRole((0,), "model", py_executable="elsewhere")
     with pytest.raises(MegatuneError, match="vLLM is not installed") as raised:
-        check_version("vLLM", ("no-such-engine",), "0.32", role)
+        check_version("vLLM", ("no-such-engine",), "0.32", ROLE)
     assert raised.value.exit_code == ExitCode.UNAVAILABLE
     with pytest.raises(MegatuneError, match=f"vLLM {version('torch')} is installed".replace("+", r"\+")):
-        check_version("vLLM", ("torch",), "0.32", role)
-    check_version("vLLM", ("torch",), version("torch").rpartition(".")[0], role)
+        check_version("vLLM", ("torch",), "0.32", ROLE)
+    check_version("vLLM", ("torch",), version("torch").rpartition(".")[0], ROLE)
 
 
 def test_unknown_arguments_are_refused() -> None:
-    role = InferRole((0,), "model")
     with pytest.raises(MegatuneError, match="did you mean block_size") as raised:
-        check_arguments("vLLM", {"blok_size": 16, "seed": 1}, {"block_size", "seed"}, role)
+        check_arguments("vLLM", {"blok_size": 16, "seed": 1}, {"block_size", "seed"}, ROLE)
     assert raised.value.exit_code == ExitCode.SETTINGS
+
+
+def test_what_an_engine_refuses_is_one_line() -> None:
+    class Arguments(BaseModel):
+        block_size: int
+
+    with pytest.raises(MegatuneError, match="why: Input should be a valid integer") as raised, starting("vLLM", ROLE):
+        Arguments(block_size="many")  # type: ignore[arg-type]
+    assert raised.value.exit_code == ExitCode.UNAVAILABLE
