@@ -20,7 +20,11 @@ class WeightUpdates:
 
     def megatune_scale_logits(self, factor: float) -> None:
         """Multiply the logits: log-probabilities are those at temperature 1 / factor then."""
-        self.model_runner.model.logits_processor.scale *= factor
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        found = [each for each in self.model_runner.model.modules() if isinstance(each, LogitsProcessor)]
+        assert len(found) == 1, f"{len(found)} output layers"
+        found[0].scale *= factor
 
     def megatune_begin(self) -> None:
         """Let the layers take weights again, which have been packed for their kernels since they were loaded."""
