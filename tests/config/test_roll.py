@@ -132,6 +132,9 @@ def test_everything_wrong_is_said_at_once_with_its_line(read):
         (("async_generation_ratio=1",), "actor_infer shares devices with actor_train"),
         (("async_generation_ratio=0.5",), "between 0 and 1"),
         (("use_kl_loss=true",), "use_kl_loss without the role reference"),
+        (("use_opd=true",), "use_opd without the role teacher"),
+        (("num_return_sequences_in_group=1", "rollout_batch_size=16"), "nothing to be compared with"),
+        (("pretrain=null",), "or pretrain: MODEL at the top level"),
         (("adv_estimator=gae",), "without the role critic"),
         (("adv_estimator=gigpo",), "agentic pipeline"),
         (("sequence_length=32",), "leaves no token"),
@@ -181,6 +184,16 @@ def test_reference_is_run_only_where_something_needs_it(read):
     assert adapters.settings.actor_train.settings.finetuning.lora_target == ["all"]
 
 
+def test_trackers_get_what_the_file_says(read):
+    found = read(SMALL, "track_with=wandb", "tracker_kwargs={project: p, tags: [a, b], api_key: hush, log_dir: w}")
+    logs = found.settings.actor_train.settings.logging
+    assert (logs.report_to, logs.wandb_project, logs.wandb_save_dir) == (["wandb"], "p", "w")
+    assert found.variables == {"WANDB_API_KEY": "hush", "WANDB_TAGS": "a,b"}
+    assert "hush" not in repr(found)
+    assert read(SMALL, "track_with=stdout").settings.actor_train.settings.trackers == []
+    assert "tensorboard is used" in "\n".join(read(SMALL, "track_with=ml_tracker").lines)
+
+
 def test_defaults_of_hydra(read, tmp_path):
     (tmp_path / "base.yaml").write_text("seed: 3\nsave_steps: 9\nsystem_envs: {A: '1', B: '2'}\n", encoding="utf-8")
     own = "defaults: [base@_here_, ../x/deepspeed_zero2@_here_]\nsave_steps: 5\nsystem_envs: {B: '3'}\n"
@@ -190,6 +203,7 @@ def test_defaults_of_hydra(read, tmp_path):
     assert found.settings.run.system_envs == {"A": "1", "B": "3"}
     assert found.origins["seed"] == "base.yaml:1"
     assert "DeepSpeed" in "\n".join(found.lines)
+    assert any({"save_steps", "system_envs.B"} == {*line.split(": in ")[0].split(", ")} for line in found.lines)
     missing = read("defaults: [nobody@_here_, a/b]\n" + SMALL)
     assert [finding.where for finding in missing.findings] == ["run.yaml:1"] * 2
 

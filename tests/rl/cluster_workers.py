@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -35,18 +34,15 @@ class Worker:
     def child(self) -> int:
         return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
 
-    def work(self, phase: str, step: int, seconds: float, limit: float | None = None) -> None:
-        self.context.beat(phase, step, limit=limit)
+    def work(self, phase: str, step: int, seconds: float, beat: float | None = None) -> None:
+        """Take `seconds`, with a beat that allows for so many."""
+        self.context.beat(phase, step, limit=beat)
         time.sleep(seconds)
 
     def fail(self, text: str, seconds: float = 0.0) -> None:
         time.sleep(seconds)
         self.context.beat("train", 7)
         raise RuntimeError(text)
-
-    def crash(self) -> None:
-        self.context.beat("generate", 3)
-        os.kill(os.getpid(), signal.SIGSEGV)
 
     def size(self, array: Any) -> tuple[int, bool]:
         return len(array), array.flags.writeable

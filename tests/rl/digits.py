@@ -25,7 +25,6 @@ from megatune.config.rl.settings import (
     RunPart,
 )
 from megatune.config.settings import Settings
-from megatune.rl.rewards.answer import Answer, Verdict
 from megatune.rl.samples import Problem
 
 CHARACTERS = "0123456789+=#"
@@ -71,12 +70,6 @@ def problems() -> dict[str, list[Problem]]:
     }
 
 
-def repeats(answer: Answer) -> Verdict:
-    """Score the share of places that hold the digit."""
-    share = answer.text.count(answer.row["digit"]) / RESPONSE
-    return Verdict(share, float(share == 1))
-
-
 def settings(
     model: Path, output: Path, *, steps: int = 120, devices: tuple[int, ...] = (0,), **changes: Any
 ) -> RLSettings:
@@ -113,7 +106,7 @@ def settings(
         "actor_train": ModelRole("actor_train", devices, engine, training=True, infer_batch_size=80),
         "actor_infer": InferRole((0,), str(model), dtype="fp32", generating=Generating(1.0, 1.0, 0, RESPONSE)),
         "rewards": {
-            "digits": RewardRole("digits", "python", ("digits",), function="tests.rl.digits:repeats"),
+            "digits": RewardRole("digits", "python", ("digits",), function="tests.rl.digits_reward:repeats"),
         },
     }
     return RLSettings(**{**parts, **changes})

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatune.config.rl.settings import RewardRole
+from megatune.rl.pipeline.lines import reward_line
 from megatune.rl.rewards import http
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.code.compare import same_output, same_value
@@ -105,6 +107,13 @@ def walled(program: str, seconds: float = 10.0, walls: Walls | None = None) -> O
     return run_program(Job(program), "", seconds, walls)
 
 
+def test_a_run_says_what_programs_can_do() -> None:
+    said = reward_line(RewardRole("code", "code_sandbox", workers=2))
+    assert said.startswith(f"code_sandbox, 2 processes; programs run here: {best_walls().text}")
+    remote = RewardRole("code", "code_sandbox", arguments={"use_local": False, "code_url": "http://x"})
+    assert "programs" not in reward_line(remote)
+
+
 def is_running(folder: str) -> bool:
     return any(folder in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
 
@@ -115,8 +124,9 @@ def test_a_program_is_ended_at_its_limits() -> None:
     assert "File too large" in walled("open('big', 'wb').write(b'x' * 10**8)").failure
     program = "import os, time\nprint(os.getcwd(), flush=True)\nif os.fork() == 0: os.setsid()\ntime.sleep(99)"
     for walls in {best_walls(), Walls()}:
-        runaway = walled(program, 2, walls)
-        assert "longer than 2 " in runaway.failure
+        runaway = walled(program, 3, walls)
+        assert "longer than 3 " in runaway.failure
+        assert runaway.stdout
         until = time.monotonic() + 5  # a kill takes a moment
         while is_running(runaway.stdout.strip()) and time.monotonic() < until:
             time.sleep(0.05)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatune.config.rl.settings import Generating, InferRole, RewardRole
-from megatune.demo.family import demo_family
-from megatune.demo.tokenizer import make_tokenizer
+from megatune.data.encode import load_tokenizer
+from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
+from megatune.rl.pipeline.engines import LocalEngines
 from megatune.rl.rewards import http
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.asking import EngineAsk, judges_of
 from megatune.rl.rewards.judge import Judge, read_judgement
-from megatune.rl.samples import Request, Response
+from megatune.rl.rollout.builtin import BuiltinEngine
 
 ANSWER = Answer(
     "<think>hm</think>4 {reference}",
@@ -122,38 +124,30 @@ def test_a_judge_that_cannot_be_asked_is_refused(arguments: dict[str, Any], said
         Judge(**arguments)
 
 
-class _Echo:
-    """Two engines that answer every request with its own last token, after a step each."""
+def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path / "judge", num_layers=2, hidden_size=32, seed=1)
+    generating = Generating(max_new_tokens=4, do_sample=False)
+    judge = InferRole((0, 1), str(folder), dtype="fp32", generating=generating, name="rewards.a")
+    engines = LocalEngines([BuiltinEngine.load(judge, max_running=4, context=300) for _ in judge.devices])
+    ask = EngineAsk(engines, load_tokenizer(folder), generating, context=300)
+    texts = [f"Is {number} right?" for number in range(10)]
 
-    number = 2
+    def answers(threads: int) -> list[str]:
+        with ThreadPoolExecutor(threads) as pool:
+            futures = [pool.submit(ask, [{"role": "user", "content": text}]) for text in texts]
+            while not all(future.done() for future in futures):
+                ask.pump(wait=True)
+                time.sleep(0.001)
+            return [future.result() for future in futures]
 
-    def __init__(self) -> None:
-        self._taken: list[list[Request]] = [[], []]
-        self.most = 0  # in flight
-
-    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
-        for taken, own in zip(self._taken, requests, strict=True):
-            taken.extend(own)
-
-    def step(self) -> list[list[Response]]:
-        self.most = max(self.most, sum(map(len, self._taken)))
-        done = [[Response(each.id, each.prompt_ids[-1:], np.zeros(1), "stop", ()) for each in own[:1]]
-                for own in self._taken]  # fmt: skip
-        self._taken = [own[1:] for own in self._taken]
-        return done
-
-
-def test_threads_that_ask_share_the_engines() -> None:
-    tokenizer = make_tokenizer(demo_family("qwen2"), 600)
-    engines = _Echo()
-    ask = EngineAsk(engines, tokenizer, Generating(), (0,), template="base")
-    words = [chr(ord("a") + number) for number in range(12)]
-    with ThreadPoolExecutor(12) as pool:
-        # The prompt ends with "Assistant:", so that every answer is its last token.
-        said = list(pool.map(lambda word: ask([{"role": "user", "content": word}]), words))
-    assert len(set(said)) == 1
-    assert ":" in said[0]
-    assert engines.most > 1
+    alone = answers(1)
+    assert answers(len(texts)) == alone
+    assert len(set(alone)) > 1
+    with pytest.raises(RewardError, match="its context is 300"):
+        ask([{"role": "user", "content": "long " * 300}])
+    ask.close()
+    with pytest.raises(RewardError, match="the run ends"):
+        ask([{"role": "user", "content": "short"}])
 
 
 def test_judges_are_found_by_domain() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from megatune.rl.rewards import math_rule
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.choice import CrossThinkQA, GeneralValidation, MultipleChoice, chosen_letter
 from megatune.rl.rewards.instructions.reward import GeneralRule, is_kept
 from megatune.rl.rewards.math_rule import MathRule
+from megatune.rl.rewards.process import judged
 from megatune.rl.rewards.shape import Format, Length
 from megatune.rl.rewards.text import after_thought, last_boxed, repeated_share
 
@@ -73,6 +75,13 @@ def test_the_last_closed_box_is_the_answer(text: str, boxed: str | None) -> None
 def test_math_rule_compares_values(text: str, truth: object, score: float) -> None:
     verdict = MathRule()(answer(text, truth))
     assert (verdict.score, verdict.correct) == (score, score)
+
+
+def test_math_that_takes_too_long_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_rule, "SECONDS", 1)
+    said = judged(MathRule(), answer(r"\boxed{9^{9^{9^{9}}}}", "3"))
+    assert said["timeout"]
+    assert "imeout" in said["error"]
 
 
 def test_math_rule_measures_form_and_needs_a_truth() -> None:

@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     settings = read.require_valid()
     from megatune.config.dialects.roll_yaml import run_yaml
     from megatune.rl.pipeline.run import start
+    from megatune.training.trackers import check_installed
 
+    check_installed(settings.actor_train.settings)
     for line in read.lines:
         print(f"roll       {line}", flush=True)
     return start(settings, run_yaml(read))
@@ -78,7 +80,7 @@ def read_file(source: str, overrides: Sequence[str], *, runs: bool = False) -> R
     read = read_roll(source, overrides)
     if read.settings is None:
         return read
-    os.environ.update(read.settings.run.system_envs)
+    os.environ.update({**read.variables, **os.environ, **read.settings.run.system_envs})
     missing = missing_engines(read.settings, read.origins) if runs else []
     models = _Models()
     read = read_roll(source, overrides, models)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from megatune.data.bad_rows import MOST_NAMED, RowError
 from megatune.data.readers import RawRow, read_rows
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.prompts import Writer, encode_prompt, prompt_writer
+from megatune.rl.prompts import Writer, encode_prompts, prompt_writer
 from megatune.rl.rewards.kinds import KINDS
 from megatune.rl.samples import Problem
 
@@ -67,26 +68,20 @@ def read_problems(
             problems: all at once; (INPUT) a file is missing; (SETTINGS) an unknown template.
     """
     reader = _Reader(data, rewards, tokenizer, template or data.template, tag_to_template or {})
-    domains = tuple(data.domain_shares) or tuple(rewards)
-    by_domain: dict[str, list[Problem]] = {domain: [] for domain in domains}
+    by_domain: dict[str, list[Problem]] = {domain: [] for domain in tuple(data.domain_shares) or tuple(rewards)}
     bad: list[Finding] = []
     too_long, elsewhere, num_bad = 0, Counter[str](), 0
-    for raw in _rows(data):
-        try:
-            domain = reader.domain(raw.fields)
-            if raw.error is None and domain not in by_domain:
-                elsewhere[domain or "no domain"] += 1
-                continue
-            problem = reader.problem(raw, domain or "")
-        except RowError as error:
-            num_bad += 1
-            if len(bad) < MOST_NAMED:
-                bad.append(Finding(str(error), raw.where))
-            continue
-        if len(problem.prompt_ids) > prompt_length:
-            too_long += 1
-        else:
-            by_domain[problem.domain].append(problem)
+    rows = _rows(data)
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        for raw, problem in zip(chunk, reader.problems(chunk, by_domain, elsewhere), strict=True):
+            if isinstance(problem, RowError):
+                num_bad += 1
+                if len(bad) < MOST_NAMED:
+                    bad.append(Finding(str(problem), raw.where))
+            elif problem is not None and len(problem.prompt_ids) > prompt_length:
+                too_long += 1
+            elif problem is not None:
+                by_domain[problem.domain].append(problem)
     if num_bad > len(bad):
         bad.append(Finding(f"{num_bad - len(bad):,} more rows that cannot be used"))
     if not bad:
@@ -100,6 +95,8 @@ def read_problems(
     return Problems(by_domain, too_long, tuple(_notes(by_domain, too_long, elsewhere, reader.unknown_tags)))
 
 
+CHUNK_ROWS = 1024  # tokenised at once
+_NO_TOKENS = np.empty(0, dtype=np.int64)
 _FIX_EMPTY = "name the tags of its rows in rewards.DOMAIN.tag_included, or raise prompt_length"
 
 
@@ -138,7 +135,7 @@ class _Reader:
         self._else = UNKNOWN_TAGS if UNKNOWN_TAGS in rewards else only
         self.unknown_tags: Counter[str] = Counter()
 
-    def domain(self, fields: Mapping[str, Any]) -> str | None:
+    def _domain(self, fields: Mapping[str, Any]) -> str | None:
         """Return the domain of a row; None where no reward would score it."""
         if fields.get("domain") is not None:
             return str(fields["domain"])
@@ -147,12 +144,33 @@ class _Reader:
             self.unknown_tags[tag] += 1
         return self._domain_of.get(tag, self._else)
 
-    def problem(self, raw: RawRow, domain: str) -> Problem:
-        """Make a problem of a row.
+    def problems(
+        self, chunk: Sequence[RawRow], domains: Collection[str], elsewhere: Counter[str]
+    ) -> list[Problem | RowError | None]:
+        """Make problems of rows: None for those of other domains, which are counted in `elsewhere`, and what is wrong
+        with those that cannot be read, have no prompt, or lack a column that their reward needs."""
+        made: list[Problem | RowError | None] = []
+        for raw in chunk:
+            domain = self._domain(raw.fields)
+            if raw.error is None and domain not in domains:
+                elsewhere[domain or "no domain"] += 1
+                made.append(None)
+                continue
+            try:
+                made.append(self._problem(raw, domain or ""))
+            except RowError as error:
+                made.append(error)
+        places = [place for place, each in enumerate(made) if isinstance(each, Problem)]
+        texts = [each.prompt for each in made if isinstance(each, Problem)]
+        for place, ids in zip(places, encode_prompts(texts, self._tokenizer), strict=True):
+            problem = cast(Problem, made[place])
+            made[place] = replace(problem, prompt_ids=np.asarray(ids, dtype=np.int64))
+            if not ids:
+                made[place] = RowError("empty", "the prompt is empty")
+        return made
 
-        Raises:
-            RowError: it cannot be read, has no prompt, or lacks a column that its reward needs.
-        """
+    def _problem(self, raw: RawRow, domain: str) -> Problem:
+        """Make a problem of a row, without its tokens."""
         if raw.error is not None:
             raise raw.error
         row, tag = raw.fields, str(raw.fields.get(self._data.tag) or "")
@@ -160,11 +178,9 @@ class _Reader:
             if row.get(column) in (None, "", [], {}):
                 raise RowError("missing-field", f"the reward of {domain} needs the column {column}")
         messages, text = self._prompt(row, tag)
-        ids = np.asarray(encode_prompt(text, self._tokenizer), dtype=np.int64)
-        if not len(ids):
-            raise RowError("empty", "the prompt is empty")
         named = row.get(self._data.id)
-        return Problem(raw.where if named is None else str(named), tag, domain, messages, ids, row, text)
+        number = raw.where if named is None else str(named)
+        return Problem(number, tag, domain, messages, _NO_TOKENS, row, text)
 
     def _prompt(self, row: Mapping[str, Any], tag: str) -> tuple[list[dict[str, str]], str]:
         column = self._data.messages or ("" if self._data.prompt else "messages")

@@ -76,13 +76,18 @@ def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Write
     return write
 
 
-def encode_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise a prompt, with the tokens that begin a text unless the template wrote them.
+def encode_prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokenise prompts, with the tokens that begin a text unless the template wrote them.
 
     ROLL always adds them, so that prompts of Llama's models begin with two.
     """
-    begun = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
-    ids: list[int] = tokenizer(text, add_special_tokens=not begun)["input_ids"]
+    begun = [bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token)) for text in texts]
+    ids: list[list[int]] = [[] for _ in texts]
+    for has_begun in set(begun):
+        places = [place for place, each in enumerate(begun) if each == has_begun]
+        encoded = tokenizer([texts[place] for place in places], add_special_tokens=not has_begun)["input_ids"]
+        for place, each in zip(places, encoded, strict=True):
+            ids[place] = each
     return ids
 
 

@@ -14,6 +14,7 @@ from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
 from megatune.config.dialects.roll_roles import ModelOf, Roles, sorted_findings
 from megatune.config.dialects.roll_schema import ROLE, TOP
+from megatune.config.dialects.roll_trackers import tracker_variables
 from megatune.config.dialects.roll_tree import Tree, entries_of, read_tree
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.settings import ModelRole, RLSettings, Validation
@@ -32,6 +33,7 @@ class ReadRL:
         lines: what the user is told first: what does nothing, and what is computed otherwise than in ROLL.
         origins: dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7" or "override".
         tree: what was read, references resolved.
+        variables: of the environment, for trackers: keys of accounts are nowhere else.
     """
 
     settings: RLSettings | None
@@ -39,6 +41,7 @@ class ReadRL:
     lines: tuple[str, ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict)
     tree: Tree = field(default_factory=dict, repr=False)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def require_valid(self) -> RLSettings:
         """Return the settings if nothing is wrong with them.
@@ -77,11 +80,12 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
     origins = {entry.key: entry.origin for entry in entries_of(reading.tree)}
     top = reader.read(_understood(reading.tree, reader), TOP)
     settings = _settings(top, reader, model_of) if top.places or not reader.findings else None
+    variables = tracker_variables(top, reader)
     if not top.places and not reader.findings:
         reader.find("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
     findings = sorted_findings(reader.findings)
     lines = (*reader.lines, *_ignored_lines(reader))
-    return ReadRL(None if findings else settings, findings, lines, origins, reading.tree)
+    return ReadRL(None if findings else settings, findings, lines, origins, reading.tree, variables)
 
 
 def _understood(tree: Tree, reader: Reader) -> Tree:
@@ -126,7 +130,7 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
         )
     critic = _critic(top, roles, algorithm.adv_estimator)
     judge = reward_model(top.inner["reward_model"], roles) if top.inner["reward_model"].is_written else None
-    teachers = _teachers(top, roles) if "teacher" in top.trees else {}
+    teachers = _teachers(top, roles)
     validation = None
     if (part := top.inner["validation"]).is_written:
         tokens = (lengths.val_sequence_length or lengths.sequence_length) - (
@@ -189,12 +193,16 @@ def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
 
 
 def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
-    tree = top.trees["teacher"]
+    tree = top.trees.get("teacher", {})
     trees = {"default": tree} if set(tree) & set(ROLE.names) else tree
     found: dict[str, ModelRole] = {}
     if not (top["use_opd"] or top["is_pure_opd"]):
-        roles.reader.ignore("teacher", "neither use_opd nor is_pure_opd is on")
+        if tree:
+            roles.reader.ignore("teacher", "neither use_opd nor is_pure_opd is on")
         return found
+    if not tree:
+        name = "use_opd" if top["use_opd"] else "is_pure_opd"
+        roles.reader.find(f"{name} without the role teacher", top.where(name), "it teaches", "add the role teacher")
     for name, node in trees.items():
         if isinstance(node, dict):
             dotted = "teacher" if trees is not tree else f"teacher.{name}"

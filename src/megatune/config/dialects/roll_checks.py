@@ -14,6 +14,7 @@ def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, r
     _devices(settings, top, roles)
     _models(settings, sampled, roles)
     _domains(settings, top, trained, roles)
+    _groups(settings, top, roles)
     _sampling(settings, sampled, roles)
     _engines(settings, sampled, roles)
 
@@ -119,6 +120,17 @@ def _domains(settings: RLSettings, top: Part, trained: Part, roles: Roles) -> No
         part = top.inner["validation"]
         fix = "write file_name below data_args, or remove validation"
         reader.find("validation.data_args.file_name is missing", part.at, "there is nothing to validate on", fix)
+
+
+def _groups(settings: RLSettings, top: Part, roles: Roles) -> None:
+    """What compares responses to the same prompt has several."""
+    algorithm, key = settings.algorithm, "num_return_sequences_in_group"
+    compares = algorithm.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus")
+    if settings.rollout.num_return_sequences_in_group == 1 and (compares or algorithm.norm_mean_type == "group"):
+        name = "adv_estimator" if compares else "norm_mean_type"
+        value = algorithm.adv_estimator if compares else "group"
+        what, why = f"{name} {value} with {key} 1", "a response alone has nothing to be compared with"
+        roles.reader.find(what, top.where(name, key), why, f"write {key}: 8")
 
 
 def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:

@@ -7,7 +7,7 @@ from megatune.config.dialects.swift_ignored import IGNORED as MEGATRON_IGNORED
 
 _OLD = "it is of an older version of ROLL, which drops it, too"
 _NO_EFFECT = "it has no effect in ROLL either"
-_PATHS = "paths of output_dir and logging_dir say it"
+_PATHS = "output_dir says it"
 _ENGINE = "how engines are driven is decided here"
 _HYDRA = "it is Hydra's own"
 _PICTURES = "reinforcement learning of vision-language models is not built"
@@ -18,6 +18,7 @@ _AGENTIC = "it belongs to ROLL's agentic pipeline"
 TOP_IGNORED: dict[str, str] = {
     "hydra": _HYDRA,
     "base_dir": _PATHS,
+    "logging_dir": "what the processes of roles print is in output_dir/launch/logs",
     "length_profiler_dir": _PATHS,
     "profiler_output_dir": _PATHS,
     "otlp_output_dir": "telemetry is never sent",
@@ -75,6 +76,9 @@ TOP_REFUSED: dict[str, Refused] = {
         off=("roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",),
         fix="remove user_defined_rollout_loop_cls",
     ),
+    "report_length_and_rewards": Refused(
+        "lengths and scores are in what rollout_dump_dir writes", off=(False,), fix="write rollout_dump_dir: FOLDER"
+    ),
     "is_offload_optimizer_states_in_train_step": Refused(
         "the optimizer's state stays on the device, or on the host for the whole run",
         off=(False,),
@@ -131,6 +135,7 @@ DATA_IGNORED: dict[str, str] = {
     "eval_file_name": _NO_EFFECT,
     "max_samples": f"{_OLD}; dataset_filter.num_samples does it",
     "dataset_type": "a file's name says its form",
+    "preprocessing_num_workers": "how rows are read changes no result",
 }
 DATA_REFUSED: dict[str, Refused] = {
     **dict.fromkeys(

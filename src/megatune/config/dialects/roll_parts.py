@@ -28,13 +28,12 @@ def run_part(top: Part, reader: Reader) -> RunPart:
     if hub == "MODELSCOPE" or (hub is None and variables.get("USE_MODELSCOPE") == "1"):
         variables["USE_MODELSCOPE_HUB"] = "1"
     names = (
-        *("exp_name", "seed", "output_dir", "logging_dir", "max_steps", "save_steps", "max_ckpt_to_keep"),
-        *("logging_steps", "eval_steps", "resume_from_checkpoint", "rpc_timeout", "rollout_dump_dir"),
-        *("tracker_kwargs", "num_gpus_per_node", "model_update_buffer_size_mb", "report_length_and_rewards"),
+        *("exp_name", "seed", "output_dir", "max_steps", "save_steps", "max_ckpt_to_keep", "logging_steps"),
+        *("eval_steps", "resume_from_checkpoint", "rpc_timeout", "rollout_dump_dir", "num_gpus_per_node"),
+        "model_update_buffer_size_mb",
     )
     return RunPart(
         **{name: top[name] for name in names},
-        track_with=tuple(name for name in top["track_with"] if name != "stdout"),
         rollout_mock=mock["mode"] if mock["enable"] else None,
         rollout_mock_dir=mock["dump_dir"] if mock["enable"] else None,
         system_envs=variables,
@@ -137,7 +136,7 @@ def prompt_data(part: Part, filters: Part | None = None) -> PromptData:
         part: data_args.
         filters: dataset_filter.
     """
-    names = ("template", "tag", "id", "messages", "prompt", "response", "preprocessing_num_workers")
+    names = ("template", "tag", "id", "messages", "prompt", "response")
     return PromptData(
         files=tuple(part["file_name"]),
         domain_shares={str(key): float(share) for key, share in part["domain_interleave_probs"].items()},

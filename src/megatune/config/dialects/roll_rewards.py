@@ -33,6 +33,10 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "python": ("arguments",),
 }
 _ALL_ARGUMENTS = tuple(dict.fromkeys(name for names in _ARGUMENTS.values() for name in names))
+_OF_MODELS = (
+    *("model_args", "data_args", "strategy_args", "generating_args", "training_args", "device_mapping"),
+    *("infer_batch_size", "num_gpus_per_worker"),
+)
 _JUDGE_TOKENS = 1024
 _BOUNDS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",), "no_filter": ()}
 
@@ -71,9 +75,9 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
         arguments["generating"] = roles.generating(part, tokens)
         arguments["judge_model_type"] = part["judge_model_type"] or "api"
     else:
-        for name in ("strategy_args", "generating_args", "training_args", "device_mapping"):
+        for name in _OF_MODELS:
             if name in part.places:
-                roles.reader.ignore(part.key(name), "a reward that is a rule runs no model")
+                roles.reader.ignore(part.key(name), "text is scored as it is, without a model or tokenizer")
     if kind == "code_sandbox" and not part["use_local"] and not part["code_url"]:
         fix = "write code_url: URL, or use_local: true"
         roles.reader.find(f"{part.name} has use_local: false without code_url", part.where("use_local"), fix=fix)

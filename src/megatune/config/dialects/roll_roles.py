@@ -11,6 +11,7 @@ from megatune.config.dialects.roll_engine import check_engine, read_engine, samp
 from megatune.config.dialects.roll_ignored import ENGINE_KEYS
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_schema import SAMPLER
+from megatune.config.dialects.roll_trackers import reported
 from megatune.config.dialects.roll_tree import Tree, data_of
 from megatune.config.rl.settings import Generating, InferRole, ModelRole, RolloutPart
 from megatune.config.settings import Settings
@@ -43,6 +44,7 @@ class Roles:
         """Make a role with a model of our engine; None where its strategy is not one."""
         strategy = self._strategy(part, ("megatron_train",) if trains else ("megatron_infer", "hf_infer"), trains)
         self._worker_class(part)
+        self._left_out(part, () if name == "actor_train" else ("data_args",))
         if strategy is None:
             return None
         if strategy == "hf_infer":
@@ -80,6 +82,7 @@ class Roles:
         """Make a role that samples; None where its strategy is none that does."""
         strategy = self._strategy(part, ("vllm", "sglang", "hf_infer", "builtin"), False)
         self._worker_class(part)
+        self._left_out(part, ("data_args",), generates=True)
         if strategy is None:
             return None
         for key in part.trees.get("training_args", {}):
@@ -165,6 +168,7 @@ class Roles:
                 "stage": "rm" if name == "critic" else "sft",
                 "output_dir": self.top["output_dir"],
                 "seed": self.top["seed"],
+                "run_name": self.top.inner["tracker_kwargs"]["name"] or self.top["exp_name"],
                 "num_processes": max(1, world_size),
                 "ddp_timeout": max(1, round(part["backend_timeout"] * 60)),
             }
@@ -195,6 +199,7 @@ class Roles:
                 "batch": batch,
                 "data": data,
                 "optimizer": optimizer,
+                "logging": reported(settings.logging, self.top) if trains else settings.logging,
                 "parallel": parallel,
             }
         )
@@ -263,7 +268,6 @@ class Roles:
                 role,
                 packed_tokens_train=lengths["train"],
                 packed_tokens_forward=lengths["forward"],
-                packed_balanced=packing["algorithm"] == "load_balance",
                 min_micro_batches_train=packing["min_num_micro_batches_train"],
                 min_micro_batches_forward=packing["min_num_micro_batches_forward"],
             )
@@ -351,13 +355,22 @@ class Roles:
             said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
             self.reader.lines.append(f"{said}: longer responses are cut there")
 
+    def _left_out(self, part: Part, sections: tuple[str, ...], *, generates: bool = False) -> None:
+        """Say which mappings of a role nobody reads."""
+        for name in (*sections, *(() if generates else ("generating_args",))):
+            if name in part.places:
+                why = "prompts are made with actor_train's" if name == "data_args" else f"{part.name} samples nothing"
+                self.reader.ignore(part.key(name), why)
+
     def _envs(self, part: Part) -> dict[str, str]:
         top = environment(self.top["system_envs"])
         return {**top, **environment(part["system_envs"])}
 
     def _no_model(self, part: Part, name: str) -> None:
-        key = "reward_pretrain" if name == "critic" else "pretrain"
-        fix = f"write {key}: MODEL at the top level, or model_args: {{model_name_or_path: MODEL}} of {part.name}"
+        key = {"critic": "reward_pretrain", "actor_train": "pretrain", "actor_infer": "pretrain"}.get(name, "")
+        key = "pretrain" if name == "reference" else key
+        fix = f"write model_args: {{model_name_or_path: MODEL}} in {part.name}"
+        fix += f", or {key}: MODEL at the top level" if key else ""
         self.reader.find(f"{part.name} has no model", part.at, fix=fix)
 
 

@@ -24,7 +24,7 @@ from megatune.config.rl.keys.algorithm import AlgorithmKeys, CorrectionFilterKey
 from megatune.config.rl.keys.data import GroupFilterKeys, PromptDataKeys, RewardKeys
 from megatune.config.rl.keys.role import PackingKeys, RoleKeys, RouterReplayKeys, SamplerKeys, StrategyKeys
 from megatune.config.rl.keys.rollout import DatasetFilterKeys, GeneratingKeys, RolloutKeys
-from megatune.config.rl.keys.run import CheckpointKeys, RolloutMockKeys, RunKeys
+from megatune.config.rl.keys.run import CheckpointKeys, RolloutMockKeys, RunKeys, TrackerKeys
 from megatune.config.setting import Group, SettingInfo, describe
 
 
@@ -116,6 +116,7 @@ TOP = Section(
             (CheckpointKeys,), ignored={"async_upload": "copies are made beside training, and are whole or not there"}
         ),
         "rollout_mock": Section((RolloutMockKeys,)),
+        "tracker_kwargs": Section((TrackerKeys,)),
         "dataset_filter": Section(
             (DatasetFilterKeys,),
             ignored=dict.fromkeys(("min_difficulty", "max_difficulty"), "it has no effect in ROLL either"),

@@ -71,6 +71,9 @@ def _composed(path: Path, name: str, reading: Reading, above: tuple[Path, ...]) 
     own_at_end = "_self_" not in listed.value.data
     for item in [*listed.value.data, *(["_self_"] if own_at_end else [])]:
         if item == "_self_":
+            if own_at_end and (both := [*_common(merged, tree)]):
+                said = f"{', '.join(both[:3])}{', ...' if both[3:] else ''}: in {name} and in its defaults"
+                reading.lines.append(f"{said}; the file's own counts, unless _self_ in defaults says otherwise")
             _merge(merged, tree)
             continue
         other = _default(item, path, listed, reading)
@@ -166,6 +169,16 @@ class _Nodes:
             self.reading.findings.append(yaml_finding(error, self.name or where))
             value = Value(None)
         return SettingEntry(key, value, where, "override" if self.where else where)
+
+
+def _common(base: Tree, over: Tree, above: str = "") -> Iterator[str]:
+    """List the keys that both trees set, to different values."""
+    for key in over.keys() & base.keys():
+        one, other = base[key], over[key]
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _common(one, other, f"{above}{key}.")
+        elif data_of(one) != data_of(other):
+            yield above + key
 
 
 def _merge(base: Tree, over: Tree) -> None:

@@ -10,7 +10,7 @@ from megatune.config.rl.keys.algorithm import AlgorithmKeys, CorrectionFilterKey
 from megatune.config.rl.keys.data import GroupFilterKeys, PromptDataKeys, RewardKeys
 from megatune.config.rl.keys.role import PackingKeys, RoleKeys, RouterReplayKeys, SamplerKeys, StrategyKeys
 from megatune.config.rl.keys.rollout import DatasetFilterKeys, GeneratingKeys, RolloutKeys
-from megatune.config.rl.keys.run import CheckpointKeys, RolloutMockKeys, RunKeys
+from megatune.config.rl.keys.run import CheckpointKeys, RolloutMockKeys, RunKeys, TrackerKeys
 from megatune.config.setting import Group, SettingInfo, describe
 
 
@@ -23,7 +23,12 @@ class Place(NamedTuple):
 
 # Headings -> the keys below each.
 PAGES: dict[str, tuple[Place, ...]] = {
-    "run": (Place("", RunKeys), Place("checkpoint_config", CheckpointKeys), Place("rollout_mock", RolloutMockKeys)),
+    "run": (
+        Place("", RunKeys),
+        Place("tracker_kwargs", TrackerKeys),
+        Place("checkpoint_config", CheckpointKeys),
+        Place("rollout_mock", RolloutMockKeys),
+    ),
     "rollouts": (Place("", RolloutKeys), Place("dataset_filter", DatasetFilterKeys)),
     "algorithm": (
         Place("", AlgorithmKeys),

@@ -21,7 +21,6 @@ class RunPart:
     exp_name: str = "rlvr"
     seed: int = 42
     output_dir: str = "./output"
-    logging_dir: str = "./output/logs"
     max_steps: int = 500
     save_steps: int = 50
     max_ckpt_to_keep: int = 0  # 0: all
@@ -32,13 +31,10 @@ class RunPart:
     rollout_dump_dir: str | None = None
     rollout_mock: Literal["dump", "mock"] | None = None
     rollout_mock_dir: str | None = None
-    track_with: tuple[str, ...] = ("tensorboard",)
-    tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     num_gpus_per_node: int = 8
     model_update_buffer_size_mb: int = 1024
     system_envs: dict[str, str] = field(default_factory=dict)
     checkpoint_output_dir: str | None = None  # a second place that checkpoints are copied to
-    report_length_and_rewards: bool = False  # lengths and rewards of each prompt are written, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +144,8 @@ class ModelRole:
     Attributes:
         name: "actor_train", "reference", "critic", "teacher.NAME".
         devices: global numbers, each for one rank; processes of the CPU where there is no GPU.
-        settings: of the engine: model, layout, precision, optimizer, adapters; for `training` roles all are used.
+        settings: of the engine: model, layout, precision, optimizer, adapters; for `training` roles all are used. Those
+            of actor_train also say what the run is reported to (`logging`).
         infer_batch_size: rows of a micro-batch that only runs forward.
         strategy: "megatron" computes with the engine, "hf" with Transformers, forward only.
         packed_tokens_train, packed_tokens_forward: rows are packed up to so many tokens; None: one sample a row.
@@ -162,7 +159,6 @@ class ModelRole:
     infer_batch_size: int = 16
     packed_tokens_train: int | None = None
     packed_tokens_forward: int | None = None
-    packed_balanced: bool = False  # packed rows of about equal tokens; otherwise in the order of the samples
     min_micro_batches_train: int = 1
     min_micro_batches_forward: int = 1
     dynamic_tokens_train: int | None = None  # micro-batches by tokens (use_dynamic_batching_*)
@@ -260,7 +256,6 @@ class PromptData:
     messages: str | None = None
     prompt: str | None = None
     response: str = "solution"
-    preprocessing_num_workers: int = 1
     sources: tuple[str, ...] = ()  # dataset_filter: rows with another `source` are left out; (): none is
     num_samples: int = 0  # dataset_filter: the first so many rows, after the filter; 0: all
 

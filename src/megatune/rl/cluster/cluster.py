@@ -37,7 +37,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         run_dir: gets logs/ROLE-RANK.log, heartbeats/, ROLE-RANK.error.json and report.json.
         devices: of all roles together, global numbers.
         devices_per_node: devices of one machine.
-        bytes_in_flight: of objects that are under way at once; this machine's object store has room for them.
+        bytes_in_flight: of objects that are under way at once: four buckets of weights, and a step's samples. This
+            machine's object store gets room for them, as far as there is memory; what exceeds it goes to a disk.
         hang_timeout: seconds between two beats of an actor at work after which it counts as hung, unless the beat
             states a limit of its own.
         call_limit: seconds of a call that states no limit.
@@ -102,7 +103,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         """
         from megatune.rl.cluster.watch import Actor
 
-        _ensure_pythons([spec.py_executable for spec in specs if spec.py_executable])
+        ensure_pythons([spec.py_executable for spec in specs if spec.py_executable])
         begun = time.monotonic()
         actors: dict[str, list[Actor]] = {}
         for spec in specs:
@@ -207,7 +208,7 @@ def _ensure_devices(used: Sequence[Sequence[int]], devices_per_node: int) -> int
     return min(gpus, max(1, len(used[0])))
 
 
-def _ensure_pythons(executables: Collection[str]) -> None:
+def ensure_pythons(executables: Collection[str]) -> None:
     """Refuse other Pythons in which Ray's processes would not start, or would not understand this one.
 
     Raises:

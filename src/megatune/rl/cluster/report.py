@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ def failed(run_dir: Path, name: str, failure: Failure) -> tuple[Finding, ...]:
     """Say which actor failed first, where and of what."""
     where = f"{name} on host {failure.host}"
     if failure.findings:
-        return failure.findings
+        return tuple(replace(finding, where=finding.where or where) for finding in failure.findings)
     place = place_text(failure.phase, failure.step)
     dead = failure.exit_code == ExitCode.PROCESS_DIED and not failure.traceback
     verb = "" if dead else "failed: "

@@ -22,6 +22,7 @@ import megatune
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import log_path
 from megatune.launch.devices import free_memory
+from megatune.rl.cluster.reaper import reaper
 
 # The longest path of a socket below the session's folder, and what the kernel allows.
 _SOCKET_PATH = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
@@ -33,7 +34,6 @@ _ATTEMPTS = 4  # its node gives its own Python processes 15 s to start, too few 
 _SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # it would end actors before the kernel does, by a measure of its own
-    "RAY_automatic_object_spilling_enabled": "0",  # what is in flight is bounded; a full store is an error, no disk
     "RAY_prestart_worker_first_driver": "0",  # each actor has an environment, so a process of its own
     "RAY_enable_worker_prestart": "0",
     "RAY_enable_metrics_collection": "0",
@@ -82,7 +82,7 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
         MegatuneError: UNAVAILABLE, where Ray does not start or the cluster does not take this driver.
     """
     ensure_ray_installed()
-    folder = Path(tempfile.mkdtemp(prefix="mt-", dir=_short_folder()))
+    folder = _new_folder()
     address = os.environ.get("RAY_ADDRESS")
     secret = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}
     with _environment(_SWITCHES | secret), contextlib.ExitStack() as stack:
@@ -92,6 +92,7 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
         if ray.is_initialized():  # by who runs this as a part of something larger
             yield folder
             return
+        stack.enter_context(reaper(folder))
         stack.callback(ray.shutdown)
         stack.enter_context(_notices_to(log_path(run_dir, "ray")))
         own: dict[str, Any] = {}
@@ -143,10 +144,18 @@ def _not_started(address: str | None, error: Exception) -> Finding:
     return Finding(what, "environment", why, fix)
 
 
-def _short_folder() -> str:
-    """Return the folder for temporary files, or one with a shorter name where paths of sockets would be too long."""
+def _new_folder() -> Path:
+    """Make a folder that only this user can read, with a short name: it is in paths of sockets. Remove those of runs
+    that were killed."""
     usual = tempfile.gettempdir()
-    return usual if len(usual) + len("/mt-12345678") + len(_SOCKET_PATH) <= _MOST_SOCKET_BYTES else "/tmp"
+    parent = Path(
+        usual if len(usual) + len("/mt-1234567-12345678") + len(_SOCKET_PATH) <= _MOST_SOCKET_BYTES else "/tmp"
+    )
+    for left in parent.glob("mt-*-*"):
+        pid = left.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and left.stat().st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"mt-{os.getpid()}-", dir=parent))
 
 
 @contextlib.contextmanager

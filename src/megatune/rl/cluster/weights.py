@@ -37,7 +37,7 @@ def sync_weights(
     on any device. Rank 0's buckets count; what other ranks yield is dropped (they yield empty ones, or None). Each
     engine gets `begin_update(version, num_tensors)`, `update(bucket)` a bucket, with tensors in main memory that it
     must not write to, and `commit_update(version)`. At most two buckets wait for the slowest engine: rank 0's generator
-    is held up meanwhile. No disk is used.
+    is held up meanwhile. No disk is used, where the object store has room for four buckets.
 
     Raises:
         MegatuneError: see `group.Pending.result`; nothing was committed then.

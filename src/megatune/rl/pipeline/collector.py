@@ -207,6 +207,8 @@ class Collector:
 
     def _sort(self, group: Group) -> None:
         domain = self._domains[group.problem.domain]
+        if domain.under_way.get(group.index) is not group:
+            return  # it was left out while it was scored
         del domain.under_way[group.index]
         if passes(domain.filter, group):
             domain.ready.append(group)

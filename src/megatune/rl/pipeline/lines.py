@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.rl.settings import ModelRole, RewardRole, RLSettings
+from megatune.rl.rewards.code.sandbox import best_walls
 
 
 def start_lines(settings: RLSettings) -> list[str]:
@@ -16,13 +17,19 @@ def start_lines(settings: RLSettings) -> list[str]:
         f"run        {settings.run.exp_name}: {settings.run.max_steps} steps of {step}, {turns}",
         *(_line(role) for role in models if role is not None),
         f"role       actor_infer: {infer.engine}, {infer.num_engines} engines on devices {_ranges(infer.devices)}",
-        *(
-            f"role       rewards.{name}: {role.kind}, {role.workers} processes"
-            for name, role in settings.rewards.items()
-        ),
+        *(f"role       rewards.{name}: {reward_line(role)}" for name, role in settings.rewards.items()),
         f"sampling   temperature {generating.temperature:g}, top_p {generating.top_p:g}, top_k {generating.top_k}"
         + _truncation(settings),
     ]
+
+
+def reward_line(role: RewardRole) -> str:
+    """Say what scores a domain, and what programs of a model can do on this machine."""
+    name = f"{role.kind} {role.function}" if role.function else role.kind
+    said = f"{name}, {role.workers} processes"
+    if role.kind != "code_sandbox" or role.arguments.get("use_local") is False:
+        return said
+    return f"{said}; programs run here: {best_walls().text} (docs/rl-rewards.md: no security boundary)"
 
 
 def _truncation(settings: RLSettings) -> str:

@@ -21,9 +21,10 @@ from megatune.rl.pipeline.lines import start_lines
 from megatune.rl.pipeline.progress import Progress, fixed_of, read_progress
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.roles import Turns
-from megatune.rl.pipeline.startup import devices_of, load_roles, start_roles, stop_tokens, with_folders
+from megatune.rl.pipeline.startup import Roles, devices_of, load_roles, start_roles, stop_tokens, with_folders
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems
+from megatune.rl.rewards.asking import asks_of
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import TrainSummary
 from megatune.training.run_schedule import RunSchedule
@@ -52,38 +53,49 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             write_atomically(output_dir / "run.yaml", run_yaml)
             (output_dir / "STOP").unlink(missing_ok=True)
         settings, source = with_folders(settings)
-        tokenizer = load_tokenizer(source)
-        problems, validation = _read(settings, tokenizer)
+        problems, validation = _read(settings, load_tokenizer(source))
         print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
         run, run_dir = settings.run, output_dir / "launch"
-        cluster = Cluster(
-            run_dir, devices_of(settings), devices_per_node=run.num_gpus_per_node, call_limit=run.rpc_timeout
+        devices, nodes, limit = devices_of(settings), run.num_gpus_per_node, run.rpc_timeout
+        with (
+            RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool,
+            Cluster(run_dir, devices, devices_per_node=nodes, call_limit=limit) as cluster,
+        ):
+            return drive(settings, source, problems, validation, start_roles(cluster, settings), pool)
+
+
+def drive(
+    settings: RLSettings, source: Path, problems: Problems, validation: Problems | None, roles: Roles, pool: RewardPool
+) -> int:
+    """Load the models of roles that have started, and take all steps; see `start`.
+
+    Args:
+        source: the folder of the policy that the run began with.
+    """
+    output_dir, tokenizer = Path(settings.run.output_dir), load_tokenizer(source)
+    pool.asks |= asks_of(settings, roles.judges)
+    turns = Turns(roles.engines, roles.models)
+    checkpoint, notes = load_roles(roles, turns, settings)
+    fixed = fixed_of(settings, problems.by_domain)
+    progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
+    print("\n".join(notes), end="\n" if notes else "", flush=True)
+    reports = Reports(settings, load_architecture(source), output_dir / "launch" / "logs", progress.step)
+    with asked_to_stop(output_dir / "STOP") as stop:
+        driver = Driver(
+            settings=settings,
+            roles=roles,
+            weights=Weights(settings, turns, roles.policy, roles.engines),
+            learner=Learner(settings, turns, roles.policy, roles.reference, roles.critic, roles.teachers),
+            pool=pool,
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
+            problems=problems,
+            validation=validation,
+            reports=reports,
+            progress=progress,
+            stop_requested=stop,
         )
-        with cluster, RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool:
-            roles = start_roles(cluster, settings)
-            turns = Turns(roles.engines, roles.models)
-            checkpoint, notes = load_roles(roles, turns, settings)
-            fixed = fixed_of(settings, problems.by_domain)
-            progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
-            print("\n".join(notes), end="\n" if notes else "", flush=True)
-            learner = Learner(settings, turns, roles.policy, roles.reference, roles.critic, roles.teachers)
-            reports = Reports(settings, load_architecture(source), run_dir / "logs", progress.step)
-            with asked_to_stop(output_dir / "STOP") as stop:
-                driver = Driver(
-                    settings=settings,
-                    roles=roles,
-                    weights=Weights(settings, turns, roles.policy, roles.engines),
-                    learner=learner,
-                    pool=pool,
-                    decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-                    stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
-                    problems=problems,
-                    validation=validation,
-                    reports=reports,
-                    progress=progress,
-                    stop_requested=stop,
-                )
-                outcome = _reported(driver, reports, settings)
+        outcome = _reported(driver, reports, settings)
     if outcome == "stopped":
         print(f"stopped on request after step {progress.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED

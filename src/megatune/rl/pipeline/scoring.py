@@ -17,21 +17,22 @@ class PoolScorer:
 
     def __init__(self, pool: RewardPool, decode: Callable[[Sequence[int]], str]) -> None:
         self._pool, self._decode = pool, decode
-        self._groups: dict[int, Group] = {}
-        self._missing: dict[int, int] = {}  # samples without a score
+        self._waiting: dict[int, tuple[Group, list[int]]] = {}  # by sample: its group, and samples without a score
 
     def submit(self, group: Group) -> None:
         """See `collector.Scorer`."""
         texts = [self._decode(group.responses[place].response_ids.tolist()) for place in range(group.size)]
-        self._groups[group.number], self._missing[group.number] = with_samples(group, texts), group.size
+        missing = [group.size]
+        # A group that is sampled anew has the number of the one that is still scored.
+        self._waiting |= {id(sample): (group, missing) for sample in with_samples(group, texts).samples}
         self._pool.submit(group.samples)
 
     def poll(self, wait: float) -> list[Group]:
         """See `collector.Scorer`."""
         scored = []
         for sample in self._pool.collect(wait):
-            self._missing[sample.group] -= 1
-            if not self._missing[sample.group]:
-                del self._missing[sample.group]
-                scored.append(self._groups.pop(sample.group))
+            group, missing = self._waiting.pop(id(sample))
+            missing[0] -= 1
+            if not missing[0]:
+                scored.append(group)
         return scored

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.cluster.group import RoleGroup
 from megatune.rl.cluster.role import RoleSpec
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
+from megatune.rl.rewards.asking import judge_context
 from megatune.training.source import RunModel
 from megatune.training.storage.store import checkpoint_step, list_checkpoints
 
@@ -70,12 +72,29 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
     changed = replace(
         settings,
         actor_train=actor,
-        actor_infer=infer,
+        actor_infer=_sampled(infer),
+        rewards={
+            name: replace(role, judge=_judge(role.judge)) if role.judge else role
+            for name, role in settings.rewards.items()
+        },
+        reward_model=_judge(settings.reward_model) if settings.reward_model else None,
         reference=trained(settings.reference, "reference") if settings.reference else None,
         critic=trained(settings.critic, "critic") if settings.critic else None,
         teachers={name: trained(role, name) for name, role in settings.teachers.items()},
     )
     return changed, Path(str(source))
+
+
+def _sampled(role: InferRole) -> InferRole:
+    """Return a role with a folder for its model."""
+    name = role.model_name_or_path
+    return replace(role, model_name_or_path=str(open_model(name).fetch())) if is_hub_id(name) else role
+
+
+def _judge(role: InferRole) -> InferRole:
+    """Return a judge with a folder for its model, whose weights no transfer brings."""
+    config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
+    return replace(_sampled(role), config=config)
 
 
 def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
@@ -129,6 +148,7 @@ def _model_spec(settings: RLSettings, name: str, role: ModelRole, host: str) -> 
 def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
     rollout = settings.rollout
     is_judge = role is not settings.actor_infer
+    longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
     return RoleSpec(
         name=role.name,
         target=f"{_HOSTS}:engine",
@@ -136,7 +156,7 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
             "role": role,
             "seed": settings.run.seed,
             "max_running": role.infer_batch_size if is_judge else rollout.max_running_requests,
-            "length": max(rollout.sequence_length, rollout.val_sequence_length or 0),
+            "length": judge_context(rollout, role) if is_judge else longest,
         },
         devices=role.devices,
         devices_per_actor=role.devices_per_engine,

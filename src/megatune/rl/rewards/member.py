@@ -78,7 +78,11 @@ class ProcessMember:
 
     def score(self, answer: Answer, limit: float) -> dict[str, Any]:
         if not self._ready:
-            if error := self._receive(START_SECONDS).get("error"):
+            try:
+                error = self._receive(START_SECONDS).get("error")
+            except TimeoutError:
+                error = f"it took longer than {START_SECONDS:g} seconds"
+            if error:
                 raise MemberDiedError(f"the reward cannot be loaded: {error}")
             self._ready = True
         self._send((answer, limit))

@@ -21,9 +21,11 @@ from megatune.rl.samples import Sample
 
 if TYPE_CHECKING:
     from megatune.config.rl.settings import RewardRole
-    from megatune.rl.rewards.judge import Ask
+    from megatune.rl.rewards.judge import ModelAsk
 
 FAILURES_IN_A_ROW = 64  # of one domain: then it is the reward that is broken, and training on zeros must not go on
+
+JUDGING_SECONDS = 0.01  # between looks at what judges say
 
 
 @dataclass(slots=True)
@@ -78,8 +80,9 @@ class RewardPool:
     Args:
         rewards: domain -> its reward; `workers` processes each (of those that compute no more than there are cores),
             started as they are needed.
-        asks: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster";
-            called by several threads. It may come later: `pool.asks[domain] = ask`.
+        asks: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster". It may
+            come later: `pool.asks[domain] = ask`. Its engines work within `submit` and `collect`, in the caller's
+            thread.
         log_dir: what the processes print goes there, into reward-DOMAIN.log; None: to this process's stderr.
         limit: seconds that one sample may take; None: `timeout` of the reward's arguments, or of its kind.
 
@@ -92,7 +95,7 @@ class RewardPool:
         self,
         rewards: Mapping[str, RewardRole],
         *,
-        asks: Mapping[str, Ask] | None = None,
+        asks: Mapping[str, ModelAsk] | None = None,
         log_dir: Path | None = None,
         limit: float | None = None,
     ) -> None:
@@ -114,7 +117,8 @@ class RewardPool:
                 continue
             kind = KINDS[role.kind]
             make = partial(self._process, name, role) if kind.in_process else partial(LocalMember, reward)
-            workers = min(role.workers, len(os.sched_getaffinity(0))) if kind.in_process else role.workers
+            computes = kind.in_process and role.arguments.get("use_local") is not False
+            workers = min(role.workers, len(os.sched_getaffinity(0))) if computes else role.workers
             seconds = limit or float(role.arguments.get("timeout") or kind.limit)
             self._domains[name] = _Domain(make, max(workers, 1), seconds)
         if findings:
@@ -140,6 +144,7 @@ class RewardPool:
                 thread = threading.Thread(target=self._serve, args=(domain,), daemon=True)
                 domain.threads.append(thread)
                 thread.start()
+        self._judge(wait=False)
 
     def collect(self, timeout: float = 0.0) -> list[Sample]:
         """Return samples that were scored since the last call, in the order in which they were done.
@@ -148,16 +153,16 @@ class RewardPool:
             timeout: seconds to wait until there is at least one; returns at once where nothing is pending.
 
         Raises:
-            MegatuneError: (UNAVAILABLE) a domain's last FAILURES_IN_A_ROW samples all failed; whatever asking a model
-                of the run raises.
+            MegatuneError: (UNAVAILABLE) a domain's last FAILURES_IN_A_ROW samples all failed; whatever the engines of
+                a judge raise.
         """
-        samples: list[Sample] = []
-        while self.pending:
-            try:
-                scored = self._done.get(timeout=timeout) if timeout and not samples else self._done.get_nowait()
-            except queue.Empty:
-                break
-            samples.append(self._settled(scored))
+        until = time.monotonic() + timeout
+        self._judge(wait=False)
+        samples = self._take(0.0)
+        while not samples and self.pending and (left := until - time.monotonic()) > 0:
+            self._judge(wait=True)
+            is_judging = any(self._domains[name].pending for name in self.asks)
+            samples = self._take(min(left, JUDGING_SECONDS) if is_judging else left)
         return samples
 
     def score(self, samples: Iterable[Sample]) -> list[Sample]:
@@ -172,6 +177,8 @@ class RewardPool:
     def close(self) -> None:
         """End all processes, with whatever they still do. Samples that are pending are forgotten."""
         self._closed.set()
+        for ask in self.asks.values():
+            ask.close()
         for domain in self._domains.values():
             for _ in domain.threads:
                 domain.waiting.put(None)
@@ -188,6 +195,22 @@ class RewardPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _take(self, wait: float) -> list[Sample]:
+        """Return what is done, waiting for the first for so many seconds."""
+        samples: list[Sample] = []
+        while self.pending:
+            try:
+                scored = self._done.get(timeout=wait) if wait > 0 and not samples else self._done.get_nowait()
+            except queue.Empty:
+                break
+            samples.append(self._settled(scored))
+        return samples
+
+    def _judge(self, *, wait: bool) -> None:
+        """Let the judges of this run work on."""
+        for ask in set(self.asks.values()):
+            ask.pump(wait=wait)
 
     def _asked(self, domain: str, messages: list[dict[str, str]]) -> str:
         return self.asks[domain](messages)
@@ -213,8 +236,6 @@ class RewardPool:
                 reply = {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
             except MemberDiedError as error:
                 reply = {"error": str(error)}
-            except MegatuneError as error:  # of a model that judges: its actor died
-                reply = {"fatal": error}
             except Exception as error:  # whatever it is, this sample must come back
                 reply = {"error": f"{type(error).__name__}: {error}"}
             else:
@@ -233,8 +254,6 @@ class RewardPool:
         sample, reply = scored.sample, scored.reply
         domain = self._domains[sample.problem.domain]
         domain.pending -= 1
-        if fatal := reply.get("fatal"):
-            raise fatal
         counts = domain.counts
         counts.scored += 1
         counts.seconds += scored.seconds

@@ -49,19 +49,13 @@ def main() -> None:
 
 
 def judged(reward: Reward, answer: Answer) -> dict[str, Any]:
-    """Return what a reward says of an answer, or why it says nothing: keys score, correct and details, or error.
-
-    Raises:
-        MegatuneError: the run cannot go on.
-    """
+    """Return what a reward says of an answer, or why it says nothing: keys score, correct and details, or error."""
     try:
         verdict = reward(answer)
         if not math.isfinite(verdict.score) or not math.isfinite(verdict.correct):
             return {"error": f"the reward is {verdict.score}, correct {verdict.correct}: not a finite number"}
-    except RewardError as error:
+    except (RewardError, MegatuneError) as error:
         return {"error": str(error)}
-    except MegatuneError:  # no fault of this sample
-        raise
     except BaseException as error:  # also SystemExit, and math-verify's TimeoutException
         return {"error": f"{type(error).__name__}: {error}", "timeout": "timeout" in type(error).__name__.lower()}
     return {"score": float(verdict.score), "correct": float(verdict.correct), "details": verdict.details}

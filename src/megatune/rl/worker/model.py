@@ -3,6 +3,7 @@ host."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class Ready:
     notes: tuple[str, ...] = ()
 
 
-class ModelWorker:
+class ModelWorker(ABC):
     """One rank of a role. Its methods are called on all ranks of the role, with the same arguments, in one order.
 
     Args:
@@ -80,6 +81,7 @@ class ModelWorker:
         ranks = context.rank, context.world_size, context.local_rank
         groups.join(*ranks, context.master_addr, context.master_port, timeout=timeout)
 
+    @abstractmethod
     def load(self, checkpoint: str | None = None) -> Ready:
         """Build the layout and load the role's model.
 
@@ -89,7 +91,6 @@ class ModelWorker:
         Raises:
             MegatuneError: INPUT, SETTINGS: what cannot be used.
         """
-        raise NotImplementedError
 
     def offload(self, *parts: Part) -> int:
         """Move parts of the model to the host's memory, and free the device's.

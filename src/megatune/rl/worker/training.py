@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,9 +58,9 @@ class TrainedWorker(ModelWorker):
     token_extras: Sequence[str] = ()
     document_extras: Sequence[str] = ()
 
+    @abstractmethod
     def objective(self, num_samples: int) -> Objective:
         """Return the loss of an update on so many samples."""
-        raise NotImplementedError
 
     @property
     def output_dir(self) -> Path:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group
+from megatune.config.setting import Group
 
 
 class PromptDataKeys(Group):
@@ -42,10 +42,6 @@ class PromptDataKeys(Group):
     """Column of a reference answer.
     How: Rewards that compare with one read ground_truth first.
     When: Where the data has another name for it."""
-    preprocessing_num_workers: Annotated[Count, "processes"] = 1
-    """Processes that read rows.
-    How: It changes no result.
-    When: Raise it for large files."""
 
 
 class RewardKeys(Group):

@@ -95,17 +95,17 @@ class RoleKeys(Group):
 
 class PackingKeys(Group):
     algorithm: Literal["none", "load_balance"] = "none"
-    """How samples are put into rows.
-    How: Lengths are known when rows are made.
-    When: load_balance.
-    - none: the samples of a micro-batch make a row
-    - load_balance: rows of about equal work, up to the lengths below"""
+    """What bounds the rows that samples are packed into.
+    How: Rows are of about equal work in both; in ROLL those of none are not.
+    When: Use load_balance, with the longest rows that memory allows.
+    - none: the samples of a micro-batch times sequence_length, unless the lengths below are written
+    - load_balance: the lengths below"""
     max_packed_sequence_length_train: Annotated[Count, "tokens"] | None = None
-    """The longest row in training, with algorithm: load_balance.
+    """The longest row in training. null is per_device_train_batch_size times sequence_length.
     How: At least sequence_length; context parallelism divides it.
     When: What memory allows: longer rows use a GPU better."""
     max_packed_sequence_length_forward: Annotated[Count, "tokens"] | None = None
-    """The longest row where nothing is trained.
+    """The longest row where nothing is trained. null is infer_batch_size times sequence_length.
     How: As for training.
     When: Longer than in training."""
     min_num_micro_batches_train: Annotated[Count, "micro-batches"] = 1

@@ -33,10 +33,6 @@ class RunKeys(Group):
     """Folder for checkpoints, metrics and the final model.
     How: checkpoint-N in it is a Hugging Face model with the training state beside it, as in every run of this program.
     When: Name a new folder for every new run, on a disk that every machine of the run sees."""
-    logging_dir: str = "./output/logs"
-    """Folder for what the processes of roles print.
-    How: Each actor has a file of its own, which a failure names.
-    When: Set it where output_dir is on slow storage."""
     max_steps: Annotated[Count, "steps"] = 500
     """Steps of the run: each samples responses, scores them and trains on them.
     How: The learning rate's schedule is as long as the optimizer updates of these steps.
@@ -78,10 +74,6 @@ class RunKeys(Group):
     - swanlab: SwanLab
     - mlflow: MLflow
     - stdout: the console alone"""
-    tracker_kwargs: dict[str, Any] = Field(default={})
-    """What the tracker takes: log_dir, project, notes, tags, name, api_key.
-    How: api_key is written nowhere; the variables of the trackers serve as well.
-    When: Set project with wandb or swanlab."""
     num_gpus_per_node: Annotated[Count, "GPUs"] = 8
     """GPUs of one machine: device N of a device_mapping is number N % num_gpus_per_node of its machine.
     How: ROLL overwrites it by what the driver's machine has. Here it says which roles share a machine, and what
@@ -91,10 +83,6 @@ class RunKeys(Group):
     """Environment variables of all processes.
     How: A role's own win. USE_MODELSCOPE=1 fetches models from ModelScope.
     When: For NCCL's settings, a proxy, or the hub."""
-    report_length_and_rewards: bool = False
-    """Write the length and the reward of every prompt's responses, a file a step.
-    How: The files lie in output_dir/lengths.
-    When: To see which problems are too easy or too hard."""
     model_download_type: Literal["MODELSCOPE", "HUGGINGFACE_HUB"] | None = None
     """The hub that models are fetched from. null is Hugging Face, or ModelScope with USE_MODELSCOPE of system_envs.
     How: A folder wins over an id of a hub.
@@ -106,6 +94,46 @@ class RunKeys(Group):
     How: Tensors are gathered whole and sent in buckets of at most this size, so both sides hold one bucket beside
     their weights; a tensor that is larger travels alone.
     When: Smaller where a device is full during the update; larger ones save little time."""
+
+
+class TrackerKeys(Group):
+    log_dir: str | None = None
+    """Folder of TensorBoard's event files, or of what wandb keeps on this machine. null is output_dir/runs.
+    How: A folder of exp_name's name is made in it.
+    When: To see several runs beside each other."""
+    project: str | None = None
+    """Project of wandb or swanlab.
+    How: Runs of a project are shown together.
+    When: With those trackers."""
+    name: str | None = None
+    """Name of the run there. null is exp_name.
+    How: TensorBoard shows exp_name.
+    When: Seldom."""
+    workspace: str | None = None
+    """Workspace of swanlab.
+    How: null is the account's own.
+    When: With several workspaces."""
+    mode: Literal["cloud", "local", "offline", "online", "disabled"] | None = None
+    """Where wandb or swanlab keeps the run.
+    How: swanlab takes cloud, local and offline; wandb online, offline and disabled.
+    When: offline without a network.
+    - cloud: on swanlab's server
+    - local: in a folder, to be shown by swanlab itself
+    - offline: in a folder, to be sent later
+    - online: on wandb's server
+    - disabled: nowhere"""
+    notes: str | None = None
+    """A note on the run, for wandb.
+    How: It is shown with the run.
+    When: To say what was tried."""
+    tags: list[str] = Field(default=[])
+    """Tags of the run, for wandb.
+    How: Runs can be found by them.
+    When: With many runs."""
+    api_key: str | None = None
+    """Key of the tracker's account; it is written nowhere.
+    How: WANDB_API_KEY and SWANLAB_API_KEY of the environment serve as well, and are not overwritten.
+    When: Where neither the environment nor the tracker's own login has it."""
 
 
 class CheckpointKeys(Group):

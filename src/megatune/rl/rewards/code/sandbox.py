@@ -104,7 +104,7 @@ def run_program(job: Job, stdin: str = "", seconds: float = 20.0, walls: Walls |
             for path in (folder, folder / "job.json"):
                 os.chown(path, walls.user, walls.user)
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-            given.write(stdin.encode())
+            given.write(stdin.encode(errors="replace"))
             given.seek(0)
             result, code = _wait(walls, folder, (given, out, errors), seconds)
             stdout, stderr = _tail(out, OUTPUT_BYTES), _tail(errors, ERROR_BYTES)
@@ -148,7 +148,7 @@ def _wait(walls: Walls, folder: Path, files: tuple[Any, Any, Any], seconds: floa
         channel.seek(0)
         try:
             said = json.loads(channel.read(OUTPUT_BYTES) or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             said = {}
     return (said if isinstance(said, dict) and code == 0 else {}), code
 
