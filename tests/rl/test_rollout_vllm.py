@@ -25,11 +25,13 @@ PYTHON = os.environ.get("MEGATUNE_TEST_VLLM_PYTHON", "")
 
 
 @pytest.mark.skipif(not PYTHON, reason="MEGATUNE_TEST_VLLM_PYTHON names no Python with vLLM")
-def test_samples_and_updates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_samples_and_updates(family: str, tmp_path: Path) -> None:
     """See rollout_vllm_target.py, which runs there."""
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "head_dim": 32}
     folders = [
-        make_checkpoint("qwen3", tmp_path / str(seed), seed=seed, tie_word_embeddings=True, **sizes) for seed in (1, 2)
+        make_checkpoint(family, tmp_path / str(seed), seed=seed, tie_word_embeddings=family == "qwen3", **sizes)
+        for seed in (1, 2)
     ]
     program = Path(__file__).with_name("rollout_vllm_target.py")
     environment = {
@@ -38,7 +40,7 @@ def test_samples_and_updates(tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join(each for each in sys.path if each.endswith("src")),
     }
     done = subprocess.run(
-        [PYTHON, str(program), *map(str, folders)], env=environment, capture_output=True, text=True, timeout=600
+        [PYTHON, str(program), family, *map(str, folders)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "done" in done.stdout
