@@ -130,7 +130,7 @@ class BuiltinEngine:
             new.append(self._waiting.popleft())
         if not new:
             return
-        self._cache.reserve(len(self._running) + len(new), max(each.num_tokens for each in new))
+        self._cache.reserve(len(self._running) + len(new), max(each.most_tokens for each in new), self._max_running)
         first = {each.start: row for row, each in enumerate(self._running)}
         copies, computed = [], []
         for row, each in enumerate(new, len(self._running)):
@@ -164,7 +164,6 @@ class BuiltinEngine:
         if not self._running:
             return
         lengths = [each.num_tokens - 1 for each in self._running]
-        self._cache.reserve(len(lengths), max(lengths) + 1)
         plan = next_plan(lengths, self._model.dtype, self._model.device)
         last = torch.tensor([[each.tokens[-1]] for each in self._running])
         logits = self._forward(self._model, last, plan.positions[:, None], plan).logits[:, -1]

@@ -73,9 +73,9 @@ def bytes_of_a_token(model: PreTrainedModel) -> int:
 
 
 def room_of_cache(device: torch.device) -> int:
-    """Return bytes that the cache may have: most of what a device has free, a quarter of a machine's."""
+    """Return bytes that the cache may have: half of what a device has free, a quarter of what a machine has."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.7)
+        return int(torch.cuda.mem_get_info(device)[0] * 0.5)
     import psutil
 
     return psutil.virtual_memory().available // 4

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import numpy as np
+from pydantic import ValidationError
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -66,8 +67,10 @@ def starting(engine: str, role: InferRole) -> Iterator[None]:
     """Turn what an engine refuses a model, or this machine, with into one line (UNAVAILABLE)."""
     try:
         yield
-    except (RuntimeError, ValueError, OSError, TypeError) as error:  # pydantic's errors are ValueErrors
-        why = str(error).strip().partition("\n")[0]
+    except (RuntimeError, ValueError, OSError, TypeError) as error:
+        # pydantic's errors are ValueErrors, whose first line says how many there are.
+        found = error.errors() if isinstance(error, ValidationError) else []
+        why = "; ".join(each["msg"] for each in found) or str(error).strip().partition("\n")[0]
         fix = f"see the log of this actor; strategy_config of {role.name} has the engine's arguments"
         finding = Finding(f"{engine} cannot start with {role.model_name_or_path}", role.name, why, fix)
         raise MegatuneError(finding, ExitCode.UNAVAILABLE) from error

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 ATTENTION = "megatune_slots"
-_GRAIN = 64  # tokens that the cache grows by, at least
+_GRAIN = 64  # tokens that the cache grows by
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,13 @@ class SlotCache(Cache):
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
         self._rows, self._tokens = 0, 0
 
-    def reserve(self, rows: int, tokens: int) -> None:
-        """Make room, and keep what is there."""
+    def reserve(self, rows: int, tokens: int, most_rows: int) -> None:
+        """Make room, and keep what is there; rows for more than asked, up to `most_rows`, since they come by and by."""
         if rows <= self._rows and tokens <= self._tokens:
             return
         if rows > self._rows:
-            self._rows = max(rows, 2 * self._rows)
-        if tokens > self._tokens:
-            self._tokens = -(-max(tokens, self._tokens * 3 // 2) // _GRAIN) * _GRAIN
+            self._rows = max(rows, min(self._rows * 3 // 2, most_rows))
+        self._tokens = max(self._tokens, -(-tokens // _GRAIN) * _GRAIN)
         for layer, pair in self._pairs.items():
             self._pairs[layer] = (self._grown(pair[0]), self._grown(pair[1]))
 

@@ -20,15 +20,27 @@ class WeightUpdates:
 
     def megatune_scale_logits(self, factor: float) -> None:
         """Multiply the logits: log-probabilities are those at temperature 1 / factor then."""
-        self.model_runner.model.logits_processor.scale *= factor
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        found = [each for each in self.model_runner.model.modules() if isinstance(each, LogitsProcessor)]
+        assert len(found) == 1, f"{len(found)} output layers"
+        found[0].scale *= factor
 
     def megatune_begin(self) -> None:
         """Let the layers take weights again, which have been packed for their kernels since they were loaded."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.platforms import current_platform
 
+        model = self.model_runner.model
+        if current_platform.is_cpu():
+            for module in model.modules():
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    # On a CPU experts are packed only where their kernel is made: make it anew.
+                    method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.model)
+            initialize_layerwise_reload(model)
 
     def megatune_load(self, bucket: Mapping[str, Tensor] | str) -> None:
         """Take tensors by their names in checkpoints, or a safetensors file in memory that has them."""
