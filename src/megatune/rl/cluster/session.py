@@ -93,8 +93,8 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
             yield folder
             return
         stack.enter_context(reaper(folder))
-        stack.callback(ray.shutdown)
         stack.enter_context(_notices_to(log_path(run_dir, "ray")))
+        stack.callback(ray.shutdown)
         own: dict[str, Any] = {}
         if not address:
             own = {"num_cpus": slots, "num_gpus": gpus, "object_store_memory": object_store_bytes}
