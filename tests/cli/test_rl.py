@@ -35,6 +35,11 @@ def test_command_lines(words, code, says, capsys, tmp_path, monkeypatch):
     assert says in capsys.readouterr().err
 
 
+def test_train_knows_whose_file_it_is(capsys):
+    assert main(["train", str(FILES / "qwen3_8b.yaml")]) == ExitCode.SETTINGS
+    assert f"fix: megatune rl {FILES / 'qwen3_8b.yaml'}" in capsys.readouterr().err
+
+
 def test_engines_that_are_not_installed_are_named_with_what_helps(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # not installed, wherever this runs
     file = str(FILES / "colocated_vllm_packing.yaml")
