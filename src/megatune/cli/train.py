@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
-    from megatune.config.entry import split_arguments
     from megatune.config.dialects.roll import is_rl_file
+    from megatune.config.entry import split_arguments
     from megatune.config.load import load
 
     words = split_arguments(args.words)
