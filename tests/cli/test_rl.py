@@ -67,6 +67,10 @@ def test_the_model_says_which_layouts_it_has(capsys, tmp_path):
     words.append("actor_infer.strategy_args.strategy_name=builtin")
     assert main(["rl", str(FILES / "colocated_vllm_packing.yaml"), *words]) == ExitCode.SETTINGS
     assert "tensor_model_parallel_size 8 does not split the model's" in capsys.readouterr().err
+    assert (
+        main(["rl", str(FILES / "colocated_vllm_packing.yaml"), words[0], "response_length=8000"]) == ExitCode.SETTINGS
+    )
+    assert "sequence_length 10048 is more than the 8192 positions" in capsys.readouterr().err
 
 
 def test_explain_speaks_of_roles_and_files(capsys, monkeypatch):
