@@ -35,6 +35,11 @@ def test_command_lines(words, code, says, capsys, tmp_path, monkeypatch):
     assert says in capsys.readouterr().err
 
 
+def test_train_knows_whose_file_it_is(capsys):
+    assert main(["train", str(FILES / "qwen3_8b.yaml")]) == ExitCode.SETTINGS
+    assert f"fix: megatune rl {FILES / 'qwen3_8b.yaml'}" in capsys.readouterr().err
+
+
 def test_engines_that_are_not_installed_are_named_with_what_helps(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # not installed, wherever this runs
     file = str(FILES / "colocated_vllm_packing.yaml")
@@ -62,6 +67,10 @@ def test_the_model_says_which_layouts_it_has(capsys, tmp_path):
     words.append("actor_infer.strategy_args.strategy_name=builtin")
     assert main(["rl", str(FILES / "colocated_vllm_packing.yaml"), *words]) == ExitCode.SETTINGS
     assert "tensor_model_parallel_size 8 does not split the model's" in capsys.readouterr().err
+    assert (
+        main(["rl", str(FILES / "colocated_vllm_packing.yaml"), words[0], "response_length=8000"]) == ExitCode.SETTINGS
+    )
+    assert "sequence_length 10048 is more than the 8192 positions" in capsys.readouterr().err
 
 
 def test_explain_speaks_of_roles_and_files(capsys, monkeypatch):

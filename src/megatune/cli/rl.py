@@ -78,11 +78,11 @@ def read_file(source: str, overrides: Sequence[str], *, runs: bool = False) -> R
     from megatune.config.dialects.roll import read_roll
 
     read = read_roll(source, overrides)
-    if read.settings is None:
-        return read
-    os.environ.update({**read.variables, **os.environ, **read.settings.run.system_envs})
-    missing = missing_engines(read.settings, read.origins) if runs else []
-    models = _Models()
+    missing: list[Finding] = []
+    if read.settings is not None:
+        os.environ.update({**read.variables, **os.environ, **read.settings.run.system_envs})
+        missing = missing_engines(read.settings, read.origins) if runs else []
+    models = _Models(asks=not read.findings and not missing)
     read = read_roll(source, overrides, models)
     if missing:
         return replace(read, findings=(*read.findings, *missing))
@@ -116,9 +116,14 @@ def _missing_engine(role: InferRole, origins: Mapping[str, str]) -> Finding | No
 
 
 class _Models:
-    """Reads what the models of a file are, each once."""
+    """Reads what the models of a file are, each once.
 
-    def __init__(self) -> None:
+    Args:
+        asks: whether hubs may be asked; a file that is refused anyway is held against folders alone.
+    """
+
+    def __init__(self, *, asks: bool) -> None:
+        self._asks = asks
         self.errors: list[MegatuneError] = []
         self._known: dict[tuple[str | None, str], tuple[Architecture | None, Mapping[str, Any]]] = {}
 
@@ -134,7 +139,7 @@ class _Models:
 
         name = settings.model.model_name_or_path
         try:
-            folder = RunModel(settings, asks=True).config_dir(name) if name else None
+            folder = RunModel(settings, asks=self._asks).config_dir(name) if name else None
             if folder is None:
                 return None, {}
             return load_architecture(folder, settings.run.stage), read_config(folder)

@@ -183,7 +183,7 @@ def _reference(top: Part, roles: Roles, *, needed: bool, has_adapters: bool) -> 
 
 def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
     part = top.inner["critic"]
-    if estimator == "gae" and not part.is_written:
+    if estimator == "gae" and not part.is_written and not roles.reader.has_refused("adv_estimator"):
         why = "it subtracts the values of a critic"
         fix = "add the role critic, or write adv_estimator: grpo"
         roles.reader.find("adv_estimator gae without the role critic", top.where("adv_estimator"), why, fix)

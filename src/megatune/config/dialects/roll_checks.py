@@ -140,7 +140,7 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
         what = f"{keys.key('repetition_penalty')} is {generating.repetition_penalty:g}"
         why = "the trainer's log-probabilities know of no penalty"
         roles.reader.find(what, keys.where("repetition_penalty"), why, "write repetition_penalty: 1.0")
-    if not generating.do_sample:
+    if not generating.do_sample and settings.rollout.num_return_sequences_in_group > 1:
         what = f"{keys.name} takes the likeliest tokens"
         why = "all responses of a group would be the same, and have nothing to be judged against"
         roles.reader.find(

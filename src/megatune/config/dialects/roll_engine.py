@@ -47,7 +47,7 @@ RULES = (
     *finetuning.RULES,
     *(rule for rule in layout.RULES if rule is not layout.world),
     *(*pipeline.RULES, *experts.RULES, *memory.RULES, *quantization.RULES),
-    *(run.scheduler_kwargs, run.scheduler_needs, run.warmup, run.precision, run.cutoff),
+    *(run.scheduler_kwargs, run.scheduler_needs, run.warmup, run.precision),
 )
 
 

@@ -69,6 +69,10 @@ class Reader:
         if finding not in self.findings:
             self.findings.append(finding)
 
+    def has_refused(self, key: str) -> bool:
+        """Tell whether the value of a dotted key was refused, so that nothing should follow from its default."""
+        return any(finding.what.startswith((f"{key} is ", f"{key}: ")) for finding in self.findings)
+
     def ignore(self, key: str, why: str) -> None:
         if why:
             self.ignored.setdefault(why, []).append(key)
@@ -114,7 +118,12 @@ class Reader:
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
         before = dotted.removesuffix(key)
         fix = f"did you mean {before}{near[0]}?" if near else "remove it; docs/rl-settings.md lists every key"
-        self.find(f"unknown key {dotted!r}", where, "ROLL drops what it does not know" if "." in dotted else "", fix)
+        self.find(
+            f"unknown key {dotted!r}",
+            where,
+            "" if "strategy_config" in dotted else "ROLL drops what it does not know",
+            fix,
+        )
 
     def _refuses(self, refused: Refused, key: str, dotted: str, node: Tree | SettingEntry) -> bool:
         """Report a value that is not built; tell whether it is one."""

@@ -44,16 +44,16 @@ _BOUNDS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("st
 
 def read_rewards(trees: Tree, roles: Roles) -> dict[str, RewardRole]:
     """Make the rewards of a file, by domain."""
-    found = {}
+    found, places = {}, {}
     for domain, node in trees.items():
         if isinstance(node, dict):
             part = roles.reader.read(node, REWARD, f"rewards.{domain}", place_of(node))
             if (role := _reward(domain, part, roles)) is not None:
-                found[domain] = role
+                found[domain], places[domain] = role, part.where("tag_included")
         else:
             fix = "write worker_cls, tag_included and the other keys below it"
             roles.reader.find(f"rewards.{domain} is no mapping", place_of(node), fix=fix)
-    _tags(found, roles)
+    _tags(found, places, roles)
     return found
 
 
@@ -162,11 +162,12 @@ def _group_filter(part: Part, roles: Roles) -> GroupFilter:
     return GroupFilter(type=keys["type"], **given)
 
 
-def _tags(rewards: dict[str, RewardRole], roles: Roles) -> None:
+def _tags(rewards: dict[str, RewardRole], places: dict[str, str], roles: Roles) -> None:
     owners: dict[str, Any] = {}
     for domain, role in rewards.items():
         for tag in role.tag_included:
             if tag in owners:
                 what = f"the tag {tag!r} is in tag_included of rewards.{owners[tag]} and rewards.{domain}"
-                roles.reader.find(what, why="one reward scores a row; ROLL takes the last", fix="keep one of the two")
+                why = "one reward scores a row; ROLL takes the last"
+                roles.reader.find(what, places[domain], why, "keep one of the two")
             owners[tag] = domain

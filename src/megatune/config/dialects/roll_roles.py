@@ -43,7 +43,7 @@ class Roles:
             what = f"{strategy.key('strategy_name')} is {name}"
             why = f"{part.name} {'trains' if trains else 'does not train'}: expected {' or '.join(valid)}"
             self.reader.find(what, strategy.where("strategy_name"), why, f"write strategy_name: {valid[0]}")
-        elif not any(finding.what.startswith(strategy.key("strategy_name")) for finding in self.reader.findings):
+        elif not self.reader.has_refused(strategy.key("strategy_name")):
             what, fix = (
                 f"{part.name} has no strategy_args.strategy_name",
                 f"write strategy_args: {{strategy_name: {valid[0]}}}",
@@ -54,13 +54,10 @@ class Roles:
     def devices(self, part: Part, name: str) -> tuple[int, ...]:
         devices = tuple(part["device_mapping"])
         self.places[name] = part.where("device_mapping")
-        if not devices and not self._has_device_finding(part):
+        if not devices and not self.reader.has_refused(part.key("device_mapping")):
             fix = "write device_mapping: list(range(0,8))"
             self.reader.find(f"{part.name} has no device_mapping", part.at, "a model needs devices", fix)
         return devices
-
-    def _has_device_finding(self, part: Part) -> bool:
-        return any(finding.what.startswith(part.key("device_mapping ")) for finding in self.reader.findings)
 
     def check_class(self, part: Part) -> None:
         path = part["worker_cls"]

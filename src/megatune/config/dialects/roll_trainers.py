@@ -31,6 +31,7 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     if "experts.moe_aux_loss_coeff" not in loaded.entries and trains and architecture is not None:
         settings = _with_aux_loss(roles, settings, architecture, config)
     check_engine(loaded, settings, roles.reader, architecture, len(devices))
+    _positions(roles, architecture)
     _world(roles, settings, part, devices)
     return _micro_batches(
         roles,
@@ -121,6 +122,18 @@ def _with_aux_loss(roles: Roles, settings: Settings, architecture: Architecture,
     roles.reader.lines.append(f"moe_aux_loss_coeff {found:g}: router_aux_loss_coef of config.json, as in ROLL")
     experts = settings.experts.model_copy(update={"moe_aux_loss_coeff": float(found)})
     return settings.model_copy(update={"experts": experts})
+
+
+def _positions(roles: Roles, architecture: Architecture | None) -> None:
+    """Positions beyond those the model was made for mean nothing to it."""
+    longest = max(roles.lengths.sequence_length, roles.lengths.val_sequence_length or 0)
+    if architecture is not None and longest > architecture.max_position_embeddings:
+        positions = architecture.max_position_embeddings
+        what = f"sequence_length {longest} is more than the {positions} positions of the model"
+        why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
+        where = roles.top.where("sequence_length", "response_length", "val_sequence_length")
+        fix = f"write a prompt_length and a response_length of {positions} or less together"
+        roles.reader.find(what, where, why, fix)
 
 
 def _world(roles: Roles, settings: Settings, part: Part, devices: tuple[int, ...]) -> None:
