@@ -84,7 +84,7 @@ NOTHING = 0
         (
             "actor_infer",
             NOTHING,
-            r"hung at step 4 \(generate\): no progress for [789] s\n.*it is in work \(.*cluster_w",
+            r"hung at step 4 \(generate\): no progress for \d+ s\n.*it is in work \(.*cluster_w",
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: in
         begun = time.monotonic()
         with pytest.raises(MegatuneError, match=rf"{role}-0 on host \S+?,? {says}") as caught:
             call.result()
-        assert time.monotonic() - begun < 12
+        assert time.monotonic() - begun < 20  # of a busy machine; 8 are the longest wait here
         assert caught.value.exit_code == ExitCode.PROCESS_DIED
         with pytest.raises(MegatuneError, match=f"{role}-0"):
             groups["reward"].call("pid")

@@ -16,7 +16,7 @@ from megatune.config.rl.settings import PromptData, RewardRole
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
-from megatune.rl.problem_order import ProblemQueue, domain_batch_sizes
+from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
 from megatune.rl.problems import Problems, read_problems
 
 REWARDS = {
@@ -138,19 +138,14 @@ def test_shares_are_rounded_as_written() -> None:
 def test_the_order_is_a_function_of_seed_and_place(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     problems = read(data_of(tmp_path, [math_row(n) for n in range(6)] + [code_row(n) for n in range(6)]), tokenizer)
 
-    def ids(queue: ProblemQueue, domain: str, count: int) -> list[str]:
-        return [each.id for each in queue.take(domain, count)]
+    def ids(order: ProblemOrder, domain: str, count: int) -> list[str]:
+        return [order.at(domain, place).id for place in range(count)]
 
-    queue = ProblemQueue(problems.by_domain, 42)
-    taken = ids(queue, "math_rule", 15)
+    order = ProblemOrder(problems.by_domain, 42)
+    taken = ids(order, "math_rule", 15)
     assert [sorted(taken[start : start + 6]) for start in (0, 6)] == [list("012345")] * 2
     assert taken[:6] != taken[6:12]
-    assert ids(queue, "code", 6) != taken[:6]  # of the same size, in an order of its own
-    assert queue.epoch("math_rule") == 2.5
-    resumed = ProblemQueue(problems.by_domain, 42)
-    resumed.load_state(queue.state())
-    for domain in ("math_rule", "code"):
-        assert ids(resumed, domain, 9) == ids(queue, domain, 9)
-    again = ProblemQueue(problems.by_domain, 42)
-    assert [ids(again, "math_rule", 1)[0] for _ in range(15)] == taken
-    assert ids(ProblemQueue(problems.by_domain, 43), "math_rule", 15) != taken
+    assert ids(order, "code", 6) != taken[:6]  # of the same size, in an order of its own
+    resumed = ProblemOrder(problems.by_domain, 42)
+    assert [resumed.at("math_rule", place).id for place in (13, 2, 14)] == [taken[13], taken[2], taken[14]]
+    assert ids(ProblemOrder(problems.by_domain, 43), "math_rule", 15) != taken

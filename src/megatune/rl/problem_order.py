@@ -31,8 +31,8 @@ def domain_batch_sizes(shares: Mapping[str, float], rollout_batch_size: int) -> 
     return sizes
 
 
-class ProblemQueue:
-    """Hands out problems, each domain's in its own order: every problem once an epoch, shuffled anew.
+class ProblemOrder:
+    """The problems of each domain in its own order: every problem once an epoch, shuffled anew.
 
     Args:
         problems: by domain.
@@ -41,26 +41,7 @@ class ProblemQueue:
     def __init__(self, problems: Mapping[str, Sequence[Problem]], seed: int) -> None:
         self._problems = {domain: each for domain, each in problems.items() if each}
         self._seed = seed
-        self._taken = dict.fromkeys(self._problems, 0)
         self._orders: dict[str, tuple[int, Sequence[int]]] = {}
-
-    def take(self, domain: str, count: int) -> list[Problem]:
-        """Return the next problems of a domain."""
-        first = self._taken[domain]
-        self._taken[domain] = first + count
-        return [self.at(domain, place) for place in range(first, first + count)]
-
-    def epoch(self, domain: str) -> float:
-        """Return how many epochs were taken of a domain."""
-        return self._taken[domain] / len(self._problems[domain])
-
-    def state(self) -> dict[str, int]:
-        """Return what a checkpoint keeps: problems that were taken, by domain."""
-        return dict(self._taken)
-
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Go on where `state` was taken."""
-        self._taken = {domain: state.get(domain, 0) for domain in self._problems}
 
     def at(self, domain: str, place: int) -> Problem:
         """Return the problem at a place of a domain, over all epochs."""

@@ -13,8 +13,10 @@ from megatune.config.dialects.roll_parts import algorithm_part, prompt_data, rol
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
 from megatune.config.dialects.roll_roles import ModelOf, Roles, sorted_findings
+from megatune.config.dialects.roll_samplers import infer_role, read_generating
 from megatune.config.dialects.roll_schema import ROLE, TOP
 from megatune.config.dialects.roll_trackers import tracker_variables
+from megatune.config.dialects.roll_trainers import model_role
 from megatune.config.dialects.roll_tree import Tree, entries_of, read_tree
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.settings import ModelRole, RLSettings, Validation
@@ -55,13 +57,14 @@ class ReadRL:
 
 
 def is_rl_file(source: str | Path) -> bool:
-    """Tell whether a YAML file describes reinforcement learning: it has roles. False for what cannot be read."""
+    """Tell whether a YAML file describes reinforcement learning: it has roles, or names a file that
+    may have them. False for what cannot be read."""
     try:
         node = compose(Path(source).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return False
     keys = {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
-    return not keys.isdisjoint(("actor_train", "student_train", "actor_infer"))
+    return not keys.isdisjoint(("actor_train", "student_train", "actor_infer", "defaults"))
 
 
 def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: ModelOf | None = None) -> ReadRL:
@@ -112,9 +115,9 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
     if not trained.is_written or not sampled.is_written:
         return None
     pretrain, group = top["pretrain"], lengths.num_return_sequences_in_group
-    actor_train = roles.model_role(trained, "actor_train", pretrain, trains=True)
-    generating = roles.generating(sampled, lengths.response_length, group)
-    actor_infer = roles.infer_role(sampled, "actor_infer", pretrain, generating)
+    actor_train = model_role(roles, trained, "actor_train", pretrain, trains=True)
+    generating = read_generating(roles, sampled, lengths.response_length, group)
+    actor_infer = infer_role(roles, sampled, "actor_infer", pretrain, generating)
     algorithm = algorithm_part(top, reader, _updates(actor_train, top, lengths.rollout_batch_size * group))
     has_adapters = actor_train is not None and actor_train.settings.finetuning.finetuning_type == "lora"
     reference = None
@@ -136,7 +139,7 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
         tokens = (lengths.val_sequence_length or lengths.sequence_length) - (
             lengths.val_prompt_length or lengths.prompt_length
         )
-        validation = Validation(prompt_data(part.inner["data_args"]), roles.generating(part, tokens))
+        validation = Validation(prompt_data(part.inner["data_args"]), read_generating(roles, part, tokens))
     data = prompt_data(trained.inner["data_args"], top.inner["dataset_filter"])
     if not data.domain_shares and len(rewards) == 1:
         data = replace(data, domain_shares={next(iter(rewards)): 1.0})
@@ -167,7 +170,7 @@ def _actors(pure: bool) -> tuple[tuple[str, str], tuple[str, str]]:
 
 def _reference(top: Part, roles: Roles, *, needed: bool, has_adapters: bool) -> ModelRole | None:
     """Make the reference, and leave it out where nothing needs it."""
-    role = roles.model_role(top.inner["reference"], "reference", top["pretrain"], trains=False)
+    role = model_role(roles, top.inner["reference"], "reference", top["pretrain"], trains=False)
     if has_adapters:
         roles.reader.lines.append("reference is not loaded: it is the model without its adapters, as in ROLL")
         return None
@@ -189,7 +192,7 @@ def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
     if estimator != "gae":
         roles.reader.ignore("critic", f"adv_estimator {estimator} needs none")
         return None
-    return roles.model_role(part, "critic", top["reward_pretrain"], trains=True)
+    return model_role(roles, part, "critic", top["reward_pretrain"], trains=True)
 
 
 def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
@@ -207,7 +210,7 @@ def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
         if isinstance(node, dict):
             dotted = "teacher" if trees is not tree else f"teacher.{name}"
             part = roles.reader.read(node, ROLE, dotted, place_of(node))
-            role = roles.model_role(part, f"teacher.{name}", None, trains=False)
+            role = model_role(roles, part, f"teacher.{name}", None, trains=False)
             if role is not None:
                 found[name] = replace(role, opd_kl_coef=1.0 if role.opd_kl_coef is None else role.opd_kl_coef)
     return found

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatune.config.dialects.roll_reader import Part, place_of
 from megatune.config.dialects.roll_roles import Roles
+from megatune.config.dialects.roll_samplers import infer_role, read_generating
 from megatune.config.dialects.roll_schema import REWARD
 from megatune.config.dialects.roll_tree import Tree
 from megatune.config.rl.settings import GroupFilter, InferRole, RewardRole
@@ -59,7 +60,7 @@ def read_rewards(trees: Tree, roles: Roles) -> dict[str, RewardRole]:
 def reward_model(part: Part, roles: Roles) -> InferRole | None:
     """Make the judge that several rewards share."""
     tokens = part.inner["generating_args"]["max_new_tokens"] or _JUDGE_TOKENS
-    return roles.infer_role(part, "reward_model", None, roles.generating(part, tokens))
+    return infer_role(roles, part, "reward_model", None, read_generating(roles, part, tokens))
 
 
 def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
@@ -72,7 +73,7 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
     if kind == "llm_judge":
         judge = _judge(part, roles)
         tokens = part.inner["generating_args"]["max_new_tokens"] or _JUDGE_TOKENS
-        arguments["generating"] = roles.generating(part, tokens)
+        arguments["generating"] = read_generating(roles, part, tokens)
         arguments["judge_model_type"] = part["judge_model_type"] or "api"
     else:
         for name in _OF_MODELS:
@@ -133,7 +134,7 @@ def _judge(part: Part, roles: Roles) -> InferRole | None:
     kind, find = part["judge_model_type"] or "api", roles.reader.find
     if kind == "inference":
         tokens = part.inner["generating_args"]["max_new_tokens"] or _JUDGE_TOKENS
-        return roles.infer_role(part, part.name, None, roles.generating(part, tokens))
+        return infer_role(roles, part, part.name, None, read_generating(roles, part, tokens))
     if kind == "cluster" and not roles.top.inner["reward_model"].is_written:
         where = part.where("judge_model_type")
         find(f"{part.name} has judge_model_type: cluster without the role reward_model", where, fix="add reward_model")

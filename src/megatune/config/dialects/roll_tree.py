@@ -173,7 +173,7 @@ class _Nodes:
 
 def _common(base: Tree, over: Tree, above: str = "") -> Iterator[str]:
     """List the keys that both trees set, to different values."""
-    for key in over.keys() & base.keys():
+    for key in [key for key in over if key in base]:
         one, other = base[key], over[key]
         if isinstance(one, dict) and isinstance(other, dict):
             yield from _common(one, other, f"{above}{key}.")

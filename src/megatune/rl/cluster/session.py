@@ -37,6 +37,7 @@ _SWITCHES = {
     "RAY_prestart_worker_first_driver": "0",  # each actor has an environment, so a process of its own
     "RAY_enable_worker_prestart": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 would let the driver's own processes, and any other, go before the trainer
     "RAY_agent_register_timeout_ms": "300000",  # of a busy machine, or one with a slow disk
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -93,8 +94,8 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
             yield folder
             return
         stack.enter_context(reaper(folder))
-        stack.callback(ray.shutdown)
         stack.enter_context(_notices_to(log_path(run_dir, "ray")))
+        stack.callback(ray.shutdown)
         own: dict[str, Any] = {}
         if not address:
             own = {"num_cpus": slots, "num_gpus": gpus, "object_store_memory": object_store_bytes}

@@ -25,7 +25,7 @@ from megatune.rl.pipeline.scoring import PoolScorer
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.pipeline.weights import Weights
-from megatune.rl.problem_order import ProblemQueue, domain_batch_sizes
+from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import EvalReport
@@ -65,11 +65,11 @@ class Driver:
         run, rollout, infer = self.settings.run, self.settings.rollout, self.settings.actor_infer
         sampling = Sampling(infer.generating, run.seed, rollout.response_length, stop_token_ids=self.stop_token_ids)
         self._sampler = Sampler(self.roles.engines, sampling, rollout.max_running_requests)
-        queue = ProblemQueue(self.problems.by_domain, run.seed)
+        order = ProblemOrder(self.problems.by_domain, run.seed)
         self._collector = Collector(
             self._sampler,
             PoolScorer(self.pool, self.decode),
-            queue.at,
+            order.at,
             domain_batch_sizes(self.settings.data.domain_shares, rollout.rollout_batch_size),
             {name: role.group_filter for name, role in self.settings.rewards.items()},
             rollout.num_return_sequences_in_group,
@@ -121,7 +121,6 @@ class Driver:
         learned = self.learner.learn(taken.groups, step, step + 1, phases)
         self._keep(step, taken)
         self.progress.step = step + 1
-        self.progress.tokens += sum(len(s.response.response_ids) for group in taken.groups for s in group.samples)
         self.reports.step(step + 1, taken, learned, phases, self._beside(sync, taken, phases))
 
     @contextmanager

@@ -9,21 +9,16 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """Seconds of a step by phase.
-
-    Attributes:
-        current: the phase that is under way, or was last.
-    """
+    """Seconds of a step by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.current = ""
         self._began = time.monotonic()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the seconds inside."""
-        began, self.current = time.monotonic(), name
+        began = time.monotonic()
         try:
             yield
         finally:

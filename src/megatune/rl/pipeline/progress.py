@@ -32,15 +32,12 @@ class Progress:
         fixed: what may not change within a run.
         collector: which problems come next, and responses that are under way.
         algorithm: coefficient of the KL penalty, running moments of rewards.
-        tokens: of all samples that were trained on.
-        updates: of the policy: the version of its weights.
     """
 
     step: int = 0
     fixed: dict[str, Any] = field(default_factory=dict)
     collector: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
-    tokens: int = 0
 
     def file(self) -> dict[str, bytes]:
         """Return the file, by its name."""

@@ -107,7 +107,7 @@ class Reports:
             tokens_per_second=sum(lengths) / seconds,
             model_tflops=flops / seconds / len(self._settings.actor_train.devices) / 1e12,
             mfu=None,
-            memory_gib=metrics.pop("memory_gib", 0.0),
+            memory_gib=0.0 if trained is None else trained.memory_gib,
             metrics=metrics,
             row_tokens=sum(lengths) / len(lengths),
             longest_row=max(lengths),

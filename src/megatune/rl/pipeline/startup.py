@@ -11,7 +11,6 @@ from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
-from megatune.rl.cluster.group import RoleGroup
 from megatune.rl.cluster.role import RoleSpec
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
 from megatune.rl.rewards.asking import judge_context
@@ -212,8 +211,3 @@ def devices_of(settings: RLSettings) -> set[int]:
         *(role.judge for role in settings.rewards.values()),
     ]
     return {device for role in roles if role is not None for device in role.devices}
-
-
-def log_files(group: RoleGroup, run_dir: Path) -> str:
-    """Name the logs of a role, for a line at the start."""
-    return f"{run_dir}/logs/{group.name}-*.log"

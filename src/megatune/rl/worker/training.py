@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatune.bridge.assemble import Assembly, attach_optimizer, load_model
+from megatune.engine import device
 from megatune.engine.groups import build
 from megatune.engine.step import Objective, StepTotals
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -35,6 +36,7 @@ class Trained:
         loss, grad_norm: means over them; of the norm over those that were not skipped.
         learning_rate: of the last one.
         num_tokens: trained, over all of them.
+        memory_gib: most that this rank has held.
         skipped: updates left out because gradients overflowed in fp16.
         metrics: means of the objective's metrics over all of them.
         seconds: "forward_backward" and "optimizer", on this rank.
@@ -45,6 +47,7 @@ class Trained:
     grad_norm: float
     learning_rate: float
     num_tokens: int
+    memory_gib: float
     skipped: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -203,6 +206,7 @@ def _summed(results: Sequence[StepResult], learning_rate: float) -> Trained:
         grad_norm=sum(norms) / len(norms) if norms else math.inf,
         learning_rate=learning_rate,
         num_tokens=totals.num_tokens,
+        memory_gib=device.peak_memory_bytes() / 2**30,
         skipped=len(results) - len(norms),
         metrics=totals.metrics,
         seconds={part: sum(result.seconds[part] for result in results) for part in parts},
