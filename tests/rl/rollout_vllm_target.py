@@ -85,6 +85,7 @@ def main(first: Path, second: Path, *, is_dense: bool) -> None:
     engine = load_engine(role, seed=1, max_running=8, context=128)
     assert engine.version == -1, "weights are dummies"
     for version, folder in ((1, first), (2, second)):
+        engine._is_shared = version == 2  # as workers in other processes take weights
         update(engine, folder, version)
         check(engine, folder)
     assert "does not sample from version 2" in refused(check, engine, first)

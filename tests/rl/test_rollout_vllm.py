@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+import megatune
 from megatune.config.rl.settings import InferRole
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
@@ -34,11 +34,7 @@ def test_samples_and_updates(family: str, tmp_path: Path) -> None:
         for seed in (1, 2)
     ]
     program = Path(__file__).with_name("rollout_vllm_target.py")
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each.endswith("src")),
-    }
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(megatune.__file__).parents[1])}
     done = subprocess.run(
         [PYTHON, str(program), family, *map(str, folders)], env=environment, capture_output=True, text=True, timeout=600
     )
