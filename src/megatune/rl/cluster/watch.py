@@ -98,7 +98,8 @@ class Watch:
             if not actor.busy:
                 actor.state.progressed = now
             actor.busy += 1
-        self._calls[call] = None
+        if not call.done:  # one to no actors at all is
+            self._calls[call] = None
         return call
 
     def forget(self, actors: Sequence[Actor]) -> None:
