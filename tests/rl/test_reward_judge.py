@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,12 +18,12 @@ from megatune.config.rl.settings import Generating, InferRole, RewardRole
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
-from megatune.rl.pipeline.engines import LocalEngines
 from megatune.rl.rewards import http
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.asking import EngineAsk, judges_of
 from megatune.rl.rewards.judge import Judge, read_judgement
 from megatune.rl.rollout.builtin import BuiltinEngine
+from megatune.rl.samples import Request, Response
 
 ANSWER = Answer(
     "<think>hm</think>4 {reference}",
@@ -124,11 +124,25 @@ def test_a_judge_that_cannot_be_asked_is_refused(arguments: dict[str, Any], said
         Judge(**arguments)
 
 
+class _Engines:
+    """Engines in this process, by turns."""
+
+    def __init__(self, engines: Sequence[BuiltinEngine]) -> None:
+        self._engines, self.number = engines, len(engines)
+
+    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
+        for engine, own in zip(self._engines, requests, strict=True):
+            engine.submit(own)
+
+    def step(self, *, wait: bool = True) -> list[Response]:
+        return [response for engine in self._engines for response in engine.step()]
+
+
 def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path / "judge", num_layers=2, hidden_size=32, seed=1)
     generating = Generating(max_new_tokens=4, do_sample=False)
     judge = InferRole((0, 1), str(folder), dtype="fp32", generating=generating, name="rewards.a")
-    engines = LocalEngines([BuiltinEngine.load(judge, max_running=4, context=300) for _ in judge.devices])
+    engines = _Engines([BuiltinEngine.load(judge, max_running=4, context=300) for _ in judge.devices])
     ask = EngineAsk(engines, load_tokenizer(folder), generating, context=300)
     texts = [f"Is {number} right?" for number in range(10)]
 
