@@ -58,6 +58,7 @@ class Driver:
     stop_requested: Callable[[], bool]
     _sampler: Sampler = field(init=False)
     _collector: Collector = field(init=False)
+    _phases: Phases = field(default_factory=Phases, init=False)
     _is_held: bool = field(default=False, init=False)
     _synced: bool = field(default=False, init=False)
 
@@ -100,6 +101,11 @@ class Driver:
         return "finished"
 
     @property
+    def place(self) -> str:
+        """Where the run is, in words."""
+        return f"step {self.progress.step + 1} of {self.settings.run.max_steps}, {self._phases.current}"
+
+    @property
     def _is_asynchronous(self) -> bool:
         run = self.settings.run
         return self.settings.rollout.async_generation_ratio > 0 and run.rollout_mock != "mock"
@@ -107,6 +113,7 @@ class Driver:
     def _step(self, step: int) -> None:
         """Take one step, counted from 0; the weights that it begins with are version step + 1."""
         phases, run = Phases(), self.settings.run
+        self._phases = phases
         sync: Sync | None = None
         if run.rollout_mock == "mock":
             taken = self._replayed(step)

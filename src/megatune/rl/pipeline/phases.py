@@ -9,16 +9,21 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """Seconds of a step by phase."""
+    """Seconds of a step by phase.
+
+    Attributes:
+        current: the phase that is under way, or was last.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.current = "begin"
         self._began = time.monotonic()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the seconds inside."""
-        began = time.monotonic()
+        began, self.current = time.monotonic(), name
         try:
             yield
         finally:

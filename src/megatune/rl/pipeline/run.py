@@ -12,7 +12,7 @@ from typing import Any
 
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
-from megatune.errors import ExitCode
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.driver import Driver
@@ -112,6 +112,12 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
     outcome: Any = "failed"
     try:
         outcome = driver.run()
+    except MegatuneError as error:
+        if error.exit_code == ExitCode.PROCESS_DIED:  # an actor knows what it did last, and not what the run did
+            raise MegatuneError(
+                [*error.findings, Finding(f"the run was at {driver.place}")], error.exit_code
+            ) from error
+        raise
     finally:
         summary = TrainSummary(
             outcome=outcome, step=driver.progress.step, total_steps=run.max_steps, seconds=time.monotonic() - began
