@@ -1,0 +1,78 @@
+"""`megatune rl` as it is typed, with Ray: two ranks train while an engine on a device of its own samples ahead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from digits import make_model
+
+ROOT = Path(__file__).parents[2]
+FILE = """
+exp_name: digits
+pretrain: {folder}/model
+output_dir: {folder}/out
+max_steps: 3
+save_steps: 2
+eval_steps: 2
+logging_steps: 1
+rollout_batch_size: 8
+num_return_sequences_in_group: 4
+prompt_length: 8
+response_length: 8
+async_generation_ratio: 1
+is_num_return_sequences_expand: true
+adv_estimator: grpo
+init_kl_coef: 0.0
+actor_train:
+  device_mapping: list(range(0,2))
+  model_args: {{dtype: fp32}}
+  training_args: {{learning_rate: 1.0e-3, per_device_train_batch_size: 8, gradient_accumulation_steps: 4}}
+  data_args: {{prompt: prompt, file_name: [{folder}/rows.jsonl], domain_interleave_probs: {{digits: 1.0}}}}
+  strategy_args: {{strategy_name: megatron_train, strategy_config: {{tensor_model_parallel_size: 2}}}}
+actor_infer:
+  device_mapping: [2]
+  model_args: {{dtype: fp32}}
+  generating_args: {{temperature: 1.0, top_p: 1.0, top_k: 0}}
+  strategy_args: {{strategy_name: builtin}}
+validation:
+  data_args: {{prompt: prompt, file_name: [{folder}/rows.jsonl]}}
+  generating_args: {{temperature: 1.0, top_p: 1.0, top_k: 0, num_return_sequences: 2}}
+rewards:
+  digits: {{worker_cls: tests.rl.digits_reward.repeats, tag_included: [digits]}}
+"""
+
+
+def test_an_asynchronous_run(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    rows = [{"id": str(digit), "tag": "digits", "prompt": f"{digit}=", "digit": str(digit)} for digit in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(FILE.format(folder=tmp_path))
+    words = [sys.executable, "-m", "megatune", "rl", str(tmp_path / "run.yaml")]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "reward" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert [record["staleness"] for record in steps] == [0, 1, 1]  # sampled beside the step before
+    assert all(record["log_prob_gap"] < 1e-5 for record in steps if "log_prob_gap" in record)
+    evaluations = [json.loads(line) for line in lines if "eval_accuracy" in line]
+    assert [record["step"] for record in evaluations] == [0, 2, 3]
+    assert {"config.json", "model.safetensors", "checkpoint-2", "checkpoint-3"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    left = [process.name() for process in psutil.process_iter() if str(tmp_path) in " ".join(_words(process))]
+    assert not left
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
