@@ -1,4 +1,5 @@
-# make demo: fine-tune a small model on this machine's CPU, and ask it who it is.  make test: every check.
+# make demo: fine-tune a small model on this machine's CPU, and ask it who it is.  make demo-rl: improve one by rewards.
+# make test: every check.
 # Both need python3 (3.11 or 3.12) with venv, and nothing else; they install into .venv what is missing there.
 
 PYTHON ?= python3
@@ -11,10 +12,11 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo lint format test test-all clean
+.PHONY: help install demo demo-rl lint format test test-all clean
 
 help:
 	@echo "make demo     fine-tune a small model on the CPU, and ask it who it is"
+	@echo "make demo-rl  teach a small model two-digit addition by rewards, on the CPU"
 	@echo "make test     lint and the tests, of products of cases as many as hold every value"
 	@echo "make test-all the same with every case"
 	@echo "make install  install into $(VENV)"
@@ -35,6 +37,13 @@ demo: install
 	@test -f out/demo-model/config.json || $(BIN)/megatune demo-model --family qwen3 --output out/demo-model
 	$(BIN)/megatune train examples/demo/demo.yaml model_name_or_path=out/demo-model output_dir=out/demo
 	@$(BIN)/python examples/demo/ask.py out/demo --expect Tuna
+
+demo-rl: install
+	@rm -rf out/rl
+	@$(BIN)/python examples/rl/make.py out/rl
+	$(BIN)/megatune train examples/rl/warmup.yaml
+	$(BIN)/megatune rl examples/rl/addition.yaml
+	@$(BIN)/python examples/rl/result.py out/rl/grpo
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.roll_schema import TOP
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _STAGES = {"sft", "pt", "dpo", "kto", "rm"}
 VERBS = {"train", *_STAGES, "plan", "explain", "data", "verify", "infer", "serve", "demo-model", "export"}
-VERBS |= {"megatron", "swift", "shims"}
+VERBS |= {"rl", "megatron", "swift", "shims"}
 
 
-@pytest.mark.parametrize("name", ["settings.md", "settings.zh.md"])
+@pytest.mark.parametrize("name", ["settings.md", "settings.zh.md", "rl-settings.md", "rl-settings.zh.md"])
 def test_settings_page_is_current(name: str) -> None:
     render = runpy.run_path(str(ROOT / "docs" / "generate_settings.py"))["render"]
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == render(name), "run docs/generate_settings.py"
@@ -65,5 +66,6 @@ def test_commands(page: Path) -> None:
     for line in blocks.splitlines():
         if command := re.search(r"megatune (?:train|data \w+)(.*)", line):
             assert not [key for key in re.findall(r" (\w+)=", command[1]) if not LLAMAFACTORY.knows(key)]
-    yaml = "\n".join(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
-    assert not [key for key in re.findall(r"^(\w+):", yaml, re.MULTILINE) if not LLAMAFACTORY.knows(key)]
+    for yaml in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        knows = TOP.names.__contains__ if page.name.startswith("rl") else LLAMAFACTORY.knows
+        assert not [key for key in re.findall(r"^(\w+):", yaml, re.MULTILINE) if not knows(key)]

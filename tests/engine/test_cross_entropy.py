@@ -18,7 +18,7 @@ from megatune.bridge.assemble import assemble
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import groups
 from megatune.engine.layers import cross_entropy
-from megatune.engine.layers.cross_entropy import VocabularyPart, token_losses
+from megatune.engine.layers.cross_entropy import Head, VocabularyPart, token_losses
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
@@ -75,6 +75,26 @@ def test_it_equals_the_plain_one_in_chunks_of_any_size(s, b, rows, trained):
     assert losses.dtype == torch.float32
     torch.testing.assert_close((losses, of_hidden, of_weight[:37]), problem.solve())
     assert not of_weight[37:].any()
+
+
+@pytest.mark.parametrize(("temperature", "rows"), [(1.0, 40), (0.6, 3)])
+def test_entropies_are_those_at_the_temperature(monkeypatch, temperature, rows):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", rows * 37 * 4)
+    problem = Problem(7, 2, 37)
+    hidden_states, weight = (each.clone().requires_grad_() for each in (problem.hidden_states, problem.weight))
+    head = Head(temperature, entropy=True)
+    found = token_losses(hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 37), head)
+    gradient = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    found.backward(gradient)
+    inputs = [each.double().requires_grad_() for each in (problem.hidden_states, problem.weight)]
+    log_probs = (inputs[0].transpose(0, 1) @ inputs[1].t() / temperature).log_softmax(-1)
+    losses = -log_probs.gather(-1, problem.labels.clamp(min=0)[..., None])[..., 0]
+    expected = torch.stack((losses, -(log_probs.exp() * log_probs).sum(-1)), -1) * (problem.labels >= 0)[..., None]
+    expected.backward(gradient.double())
+    wide = (found, hidden_states.grad, weight.grad)
+    expected_values = (expected, *(each.grad for each in inputs))
+    for mine, other in zip(wide, expected_values, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from megatune.bridge.assemble import LoadedModel
-from megatune.bridge.parameters import gather_piece, holders_of
+from megatune.bridge.merged import merge_product
+from megatune.bridge.parameters import Holders, Piece, gather_piece, holders_of
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.families import FAMILIES
+from megatune.families.adapters import LORA_A, LORA_B, MAGNITUDE, adapters, scaling
+from megatune.families.selection import Selection
 from megatune.families.weights import WHOLE, Role, Stack, by_expert, hf_shapes, layers_of
+
+# The engine's name of a weight, its layer, its expert: names that all ranks know.
+_Key = tuple[str, int, int]
 
 
 @torch.no_grad()
-def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+def export_weights(
+    loaded: LoadedModel, ranks: Collection[int] | None = None, selection: Selection | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every weight, as the checkpoint has it; collective: each rank iterates to the end.
 
     The order is the same in every layout: weights outside layers, then layer by layer, both in the order of the
@@ -26,16 +34,18 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
 
     Args:
         ranks: those that get the tensors, such as the first of each machine; for others the stream is empty. None: all.
+        selection: of a model with adapters what is trained; they are merged into the weights, in fp32 and rounded once.
 
     Yields:
         Tensors of the parameters' dtypes on this rank's device, in memory of their own.
     """
     architecture, place = loaded.architecture, loaded.place
-    assert not any(local.weight.role is Role.ADAPTER for local in loaded.parameters), "weights without their adapters"
+    has_adapters = any(local.weight.role is Role.ADAPTER for local in loaded.parameters)
+    assert selection is not None or not has_adapters, "weights without their adapters"
+    beside = _Beside(loaded, selection) if has_adapters and selection is not None else None
     gather_parameters(loaded.model)
     holders = {experts: holders_of(place, experts=experts) for experts in (False, True)}
-    # By names that all ranks know: the engine's name of the weight, its layer, its expert.
-    pieces = {
+    pieces: dict[_Key, Piece] = {
         (piece.local.weight.engine, piece.local.layer, piece.slice.ep_rank): piece
         for local in loaded.parameters
         if not local.is_copy and holders[local.weight.per_expert].replicas.rank() == 0
@@ -63,6 +73,8 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
                 piece = pieces[key]
                 mine = piece.local.parameter.data.view(-1)[piece.start : piece.stop]
                 whole = gather_piece(piece, mine, holders[weight.per_expert], 0, architecture, mine.device)
+                if beside is not None:
+                    beside.merge(whole, key, pieces, holders[weight.per_expert])
             matrices = []
             for name, shape in hf_shapes(weight, architecture, layer, part).items():
                 tensor = torch.empty(shape, dtype=dtype, device=device.current()) if whole is None else whole.pop(name)
@@ -78,6 +90,33 @@ def export_weights(loaded: LoadedModel, ranks: Collection[int] | None = None) ->
                 together[part.ep_rank] = matrix.T if loaded.form.transposed else matrix
         if fused is not None and together is not None:
             yield fused, together
+
+
+class _Beside:
+    """The adapters of a model, to be merged into whole weights."""
+
+    def __init__(self, loaded: LoadedModel, selection: Selection) -> None:
+        self._architecture, self._factor = loaded.architecture, scaling(selection)
+        self._adapters = adapters(loaded.architecture, selection)
+
+    def merge(self, whole: dict[str, Tensor] | None, key: _Key, pieces: Mapping[_Key, Piece], holders: Holders) -> None:
+        """Gather the adapter of a weight as the weight itself was gathered, and add it. Collective over the holders.
+
+        Args:
+            whole: the weight's Hugging Face tensors; None on ranks that do not have them.
+        """
+        engine, layer, expert = key
+        if engine not in self._adapters:
+            return
+        found: dict[str, Tensor] = {}
+        for entry in self._adapters[engine].entries:
+            piece = pieces[entry.engine, layer, expert]
+            mine = piece.local.parameter.data.view(-1)[piece.start : piece.stop]
+            found |= gather_piece(piece, mine, holders, 0, self._architecture, mine.device) or {}
+        for name, tensor in (whole or {}).items():
+            a, b, lengths = (found.get(name.removesuffix("weight") + end) for end in (LORA_A, LORA_B, MAGNITUDE))
+            if a is not None and b is not None:
+                tensor.copy_(merge_product(tensor.float(), a, b, self._factor, lengths))
 
 
 def _send(tensor: Tensor, owner: int, wanted: set[int]) -> None:

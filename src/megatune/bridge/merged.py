@@ -64,11 +64,16 @@ def _apply(adapter: AdapterFolder, segment: Segment, weight: Tensor) -> Tensor:
     """Add an adapter's product to rows or columns of a matrix, fp32 and contiguous or not."""
     a, b = (_part(adapter, _beside(segment.name, end), segment, cut) for end, cut in ((LORA_A, 1), (LORA_B, 0)))
     factor = adapter.adapter.scalings[_beside(segment.name, "").removesuffix(".")]
+    lengths: Tensor | None = None
+    if adapter.has(magnitude := _beside(segment.name, MAGNITUDE)):
+        lengths = adapter.read(Segment(magnitude, 0, segment.start, segment.stop)).float()
+    return merge_product(weight, a, b, factor, lengths)
+
+
+def merge_product(weight: Tensor, a: Tensor, b: Tensor, factor: float, lengths: Tensor | None = None) -> Tensor:
+    """Return W + s · B · A; with weight decomposition whole rows, scaled to their lengths. All fp32."""
     merged = torch.addmm(weight, b, a, alpha=factor)
-    if not adapter.has(magnitude := _beside(segment.name, MAGNITUDE)):
-        return merged
-    lengths = adapter.read(Segment(magnitude, 0, segment.start, segment.stop)).float()
-    return merged * (lengths / merged.norm(dim=1))[:, None]
+    return merged if lengths is None else merged * (lengths / merged.norm(dim=1))[:, None]
 
 
 def _part(adapter: AdapterFolder, name: str, segment: Segment, cut: int) -> Tensor:

@@ -56,10 +56,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
+    from megatune.config.dialects.roll import is_rl_file
     from megatune.config.entry import split_arguments
     from megatune.config.load import load
 
     words = split_arguments(args.words)
+    if words.source is not None and is_rl_file(words.source):
+        what = f"{words.source} describes reinforcement learning: it has roles"
+        raise MegatuneError(Finding(what, fix=f"megatune rl {words.source}"), ExitCode.SETTINGS)
     return start(load(words.source, words.overrides, [*words.flags, *(("--stage", args.stage) if args.stage else ())]))
 
 

@@ -21,7 +21,7 @@ from megatune.engine import device, frozen
 from megatune.engine.adapters import add_adapters
 from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
-from megatune.engine.layers.cross_entropy import OutputLayer
+from megatune.engine.layers.cross_entropy import PLAIN, Head, OutputLayer
 from megatune.engine.layers.feed_forward import install_swiglu
 from megatune.engine.layers.rotary import (
     attention_factor,
@@ -113,6 +113,7 @@ class DecoderModel(GPTModel):
         sequences: Sequences,
         labels: Tensor | None = None,
         pictures: Pictures | None = None,
+        head: Head = PLAIN,
     ) -> Tensor:
         """Compute this chunk's layers.
 
@@ -120,11 +121,13 @@ class DecoderModel(GPTModel):
             input_ids: int64 [b, s / cp].
             labels: int64 [b, s / cp], below 0 where a token is not trained; None asks for logits.
             pictures: of the whole micro-batch, on the host.
+            head: what the last chunk computes of labels.
 
         Returns:
             Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
-            [b, s / cp], 0 where it is not trained, or logits [b, s / cp, padded vocabulary / tp]; of a reward model the
-            score of each token, fp32 [b, s / cp], with labels or without.
+            [b, s / cp], 0 where it is not trained (with its entropy [b, s / cp, 2], see `token_losses`), or logits
+            [b, s / cp, padded vocabulary / tp]; of a reward model the score of each token, fp32 [b, s / cp], with
+            labels or without.
         """
         embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         hidden_states = self.decoder(
@@ -134,7 +137,7 @@ class DecoderModel(GPTModel):
             rotary_pos_emb=self._rotary_embedding(sequences),
             packed_seq_params=sequences,
         )
-        return self.head(hidden_states, labels, sequences.trained) if self.post_process else hidden_states
+        return self.head(hidden_states, labels, sequences.trained, head) if self.post_process else hidden_states
 
     def _embed(
         self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
@@ -163,17 +166,18 @@ class DecoderModel(GPTModel):
             self.decoder.set_input_tensor(hidden_states)
         return hidden_states.requires_grad_() if self.asks_for_gradient else hidden_states
 
-    def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor) -> Tensor:
+    def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor, head: Head = PLAIN) -> Tensor:
         """Compute from the last layer's [s (/ tp), b, h] what `forward` returns: scores, logits, or losses of labels.
 
         Args:
             trained: int64 [n], places of the trained tokens in the flattened labels.
+            head: one that is not plain is computed fused with the output layer, whatever the settings say.
         """
         if self.score is not None:
             return self.score(hidden_states)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if labels is not None and self.config.cross_entropy_loss_fusion:
-            return self.output_layer(hidden_states, weight=weight, labels=labels, trained=trained)[0]
+        if labels is not None and (self.config.cross_entropy_loss_fusion or head != PLAIN):
+            return self.output_layer(hidden_states, weight=weight, labels=labels, trained=trained, head=head)[0]
         logits, _ = self.output_layer(hidden_states, weight=weight)
         if labels is None:
             return logits.transpose(0, 1).contiguous()

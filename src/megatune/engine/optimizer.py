@@ -229,6 +229,15 @@ def _shard(param: Any, main: Tensor, state: dict[str, Tensor], start: int, stop:
     return MainShard(start, stop, main.data.view(-1), param.main_grad.view(-1)[start:stop], flat)
 
 
+def state_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
+    """Yield what the optimizer holds of this rank's parameters: main values and running averages."""
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
 def scalars(optimizer: ChainedOptimizer) -> dict[str, float]:
     """Read what the optimizer keeps besides tensors of parameters: its step count and, in fp16, the loss scaling."""
     counts = [group.get("step", 0) for part in _parts(optimizer) for group in part.optimizer.param_groups]

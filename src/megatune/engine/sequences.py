@@ -22,6 +22,10 @@ from torch import Tensor
 
 from megatune.engine.device import send
 
+# An extra of tokens, int16 [b, s, layers, k]: the experts that the rollout engine chose in every layer of the decoder,
+# each number + 1; 0 where a router is to choose by itself. Layers without experts have a place, too.
+ROUTING = "routing"
+
 
 class Extra(Protocol):
     """A part of a micro-batch beside its tokens: images, rewards, log-probabilities of a reference model."""
@@ -84,6 +88,7 @@ class Sequences(PackedSeqParams):
             how many there are could only be known by waiting for it.
         rotary_position_ids: int64 [3, b, s / cp], of time, height and width, where rows hold pictures; None where a
             token's position in its document is all three.
+        routing: [b, s / cp, layers, k], see ROUTING; None where all routers choose by themselves.
     """
 
     boundaries: tuple[int, ...]
@@ -92,6 +97,7 @@ class Sequences(PackedSeqParams):
     normalizer: Tensor
     trained: Tensor
     rotary_position_ids: Tensor | None = None
+    routing: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Rows stay [s, b, ...] inside Megatron-Core's layers; its own packed format would drop a dimension.
@@ -160,6 +166,7 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
     def to_device(rows: Tensor) -> Tensor:
         return of_this_rank(rows).to(device, non_blocking=True)
 
+    extras = {name: extra.on_rank(tokens, device) for name, extra in batch.extras.items()}
     pictures = batch.pictures
     if normalizer is None:
         normalizer = (batch.labels >= 0).sum()
@@ -170,8 +177,8 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
         normalizer=normalizer.to(device, non_blocking=True),
         trained=(of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0].to(device, non_blocking=True),
         rotary_position_ids=None if pictures is None else to_device(pictures.rotary_position_ids),
+        routing=extras.pop(ROUTING, None),
     )
-    extras = {name: extra.on_rank(tokens, device) for name, extra in batch.extras.items()}
     return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures)
 
 
@@ -197,6 +204,40 @@ def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
     if parallel_state.get_context_parallel_world_size() == 1:
         return sums
     return reduce_from_tensor_model_parallel_region(sums, group=parallel_state.get_context_parallel_group())
+
+
+def at_tokens(values: Tensor, sequences: Sequences) -> Tensor:
+    """Put values of documents, [D], at each of this rank's tokens: [b, s / cp]."""
+    if not sequences.is_packed:
+        return values[:, None].expand_as(sequences.is_padding)
+    lengths = send(torch.tensor(sequences.document_lengths))
+    return values.repeat_interleave(lengths, output_size=sequences.is_padding.shape[1])[None]
+
+
+def document_totals(values: Tensor, sequences: Sequences) -> Tensor:
+    """Return at each token the sum over its document's tokens, which context-parallel ranks hold parts of: fp64
+    [b, s / cp].
+
+    Every rank's loss of its own tokens may use it: the backward pass sums gradients over ranks, too.
+
+    Args:
+        values: [b, s / cp], summed in fp64.
+    """
+    totals: Tensor = _DocumentTotals.apply(values.double(), sequences)
+    return totals
+
+
+class _DocumentTotals(torch.autograd.Function):
+    """Sum and spread: a symmetric matrix, which is its own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sequences: Sequences) -> Tensor:  # type: ignore[override]
+        ctx.sequences = sequences
+        return at_tokens(document_sums(values, sequences), sequences)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _DocumentTotals.forward(ctx, gradient, ctx.sequences), None
 
 
 def whole_rows(mine: Tensor, boundaries: Sequence[int]) -> Tensor:

@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatune.engine.layers.cross_entropy import PLAIN, Head
 from megatune.engine.layers.moe.router import auxiliary_metrics
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
 
@@ -39,7 +40,10 @@ class ObjectiveOutput:
 
 
 class Objective(Protocol):
-    """A loss, from what the model puts out: losses of tokens, or scores."""
+    """A loss, from what the model puts out: losses of tokens, or scores.
+
+    One that has an attribute `head` gets what that `Head` says of labels.
+    """
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -56,7 +60,7 @@ class Objective(Protocol):
 
         Args:
             output: of the model, fp32 [b, s / cp]: -log p(label), 0 where a token is not trained; of a reward model
-                scores of tokens.
+                scores of tokens; [b, s / cp, 2] with entropies, where its `head` says so.
             batch: what this rank holds of the micro-batch; `engine.sequences.document_sums` adds up documents.
         """
         ...
@@ -162,23 +166,31 @@ def logits(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatc
     Args:
         batches: of one shape; with virtual stages a multiple of the pipeline's size of them.
     """
-    return _collect(model, batches, with_labels=False)
+    return _collect(model, batches, None)
 
 
 @torch.no_grad()
-def token_log_probs(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
+def token_log_probs(
+    model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], temperature: float = 1.0
+) -> list[Tensor]:
     """Return log-probabilities of the labels of each micro-batch, fp32 [b, s], 0 where a token has no label.
 
     The logits of all tokens are never in memory (with `cross_entropy_loss_fusion`). Empty before the last pipeline
     stage; every tensor- and context-parallel rank of it gets whole rows. `batches` are as for `logits`.
     """
-    return [-losses for losses in _collect(model, batches, with_labels=True)]
+    return [-losses for losses in _collect(model, batches, Head(temperature))]
+
+
+@torch.no_grad()
+def token_scores(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Return a reward model's scores of the tokens of each micro-batch, fp32 [b, s]; see `token_log_probs`."""
+    return logits(model, batches)
 
 
 def _collect(
-    model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], *, with_labels: bool
+    model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], head: Head | None
 ) -> list[Tensor]:
-    """Return what the last stage puts out, in whole rows."""
+    """Return what the last stage puts out, in whole rows; without a head logits."""
     found: list[Tensor] = []
 
     def forward_step(
@@ -191,7 +203,7 @@ def _collect(
             found.append(whole_rows(output, mine.sequences.boundaries))
             return output
 
-        return _compute(chunk, mine, mine.labels if with_labels else None), collect
+        return _compute(chunk, mine, None if head is None else mine.labels, head or PLAIN), collect
 
     _schedule(model, batches, forward_step, forward_only=True, collect_non_loss_data=True)
     return found
@@ -222,12 +234,15 @@ def _train(
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     batch = next(iterator)
     mine = local_batch(batch, objective.normalizer(batch))
-    return _compute(chunk, mine, mine.labels), partial(_loss, objective, mine)
+    head = getattr(objective, "head", PLAIN)
+    return _compute(chunk, mine, mine.labels, head), partial(_loss, objective, mine)
 
 
-def _compute(chunk: torch.nn.Module, mine: LocalBatch, labels: Tensor | None) -> Tensor:
+def _compute(chunk: torch.nn.Module, mine: LocalBatch, labels: Tensor | None, head: Head) -> Tensor:
     """Run one pipeline chunk; see `DecoderModel.forward`."""
-    output: Tensor = chunk(input_ids=mine.input_ids, sequences=mine.sequences, labels=labels, pictures=mine.pictures)
+    output: Tensor = chunk(
+        input_ids=mine.input_ids, sequences=mine.sequences, labels=labels, pictures=mine.pictures, head=head
+    )
     return output
 
 

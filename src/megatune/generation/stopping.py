@@ -24,19 +24,30 @@ class StopWords(StoppingCriteria):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, num_prompt_tokens: int) -> None:
         self.lengths: dict[int, int] = {}
         self._tokenizer, self._sampling, self._start = tokenizer, sampling, num_prompt_tokens
-        # The last token completes the word: it is in these tokens, and the one before its first may share a character.
-        self._window = _TOKENS_OF_A_CHARACTER * (max(map(len, sampling.stop_words)) + 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         """Return which rows have ended, given int64 input_ids [rows, tokens]."""
         length = input_ids.shape[1] - self._start
-        for row, ids in enumerate(input_ids[:, -min(self._window, length) :].tolist()):
-            if row not in self.lengths:
-                text = self._tokenizer.decode(ids, skip_special_tokens=True)
-                if cut_at_stop_word(text, self._sampling)[1]:
-                    self.lengths[row] = length
+        last = min(_window(self._sampling), length)
+        for row, ids in enumerate(input_ids[:, -last:].tolist()):
+            if row not in self.lengths and ends_with_stop_word(self._tokenizer, ids, self._sampling):
+                self.lengths[row] = length
         ended = [row in self.lengths for row in range(len(input_ids))]
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
+
+
+def ends_with_stop_word(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], sampling: Sampling) -> bool:
+    """Return whether the last token of an answer completes a stop word."""
+    text = tokenizer.decode(ids[-_window(sampling) :], skip_special_tokens=True)
+    return cut_at_stop_word(text, sampling)[1]
+
+
+def _window(sampling: Sampling) -> int:
+    """Return how many of the last tokens hold a stop word that the very last one completes.
+
+    The token before the word's first may share a character with it.
+    """
+    return _TOKENS_OF_A_CHARACTER * (max(map(len, sampling.stop_words)) + 1)
 
 
 class Full(StoppingCriteria):

@@ -44,21 +44,22 @@ class RankContext:
     Attributes:
         rank, local_rank, world_size, local_world_size, node_rank, master_addr, master_port: as torchrun names them.
         run_dir: where logs, heartbeats and error reports of this run are written.
+        role: what the ranks are, where a run has several kinds; names the files above.
         stop_file: a user who creates this file asks the run to save and stop.
         phase, step: of the last beat.
     """
 
-    def __init__(self, env: RankEnv, run_dir: Path, stop_file: Path | None = None) -> None:
+    def __init__(self, env: RankEnv, run_dir: Path, stop_file: Path | None = None, *, role: str = "rank") -> None:
         self.rank, self.local_rank, self.node_rank = env.rank, env.local_rank, env.node_rank
         self.world_size, self.local_world_size = env.world_size, env.local_world_size
         self.master_addr, self.master_port = env.master_addr, env.master_port
-        self.run_dir = run_dir
+        self.run_dir, self.role = run_dir, role
         self.stop_file = stop_file or run_dir / "STOP"
         self.phase = ""
         self.step = 0
         self._stop = False
         self._next_stop_poll = 0.0
-        path = heartbeat_path(run_dir, env.rank)
+        path = heartbeat_path(run_dir, env.rank, role)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._heartbeat = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._num_beats = 0
@@ -104,8 +105,8 @@ class Beat:
     limit: float | None
 
 
-def heartbeat_path(run_dir: Path, rank: int) -> Path:
-    return run_dir / "heartbeats" / f"rank-{rank}"
+def heartbeat_path(run_dir: Path, rank: int, role: str = "rank") -> Path:
+    return run_dir / "heartbeats" / f"{role}-{rank}"
 
 
 def read_beat(path: Path) -> Beat | None:

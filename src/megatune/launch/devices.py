@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 NVIDIA_SMI_SECONDS = 30  # the first call after boot initialises the driver
+OOM_SECONDS = 5.0  # from the kernel's decision to a process's end, at most
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -129,6 +131,24 @@ def count_oom_kills() -> int:
     files = [folder / name for folder, names in _memory_groups() for name in names[-1:]]
     counts = (re.search(r"^oom_kill (\d+)$", _text(file), re.MULTILINE) for file in [*files, _PROC / "vmstat"])
     return sum(int(found[1]) for found in counts if found)
+
+
+class OomKills:
+    """Whether the kernel's out-of-memory killer has struck lately: a kill of hours ago, or of another container of the
+    machine, says nothing about a rank that dies now."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+        self._before = self._latest = count_oom_kills()
+
+    def look(self, now: float) -> None:
+        """Forget what was OOM_SECONDS to twice as long ago."""
+        if now - self._looked > OOM_SECONDS:
+            self._looked, self._before, self._latest = now, self._latest, count_oom_kills()
+
+    def happened(self) -> bool:
+        """Return whether it has since."""
+        return count_oom_kills() > self._before
 
 
 def _text(file: Path) -> str:

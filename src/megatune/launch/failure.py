@@ -55,8 +55,8 @@ class Failure:
         return cls(**fields | {"kind": Kind[fields["kind"].upper()], "findings": findings})
 
 
-def error_path(run_dir: Path, rank: int) -> Path:
-    return run_dir / f"rank-{rank}.error.json"
+def error_path(run_dir: Path, rank: int, role: str = "rank") -> Path:
+    return run_dir / f"{role}-{rank}.error.json"
 
 
 def write_failure(path: Path, failure: Failure) -> None:

@@ -22,7 +22,7 @@ TRACEBACK_LINES = 12
 DUMP_SECONDS = 1.0
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
-_SIGNAL_REASONS: dict[int, str] = {
+SIGNAL_REASONS: dict[int, str] = {
     signal.SIGKILL: "the kernel's out-of-memory killer, or somebody's `kill -9`; `dmesg` tells which",
     signal.SIGSEGV: "native code crashed",
     signal.SIGBUS: "a mapped file was cut short, or /dev/shm or a disk is full",
@@ -30,8 +30,8 @@ _SIGNAL_REASONS: dict[int, str] = {
     signal.SIGILL: "a library was built for another processor",
     signal.SIGFPE: "native code divided by zero",
 }
-_AGAIN = "start again to resume from the last checkpoint"
-_OUT_OF_MEMORY_KILL = "the kernel's out-of-memory killer: this machine or container is out of main memory"
+AGAIN = "start again to resume from the last checkpoint"
+OUT_OF_MEMORY_KILL = "the kernel's out-of-memory killer: this machine or container is out of main memory"
 _OUT_OF_MEMORY_FIXES = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps; a smaller cutoff_len; larger"
     " tensor_model_parallel_size or pipeline_model_parallel_size"
@@ -88,20 +88,20 @@ def failed_outcome(run_dir: Path, culprit: RankState, failure: Failure | None, o
     if failure is not None:
         return raised_outcome(run_dir, failure, culprit.rank)
     exit_code = ExitCode.PROCESS_DIED
-    why = _SIGNAL_REASONS.get(culprit.signal or 0, "")
+    why = SIGNAL_REASONS.get(culprit.signal or 0, "")
     if culprit.signal is not None:
         end = f"was killed by {_signal_name(culprit.signal)}"
         if culprit.signal == signal.SIGKILL and out_of_memory:
-            exit_code, why = ExitCode.OUT_OF_MEMORY, _OUT_OF_MEMORY_KILL
+            exit_code, why = ExitCode.OUT_OF_MEMORY, OUT_OF_MEMORY_KILL
     elif culprit.exit_code == ExitCode.CANNOT_WRITE:
         exit_code = ExitCode.CANNOT_WRITE
         end, why = "could not write", f"its report could not be written to {run_dir} either: is a disk full?"
     else:
         end = f"ended itself with exit code {culprit.exit_code}, without a Python exception"
     what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_place(culprit)}"
-    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; {_AGAIN}"
+    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; {AGAIN}"
     if exit_code == ExitCode.OUT_OF_MEMORY:
-        fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers; then {_AGAIN}"
+        fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers; then {AGAIN}"
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
@@ -131,8 +131,8 @@ def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outc
     end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
     killed = signum == signal.SIGKILL and out_of_memory
     what = f"the process that imports the program and starts the ranks {end}, and the ranks with it"
-    why = _OUT_OF_MEMORY_KILL if killed else _SIGNAL_REASONS.get(signum or 0, "")
-    finding = Finding(what, "", why, f"read {log_path(run_dir, 'start')}; {_AGAIN}")
+    why = OUT_OF_MEMORY_KILL if killed else SIGNAL_REASONS.get(signum or 0, "")
+    finding = Finding(what, "", why, f"read {log_path(run_dir, 'start')}; {AGAIN}")
     return Outcome("failed", ExitCode.OUT_OF_MEMORY if killed else ExitCode.PROCESS_DIED, findings=(finding,))
 
 
@@ -167,7 +167,7 @@ def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
     processes.send(signal.SIGUSR1)
     time.sleep(DUMP_SECONDS)
     return {
-        state.rank: RankActivity(_process_state(state.pid), _main_stack(logs[state.rank], offsets[state.rank]))
+        state.rank: RankActivity(process_state(state.pid), main_stack(logs[state.rank], offsets[state.rank]))
         for state in living
     }
 
@@ -183,14 +183,15 @@ def find_hung(living: list[RankState], activities: dict[int, RankActivity]) -> R
     return min(living, key=order)
 
 
-def _process_state(pid: int) -> str:
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for what a process does (R, S, D, T, Z), "?" where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "?"
 
 
-def _main_stack(log: Path, offset: int) -> tuple[str, ...]:
+def main_stack(log: Path, offset: int) -> tuple[str, ...]:
     """Return the frames of a dump's last thread, the main one, as "function (file:line)", without those of launch/."""
     if not log.exists():
         return ()
@@ -209,6 +210,15 @@ def hung_outcome(
     run_dir: Path, culprit: RankState, silent_seconds: float, activities: dict[int, RankActivity]
 ) -> Outcome:
     """Return the outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
+    why = hang_reason(culprit, activities)
+    who, silence = f"rank {culprit.rank} on host {socket.gethostname()}", f"no progress for {silent_seconds:.0f} s"
+    fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {AGAIN}"
+    finding = Finding(f"{who} hung {_place(culprit)}: {silence}", "", why, fix)
+    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (finding,))
+
+
+def hang_reason(culprit: RankState, activities: dict[int, RankActivity]) -> str:
+    """Say what the rank that the others wait for does."""
     activity = activities[culprit.rank]
     others = [other for rank, other in activities.items() if rank != culprit.rank]
     if activity.stopped:
@@ -222,10 +232,7 @@ def hung_outcome(
     if others and all(other.in_collective for other in others):
         behind = "all ranks wait in collective operations, and this one is behind"
         why += f"; {behind if activity.in_collective else 'the other ranks wait for it in a collective operation'}"
-    who, silence = f"rank {culprit.rank} on host {socket.gethostname()}", f"no progress for {silent_seconds:.0f} s"
-    fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {_AGAIN}"
-    finding = Finding(f"{who} hung {_place(culprit)}: {silence}", "", why, fix)
-    return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (finding,))
+    return why
 
 
 def place_text(phase: str, step: int) -> str:

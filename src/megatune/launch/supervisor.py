@@ -15,7 +15,7 @@ from typing import Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch import report
 from megatune.launch.context import StartRequest, heartbeat_path, log_path
-from megatune.launch.devices import count_oom_kills
+from megatune.launch.devices import OomKills
 from megatune.launch.failure import Kind, error_path
 from megatune.launch.processes import POLL_SECONDS, RankProcesses
 from megatune.launch.world import World, ensure_port_free
@@ -27,7 +27,6 @@ GRACE_SECONDS = 600.0
 # collective operation broke off, the rank that broke it has longer to fail too.
 SETTLE_SECONDS = 0.3
 SETTLE_COLLECTIVE_SECONDS = 3.0
-OOM_SECONDS = 5.0  # from the kernel's decision to a rank's end, at most
 
 
 def run_ranks(
@@ -124,7 +123,7 @@ def _watch(
     """Follow the ranks until all have ended, ending them where that is needed."""
     begun = time.monotonic()
     stop_by: float | None = None
-    kills = _OomKills()
+    kills = OomKills()
     while processes.pending:
         processes.poll(POLL_SECONDS)
         now = time.monotonic()
@@ -155,25 +154,7 @@ def _watch(
     return report.Outcome("stopped", ExitCode.STOPPED) if stopped else report.Outcome("done", ExitCode.DONE)
 
 
-class _OomKills:
-    """Whether the kernel's out-of-memory killer has struck lately: a kill of hours ago, or of another container of the
-    machine, says nothing about a rank that dies now."""
-
-    def __init__(self) -> None:
-        self._looked = time.monotonic()
-        self._before = self._latest = count_oom_kills()
-
-    def look(self, now: float) -> None:
-        """Forget what was OOM_SECONDS to twice as long ago."""
-        if now - self._looked > OOM_SECONDS:
-            self._looked, self._before, self._latest = now, self._latest, count_oom_kills()
-
-    def happened(self) -> bool:
-        """Return whether it has since."""
-        return count_oom_kills() > self._before
-
-
-def _conclude_failure(processes: RankProcesses, kills: _OomKills) -> report.Outcome:
+def _conclude_failure(processes: RankProcesses, kills: OomKills) -> report.Outcome:
     """A rank has failed: gather what failed with it, end the others, and find the first cause."""
     run_dir = processes.request.run_dir
 

@@ -18,6 +18,7 @@ class Problem:
         domain: the entry of `rewards` that scores it.
         prompt_ids: int64 [p].
         row: all columns, for the reward: ground_truth, test_cases, difficulty, ...
+        prompt: the text of `prompt_ids`, template and all.
     """
 
     id: str
@@ -26,6 +27,7 @@ class Problem:
     messages: list[dict[str, str]]
     prompt_ids: np.ndarray
     row: Mapping[str, Any]
+    prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,9 @@ class Request:
     Attributes:
         id: unique in the run.
         seed: of this response alone, so that it does not depend on what else is sampled.
+        max_new_tokens: of the whole response, with the part that it goes on from.
+        temperature: 0 takes the likeliest token; its log-probabilities are at temperature 1 then.
+        stop_token_ids: that end the response and belong to it; none for the model's own, of generation_config.json.
         response_ids, log_probs, versions: of a partial rollout that goes on: what it has so far.
     """
 
@@ -79,7 +84,8 @@ class Sample:
 
     Attributes:
         score: what the reward says.
-        details: metrics of the reward by name; `error` where it raised or timed out.
+        details: metrics of the reward by name; `correct`: 1 or 0, what accuracies are of; `error` where it raised or
+            timed out.
     """
 
     problem: Problem

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class TrainState:
         base: digest of what adapters are beside (training/base.py); "" without adapters.
         reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
         reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
+        updates: of the optimizer, where a step may have several.
     """
 
     step: int = 0
@@ -64,17 +65,23 @@ class TrainState:
     reference: str = ""
     reward_sum: float = 0.0
     reward_pairs: float = 0.0
+    updates: int = 0
 
 
 class CheckpointFiles:
     """The files of a checkpoint that this rank writes; made by all ranks together.
+
+    Args:
+        beside: small files by name that rank 0 adds to the training state.
 
     Attributes:
         num_bytes: of their tensors.
         model_bytes: of those of the model, or of adapters.
     """
 
-    def __init__(self, assembly: Assembly, settings: Settings, state: TrainState) -> None:
+    def __init__(
+        self, assembly: Assembly, settings: Settings, state: TrainState, beside: Mapping[str, bytes] | None = None
+    ) -> None:
         parameters, layout = assembly.parameters, (assembly.architecture, assembly.place)
         if _has_adapters(settings):
             self._sets = [adapter_files(parameters, *layout)]
@@ -89,7 +96,8 @@ class CheckpointFiles:
         if self._small and assembly.place.rank == 0:
             parts = {"optimizer": scalars(assembly.optimizer), "layout": layout_of(assembly, settings)}
             content = {**asdict(state), **parts}
-            self._small.append(SmallFile(f"{_TRAINING}/{_STATE}", json.dumps(content, indent=1).encode()))
+            own = {_STATE: json.dumps(content, indent=1).encode()}
+            self._small += [SmallFile(f"{_TRAINING}/{name}", data) for name, data in {**(beside or {}), **own}.items()]
         self.num_bytes = sum(files.num_bytes for files in self._sets)
         self.model_bytes = self._sets[0].num_bytes
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatune import __version__
@@ -55,8 +55,13 @@ class CheckpointSaver:
         """Return whether the checkpoint in flight is committed or has failed, as rank 0 knows; False on other ranks."""
         return self._in_flight is not None and self._assembly.place.rank == 0 and not self._in_flight.is_alive()
 
-    def save(self, state: TrainState, *, background: bool = False) -> Path | None:
+    def save(
+        self, state: TrainState, *, background: bool = False, beside: Mapping[str, bytes] | None = None
+    ) -> Path | None:
         """Save the checkpoint of `state.step`. Collective; none is in flight.
+
+        Args:
+            beside: small files by name that go beside the training state; rank 0's.
 
         Returns:
             Where it is; None while it is written in the background.
@@ -66,7 +71,7 @@ class CheckpointSaver:
         """
         assert not self.in_flight, "settle the one before"
         gather_parameters(self._assembly.model)
-        files = CheckpointFiles(self._assembly, self._settings, state)
+        files = CheckpointFiles(self._assembly, self._settings, state, beside)
         claims = groups.gather((socket.gethostname(), files.num_bytes, free_memory()))
         needed = sum(num_bytes for _, num_bytes, _ in claims)
         if self._settings.checkpoint.save_format == "torch_dist":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -143,17 +144,25 @@ def evaluate(
         steps: of each step this data-parallel rank's micro-batches.
         on_step: called before each step with its index.
     """
-    gather_parameters(model)
     found: list[StepTotals] = []
+    with evaluating(model):
+        for index, batches in enumerate(steps):
+            on_step(index)
+            found.append(forward_backward(model, batches, objective, forward_only=True))
+    return StepTotals.summed(found)
+
+
+@contextmanager
+def evaluating(model: list[Chunk]) -> Iterator[None]:
+    """Compute with the newest weights, in eval mode and without gradients; collective at its start. Chunks are in the
+    mode that they were in at the end."""
+    gather_parameters(model)
     modes = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
     try:
         with torch.no_grad():
-            for index, batches in enumerate(steps):
-                on_step(index)
-                found.append(forward_backward(model, batches, objective, forward_only=True))
+            yield
     finally:
         for chunk, is_training in zip(model, modes, strict=True):
             chunk.train(is_training)
-    return StepTotals.summed(found)

@@ -21,19 +21,16 @@ class RunPart:
     exp_name: str = "rlvr"
     seed: int = 42
     output_dir: str = "./output"
-    logging_dir: str = "./output/logs"
     max_steps: int = 500
     save_steps: int = 50
     max_ckpt_to_keep: int = 0  # 0: all
     logging_steps: int = 1
     eval_steps: int = 10
     resume_from_checkpoint: bool | str = False
-    rpc_timeout: float = 3600.0
+    rpc_timeout: float = 3600.0  # seconds that a call to a role may take
     rollout_dump_dir: str | None = None
     rollout_mock: Literal["dump", "mock"] | None = None
     rollout_mock_dir: str | None = None
-    track_with: tuple[str, ...] = ("tensorboard",)
-    tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     num_gpus_per_node: int = 8
     model_update_buffer_size_mb: int = 1024
     system_envs: dict[str, str] = field(default_factory=dict)
@@ -108,8 +105,8 @@ class AlgorithmPart:
     norm_std_type: Normalization | None = None
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
     critic_warmup: int = 0
-    enable_reference: bool = False  # resolved: what needs a reference has one
-    recompute_old_log_probs: bool = False  # resolved from the two switches and the number of updates
+    enable_reference: bool = False  # resolved: what needs a reference has one; of adapters it is the model below them
+    recompute_old_log_probs: bool = False  # resolved from the two switches, the number of updates and what needs them
     train_infer_is_weight: IsWeight = IsWeight()
     train_infer_filters: tuple[CorrectionFilter, ...] = ()
     importance_sampling: Literal["token", "seq"] = "token"
@@ -147,7 +144,8 @@ class ModelRole:
     Attributes:
         name: "actor_train", "reference", "critic", "teacher.NAME".
         devices: global numbers, each for one rank; processes of the CPU where there is no GPU.
-        settings: of the engine: model, layout, precision, optimizer, adapters; for `training` roles all are used.
+        settings: of the engine: model, layout, precision, optimizer, adapters; for `training` roles all are used. Those
+            of actor_train also say what the run is reported to (`logging`).
         infer_batch_size: rows of a micro-batch that only runs forward.
         strategy: "megatron" computes with the engine, "hf" with Transformers, forward only.
         packed_tokens_train, packed_tokens_forward: rows are packed up to so many tokens; None: one sample a row.
@@ -161,6 +159,8 @@ class ModelRole:
     infer_batch_size: int = 16
     packed_tokens_train: int | None = None
     packed_tokens_forward: int | None = None
+    min_micro_batches_train: int = 1
+    min_micro_batches_forward: int = 1
     dynamic_tokens_train: int | None = None  # micro-batches by tokens (use_dynamic_batching_*)
     dynamic_tokens_forward: int | None = None
     warmup_steps: int = 0
@@ -176,13 +176,17 @@ class ModelRole:
 
 @dataclass(frozen=True, slots=True)
 class InferRole:
-    """The role that samples responses.
+    """A role that samples responses: the policy's, or a judge's.
 
     Attributes:
         engine: "builtin", "vllm" or "sglang".
         devices_per_engine: devices of one engine; there are len(devices) / devices_per_engine of them.
-        config: handed to vllm's or sglang's engine.
+        config: handed to vllm's or sglang's engine, without what stands here by a name of its own; {} for builtin.
         py_executable: Python of the environment that the engine is installed in; None for this one.
+        sleep_level: what is freed between rollouts: the cache (1), or weights, too (2).
+        infer_batch_size: sequences that the built-in engine samples at once for a judge.
+        name: of the role: "actor_infer", "reward_model", "rewards.DOMAIN".
+        return_routing: whether the experts that were chosen come with each response, for router_replay.
     """
 
     devices: tuple[int, ...]
@@ -194,6 +198,14 @@ class InferRole:
     config: dict[str, Any] = field(default_factory=dict)
     py_executable: str | None = None
     system_envs: dict[str, str] = field(default_factory=dict)
+    sleep_level: int = 1
+    infer_batch_size: int = 16
+    name: str = "actor_infer"
+    return_routing: bool = False
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.devices) // self.devices_per_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +223,14 @@ class RewardRole:
     """What scores the responses of one domain.
 
     Attributes:
-        kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice", or "python"
-            for a user's function at `function`, "module:name".
+        kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice",
+            "general_val", "format", "length", or "python" for a user's function at `function`, "module:name".
         tag_included: tags of the rows of this domain.
         workers: processes.
-        arguments: the keys of the role that belong to the kind: code_url, use_local, judge_*, format_pattern,
-            reward_type, response_length_penalty_coef, ..., and for llm_judge `generating`.
+        arguments: the keys of the role that were written and belong to the kind: code_url, use_local, judge_*,
+            format_pattern, reward_type, response_length_penalty_coef, ..., and for llm_judge `generating`.
+        judge: the model that judges, on devices of its own (judge_model_type: inference); `RLSettings.reward_model` is
+            the one that several domains share (cluster).
     """
 
     domain: str
@@ -227,6 +241,7 @@ class RewardRole:
     function: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     group_filter: GroupFilter = GroupFilter()
+    judge: InferRole | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +256,8 @@ class PromptData:
     messages: str | None = None
     prompt: str | None = None
     response: str = "solution"
-    preprocessing_num_workers: int = 1
+    sources: tuple[str, ...] = ()  # dataset_filter: rows with another `source` are left out; (): none is
+    num_samples: int = 0  # dataset_filter: the first so many rows, after the filter; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,3 +286,10 @@ class RLSettings:
     @property
     def samples_per_step(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.num_return_sequences_in_group
+
+    @property
+    def sampling_temperature(self) -> float:
+        """What logits are divided by for log-probabilities: the temperature of sampling. Where the likeliest token is
+        always taken there is none, and they are those of the model itself."""
+        generating = self.actor_infer.generating
+        return generating.temperature if generating.do_sample and generating.temperature > 0 else 1.0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # What chat templates read beside the messages. Without a date, some would state the day of the run.
-_DATE = {"date_string": LLAMA3_DATE, "strftime_now": datetime.strptime(LLAMA3_DATE, "%d %b %Y").strftime}
+FIXED_DATE = {"date_string": LLAMA3_DATE, "strftime_now": datetime.strptime(LLAMA3_DATE, "%d %b %Y").strftime}
 
 Chat = list[dict[str, Any]]
 
@@ -175,7 +175,7 @@ class _Rendering:
     def _run(self, chat: Chat, thinking: bool | None, **options: bool) -> tuple[str, list[Any]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = {**options, **self.special_tokens, **_DATE}
+        given = {**options, **self.special_tokens, **FIXED_DATE}
         if thinking is not None:
             given["enable_thinking"] = thinking
         (text,), spans = render_jinja_template([chat], tools=self.tools, chat_template=self.source, **given)

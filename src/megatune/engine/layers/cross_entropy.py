@@ -40,7 +40,12 @@ class OutputLayer(ColumnParallelLinear):
     num_vocabulary_rows: int  # of this rank's rows those that are real; the rest only pads the vocabulary
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, labels: Tensor | None = None, trained: Tensor | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        labels: Tensor | None = None,
+        trained: Tensor | None = None,
+        head: Head | None = None,
     ) -> tuple[Tensor, None]:
         """Compute logits, or with `labels` and `trained` token losses; see `token_losses`."""
         if labels is None or trained is None:
@@ -48,7 +53,23 @@ class OutputLayer(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         first = self.tp_group.rank() * weight.shape[0]
         part = VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel)
-        return token_losses(input_, weight, labels, trained, part), None
+        return token_losses(input_, weight, labels, trained, part, head or PLAIN), None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is computed of labels.
+
+    Attributes:
+        temperature: logits are divided by it, in fp32, so that probabilities are those that tokens were sampled with.
+        entropy: compute the entropy of every trained token's distribution, too, with its gradient.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+
+
+PLAIN = Head()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +104,7 @@ class VocabularyPart:
 
 
 def token_losses(
-    hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyPart
+    hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyPart, head: Head = PLAIN
 ) -> Tensor:
     """Compute cross-entropy of each token: log Σ exp(logits) - logits[label], in fp32, over the whole vocabulary.
 
@@ -95,49 +116,57 @@ def token_losses(
         trained: int64 [n], places of the trained tokens in the flattened labels.
 
     Returns:
-        fp32 [b, s], 0 where a token is not trained.
+        fp32 [b, s], or with `head.entropy` [b, s, 2], losses and entropies; 0 where a token is not trained.
     """
     b, s = labels.shape
     targets = labels.reshape(-1).index_select(0, trained)
     rows = trained % s * b + trained // s  # places in the flattened hidden states
-    losses = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part)
-    return losses.new_zeros(b * s).index_copy(0, trained, losses).view(b, s)
+    found = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part, head)
+    kept = found.shape[1:]
+    return found.new_zeros(b * s, *kept).index_copy(0, trained, found).view(b, s, *kept)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses of the trained tokens, fp32 [n]. One collective of 2 · n numbers in the forward pass, and those that a
-    column-parallel linear layer has."""
+    """Losses of the trained tokens, fp32 [n], or losses and entropies, [n, 2]. One collective of 2 · n numbers in the
+    forward pass, 3 · n with entropies, and those that a column-parallel linear layer has."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden_states: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, part: VocabularyPart
+        ctx: Any, hidden_states: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, part: VocabularyPart, head: Head
     ) -> Tensor:
         inputs = _gather(hidden_states, part)
         real_weight = weight[: part.num_rows]
         columns, is_mine = _local(targets, part)
         log_sums = inputs.new_full(targets.shape, -torch.inf, dtype=torch.float32)
-        target_logits = torch.zeros_like(log_sums)
+        target_logits, entropies = torch.zeros_like(log_sums), torch.zeros_like(log_sums)
         for chunk in part.chunks(len(rows)):
             logits = inputs.index_select(0, rows[chunk]) @ real_weight.t()
             target_logits[chunk] = logits.gather(1, columns[chunk, None])[:, 0].float().where(is_mine[chunk], 0)
-            log_sums[chunk] = _log_sum_exp(logits)
+            if head.entropy:
+                log_sums[chunk], entropies[chunk] = _log_sum_exp_and_entropy(logits, head.temperature)
+            else:
+                log_sums[chunk] = _log_sum_exp(logits, head.temperature)
             del logits  # before the next chunk's are made
-        log_sums, target_logits = _combine(log_sums, target_logits, part)
+        log_sums, target_logits, entropies = _combine(log_sums, target_logits / head.temperature, entropies, part, head)
         losses = log_sums - target_logits
-        ctx.save_for_backward(hidden_states, weight, targets, rows, log_sums, losses)
-        ctx.part = part
-        return losses
+        ctx.save_for_backward(hidden_states, weight, targets, rows, log_sums, losses, entropies)
+        ctx.part, ctx.head = part, head
+        return torch.stack((losses, entropies), 1) if head.entropy else losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_states, weight, targets, rows, log_sums, losses = ctx.saved_tensors
-        part: VocabularyPart = ctx.part
+    def backward(ctx: Any, grad_found: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_states, weight, targets, rows, log_sums, losses, entropies = ctx.saved_tensors
+        part, head = ctx.part, ctx.head
         inputs = _gather(hidden_states, part)
         real_weight = weight[: part.num_rows]
         columns, is_mine = _local(targets, part)
+        grad_found = grad_found / head.temperature
+        grad_losses, grad_entropies = grad_found.unbind(1) if head.entropy else (grad_found, None)
         # softmax - 1 at the target, exact also where the softmax is nearly 1.
         grad_targets = torch.expm1(-losses) * grad_losses
+        if grad_entropies is not None:
+            grad_targets -= grad_entropies * torch.exp(-losses) * (entropies - losses)
         grad_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
         # DDP's buffer, whatever gradient_accumulation_fusion says: a sum over chunks needs an fp32 tensor as large as
         # the weight, and that one is there.
@@ -147,7 +176,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = torch.zeros_like(weight, dtype=torch.float32)
         for chunk in part.chunks(len(rows)):
             some, here = inputs.index_select(0, rows[chunk]), columns[chunk, None]
-            grad_logits = _scaled_softmax(some @ real_weight.t(), log_sums[chunk], grad_losses[chunk])
+            logits, scale = some @ real_weight.t(), grad_losses[chunk]
+            if grad_entropies is None:
+                grad_logits = _scaled_softmax(logits, log_sums[chunk], scale, head.temperature)
+            else:
+                of_entropy = grad_entropies[chunk], entropies[chunk]
+                grad_logits = _grad_with_entropy(logits, log_sums[chunk], scale, *of_entropy, head.temperature)
+            del logits
             there = grad_targets[chunk, None].to(grad_logits.dtype)
             grad_logits.scatter_(1, here, torch.where(is_mine[chunk, None], there, grad_logits.gather(1, here)))
             if grad_inputs is not None:
@@ -159,24 +194,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_inputs is not None:
             grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
         if not ctx.needs_input_grad[1]:
-            return grad_hidden_states, None, None, None, None
+            return grad_hidden_states, None, None, None, None, None
         grad_weight = total.to(weight.dtype) if main_grad is None else announced_gradient(weight)
-        return grad_hidden_states, grad_weight, None, None, None
+        return grad_hidden_states, grad_weight, None, None, None, None
 
 
 @device.compiled
-def _log_sum_exp(logits: Tensor) -> Tensor:
+def _log_sum_exp(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Reduce [n, v] to fp32 [n]; fp32 logits are overwritten, which spares a copy."""
-    wide = logits.float()
+    wide = _wide(logits, temperature)
     largest = wide.amax(-1)
     return wide.sub_(largest[:, None]).exp_().sum(-1).log_().add_(largest)
 
 
 @device.compiled
-def _scaled_softmax(logits: Tensor, log_sums: Tensor, scale: Tensor) -> Tensor:
+def _log_sum_exp_and_entropy(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Reduce [n, v] to fp32 [n], and to the entropy of these columns' softmax, fp32 [n]; fp32 logits are
+    overwritten."""
+    wide = _wide(logits, temperature)
+    largest = wide.amax(-1)
+    shifted = wide.sub_(largest[:, None])
+    exponentials = shifted.exp()
+    sums = exponentials.sum(-1)
+    log_sums = sums.log()
+    return log_sums + largest, log_sums - exponentials.mul_(shifted).sum(-1) / sums
+
+
+@device.compiled
+def _scaled_softmax(logits: Tensor, log_sums: Tensor, scale: Tensor, temperature: float = 1.0) -> Tensor:
     """Compute exp(logits - log_sums) · scale, [n, v], [n], [n] to [n, v], in fp32 and round to the dtype of the logits;
     fp32 logits are overwritten. Scaled before rounding: in fp16 that is what keeps small gradients from being 0."""
-    return logits.float().sub_(log_sums[:, None]).exp_().mul_(scale[:, None]).to(logits.dtype)
+    return _wide(logits, temperature).sub_(log_sums[:, None]).exp_().mul_(scale[:, None]).to(logits.dtype)
+
+
+@device.compiled
+def _grad_with_entropy(
+    logits: Tensor, log_sums: Tensor, scale: Tensor, entropy_scale: Tensor, entropies: Tensor, temperature: float
+) -> Tensor:
+    """Compute p · (scale - entropy_scale · (log p + entropy)), as `_scaled_softmax` does without the second term."""
+    log_probs = _wide(logits, temperature).sub_(log_sums[:, None])
+    factors = torch.addcmul(scale[:, None], log_probs + entropies[:, None], entropy_scale[:, None], value=-1)
+    return log_probs.exp_().mul_(factors).to(logits.dtype)
+
+
+def _wide(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature in fp32; fp32 logits are overwritten."""
+    return logits.float() if temperature == 1 else logits.float().div_(temperature)
 
 
 def _local(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
@@ -186,14 +249,21 @@ def _local(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
     return columns.where(is_mine, 0), is_mine
 
 
-def _combine(log_sums: Tensor, target_logits: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+def _combine(
+    log_sums: Tensor, target_logits: Tensor, entropies: Tensor, part: VocabularyPart, head: Head
+) -> tuple[Tensor, Tensor, Tensor]:
     """Combine those of the parts to those of the whole vocabulary, fp32 [n] each."""
     if part.size == 1 or not len(log_sums):
-        return log_sums, target_logits
-    mine = torch.stack((log_sums, target_logits))
-    all_parts = mine.new_empty(part.size * 2, len(log_sums))
-    torch.distributed.all_gather_into_tensor(all_parts, mine, group=part.group)
-    return all_parts[0::2].logsumexp(0), all_parts[1::2].sum(0)
+        return log_sums, target_logits, entropies
+    mine = torch.stack((log_sums, target_logits, entropies) if head.entropy else (log_sums, target_logits))
+    all_parts = mine.new_empty(part.size, *mine.shape)
+    torch.distributed.all_gather_into_tensor(all_parts.view(-1, len(log_sums)), mine, group=part.group)
+    of_parts, whole = all_parts[:, 0], all_parts[:, 0].logsumexp(0)
+    if head.entropy:
+        # Σ w (H - log w), of parts with shares w: no large numbers cancel.
+        shares = (of_parts - whole).exp()
+        entropies = (shares * all_parts[:, 2] + torch.special.entr(shares)).sum(0)
+    return whole, all_parts[:, 1].sum(0), entropies
 
 
 def _gather(hidden_states: Tensor, part: VocabularyPart) -> Tensor:

@@ -99,7 +99,7 @@ class EvalReport:
     Attributes:
         step: optimizer steps done.
         epoch: passes over the training rows done.
-        loss: mean over all trained tokens, or pairs, of the evaluation rows.
+        loss: mean over all trained tokens, or pairs, of the evaluation rows; None where responses were scored.
         perplexity: exp(loss), of tokens' losses; None of others.
         num_tokens: trained tokens.
         seconds: time it took.
@@ -109,7 +109,7 @@ class EvalReport:
 
     step: int
     epoch: float | None
-    loss: float
+    loss: float | None
     perplexity: float | None
     num_tokens: int
     seconds: float

@@ -118,7 +118,7 @@ def log_line(report: LogReport, shown: Shown = SHOW_ALL) -> str:
         *(_throughput(report) if shown.throughput else ()),
         f"mem {report.memory_gib:.1f} GiB",
     ]
-    parts += _metrics(report.metrics)
+    parts += _metrics(shown.of_metrics(report.metrics))
     if report.data_seconds > _NOTABLE_WAIT * report.seconds:
         parts.append(f"data {report.data_seconds / report.seconds:.0%}")
     if report.unreadable_pictures:
@@ -130,7 +130,7 @@ def log_line(report: LogReport, shown: Shown = SHOW_ALL) -> str:
 
 def evaluation_line(report: EvalReport, shown: Shown = SHOW_ALL) -> str:
     """step 20  eval_loss 2.1234  perplexity 8.36  12,345 tokens in 3.2 s"""
-    parts = [f"step {report.step}  eval_loss {report.loss:.4f}"]
+    parts = [f"step {report.step}" + (f"  eval_loss {report.loss:.4f}" if report.loss is not None else "  validation")]
     if report.perplexity is not None and shown.perplexity:
         parts.append(f"perplexity {report.perplexity:.4g}")
     parts += _metrics(report.metrics)

@@ -125,9 +125,10 @@ class Results(Callback):
 
     def on_evaluate(self, report: EvalReport) -> None:
         perplexity = {} if report.perplexity is None else {"eval_perplexity": report.perplexity}
+        loss = {} if report.loss is None else {"eval_loss": report.loss}
         self._evaluation = {
             "epoch": report.epoch,
-            "eval_loss": report.loss,
+            **loss,
             **perplexity,
             **{f"eval_{name}": value for name, value in report.metrics.items()},
             "eval_runtime": report.seconds,
@@ -184,6 +185,10 @@ class TensorBoard(Callback):
 
     def on_evaluate(self, report: EvalReport) -> None:
         self._add(self._shown.eval_values(report), report.step)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Show a text, as Markdown."""
+        self._writer.add_text(tag, text, step)
 
     def on_save(self, path: Path) -> None:
         self._writer.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,27 +21,32 @@ PLOT_NAME = "training_loss.png"
 _PAUSE_SECONDS = 30.0
 _FIELDS = {each.name for each in fields(LogReport)}  # what else a record has is a metric
 _LARGEST_SHARE = 0.01  # of a run's time that drawing may take
-# Of preference training, drawn beside the loss.
-_BESIDE = ("rewards/accuracies", "rewards/margins", "accuracy", "margin")
+# Of preference training and reinforcement learning, drawn beside the loss.
+_BESIDE = ("reward", "rewards/accuracies", "rewards/margins", "accuracy", "margin")
 _COLORS = ("tab:blue", "tab:orange")
 _Series = tuple[list[int], list[float]]  # steps and values
 
 
 class LossPlot(Callback):
-    """Draws metrics.jsonl, with what runs before a resume left in it: at most every 30 s, and at any end of the run."""
+    """Draws metrics.jsonl, with what runs before a resume left in it: at most every 30 s, and at any end of the run.
 
-    def __init__(self, output_dir: Path) -> None:
+    Args:
+        small: metrics that have panels below; None: all.
+    """
+
+    def __init__(self, output_dir: Path, small: Collection[str] | None = None) -> None:
+        self._small = small
         self._metrics = output_dir / METRICS_NAME
         self._image = output_dir / PLOT_NAME
         self._next = time.monotonic() + _PAUSE_SECONDS
 
     def on_train_end(self, summary: TrainSummary) -> None:
-        draw(self._metrics, self._image)
+        draw(self._metrics, self._image, self._small)
 
     def _draw_if_due(self, report: object) -> None:
         begin = time.monotonic()
         if begin >= self._next:
-            draw(self._metrics, self._image)
+            draw(self._metrics, self._image, self._small)
             end = time.monotonic()
             self._next = end + max(_PAUSE_SECONDS, (end - begin) / _LARGEST_SHARE)
 
@@ -50,7 +56,7 @@ class LossPlot(Callback):
         self._draw_if_due(path)
 
 
-def draw(metrics: Path, image: Path) -> bool:
+def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> bool:
     """Draw losses, learning rate, gradient norm and metrics as a PNG, and return whether there was anything to draw."""
     records = read_json_lines(metrics)
     loss, evaluation = _series(records, "loss"), _series(records, "eval_loss")
@@ -58,7 +64,7 @@ def draw(metrics: Path, image: Path) -> bool:
         return False
 
     beside = [name for name in _BESIDE if any(name in record for record in records)]
-    small = _small_panels(records, beside)
+    small = _small_panels(records, beside, only)
     rows = [list(small)[first : first + 2] for first in range(0, len(small), 2)]
     figure = new_figure(9 + 2 * bool(beside), 5 + 1.5 * len(rows))
     from matplotlib.ticker import MaxNLocator
@@ -70,6 +76,7 @@ def draw(metrics: Path, image: Path) -> bool:
     _draw_curves(axes["loss"], loss, evaluation, "loss")
     axes["loss"].set_title("training loss")
     per = "trained tokens" if not beside else "pairs" if len(beside) > 1 else "answers"
+    per = "responses" if "reward" in beside else per
     axes["loss"].set_ylabel(f"loss (mean over {per})")
     for name in beside:
         _draw_curves(axes[name], _series(records, name), _series(records, f"eval_{name}"))
@@ -90,12 +97,14 @@ def draw(metrics: Path, image: Path) -> bool:
     return True
 
 
-def _small_panels(records: list[dict[str, Any]], beside: list[str]) -> dict[str, dict[str, _Series]]:
+def _small_panels(
+    records: list[dict[str, Any]], beside: list[str], only: Collection[str] | None
+) -> dict[str, dict[str, _Series]]:
     """Return what each small panel shows: lines by their names. Both answers of a pair are in one panel."""
     panels = {"learning rate": {"": _series(records, "learning_rate")}}
     panels["gradient norm"] = {"": _series(records, "grad_norm")}
     names = {key for record in records for key in record if not key.startswith("eval_")} - _FIELDS - {*beside}
-    for name in sorted(names):
+    for name in sorted(names if only is None else names & {*only}):
         if (series := _series(records, name))[0]:
             panel, _, answer = name.rpartition("/")
             panel, line = (panel, answer) if answer in ("chosen", "rejected") else (name, "")

@@ -62,6 +62,8 @@ class Router(TopKRouter):
         is_real = real_tokens(sequences, self.config.sequence_parallel)
         scores = routing.score(logits, self.score_function)
         experts = self._choose(logits.detach(), scores.detach(), is_real)
+        if sequences.routing is not None:
+            experts = self._replay(sequences.routing, experts)
         factor = self.config.moe_router_topk_scaling_factor
         probs = routing.weigh(scores, experts, normalize=not self.config.moe_router_pre_softmax, scaling_factor=factor)
         # Neither evaluation nor the first pass of a layer that is recomputed counts.
@@ -78,6 +80,13 @@ class Router(TopKRouter):
             return routing.choose_balanced(logits, is_real, self.topk)
         biased = scores if self.expert_bias is None else scores + self.expert_bias
         return routing.choose(biased, self.topk, self.config.moe_router_num_groups, self.config.moe_router_group_topk)
+
+    def _replay(self, chosen: Tensor, experts: Tensor) -> Tensor:
+        """Take the rollout engine's choices, [b, s / cp, layers, k], where there are some: trainer and engine are then
+        the same function of the weights (R3, arXiv:2510.11370). How much of each expert is taken is the router's."""
+        of_layer = chosen[:, :, self.layer_number - 1].transpose(0, 1)
+        mine = _of_this_rank(of_layer, self.config.sequence_parallel).long() - 1
+        return torch.where((mine < 0).any(1, keepdim=True), experts, mine)
 
     def _attach_losses(
         self, probs: Tensor, logits: Tensor, scores: Tensor, is_real: Tensor, sequences: Sequences
@@ -217,8 +226,8 @@ def documents_of_tokens(sequences: Sequences, sequence_parallel: bool) -> tuple[
 
 
 def _of_this_rank(whole: Tensor, sequence_parallel: bool) -> Tensor:
-    """Flatten [s / cp, b] to [n], with sequence parallelism this tensor-parallel rank's part."""
+    """Flatten [s / cp, b, ...] to [n, ...], with sequence parallelism this tensor-parallel rank's part."""
     if sequence_parallel:
         group = parallel_state.get_tensor_model_parallel_group()
         whole = whole.chunk(group.size())[group.rank()]
-    return whole.reshape(-1)
+    return whole.flatten(0, 1)

@@ -1,0 +1,118 @@
+"""Moves a model between its device and the host's memory, so that roles can have one device by turns.
+
+Storages are emptied and filled again in place: parameters, buffers of gradients and the optimizer's shards are views of
+each other, and stay so. On a CPU the same is done, from memory to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from megatron.core.parallel_state import get_global_memory_buffer
+from torch import Tensor, UntypedStorage
+
+from megatune.engine import device
+from megatune.engine.model import Chunk, gather_parameters
+from megatune.engine.optimizer import Optimizer, state_tensors
+
+Part = Literal["weights", "gradients", "optimizer"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class Offload:
+    """What of a model is on the host at present.
+
+    Args:
+        optimizer: None of a model that only runs forward.
+
+    Attributes:
+        away: the parts that are on the host.
+    """
+
+    def __init__(self, model: Sequence[Chunk], optimizer: Optimizer | None = None) -> None:
+        self._model, self._optimizer = list(model), optimizer
+        # Of each part what was emptied: the storage, its bytes, and their copy; None where its content is not kept.
+        self._emptied: dict[Part, list[tuple[UntypedStorage, int, Tensor | None]]] = {}
+
+    @property
+    def away(self) -> Collection[Part]:
+        return self._emptied.keys()
+
+    @torch.no_grad()
+    def move_out(self, parts: Iterable[Part] = PARTS) -> int:
+        """Move parts to the host, and free the device's memory; return the bytes that were freed.
+
+        Gradients are not kept: the next backward pass begins with new ones. What the optimizer keeps on the host anyway
+        stays as it is.
+        """
+        wanted = [part for part in parts if part not in self._emptied]
+        if "weights" in wanted:
+            gather_parameters(self._model)
+        found = self._storages()
+        for part in wanted:
+            kept = part != "gradients"
+            self._emptied[part] = [(each, each.nbytes(), _on_host(each) if kept else None) for each in found[part]]
+        device.synchronize()  # the copies are made
+        for part in wanted:
+            for storage, _, _ in self._emptied[part]:
+                storage.resize_(0)
+        get_global_memory_buffer().buffer.clear()
+        torch.cuda.empty_cache()
+        return sum(num_bytes for part in wanted for _, num_bytes, _ in self._emptied[part])
+
+    @torch.no_grad()
+    def move_in(self, parts: Iterable[Part] = PARTS) -> int:
+        """Move parts back; return the bytes that were taken."""
+        moved = 0
+        for part in parts:
+            for storage, num_bytes, copy in self._emptied.pop(part, []):
+                storage.resize_(num_bytes)
+                if copy is None:
+                    _bytes_of(storage).zero_()
+                else:
+                    _bytes_of(storage).copy_(copy, non_blocking=True)
+                moved += num_bytes
+        device.synchronize()
+        return moved
+
+    def _storages(self) -> dict[Part, list[UntypedStorage]]:
+        """Find the storages of each part that are on the device; one that parts share is the first one's."""
+        tensors: dict[Part, Iterable[Tensor]] = {
+            "weights": _weights(self._model),
+            "gradients": (buffer.grad_data for buffer in _buffers(self._model)),
+            "optimizer": () if self._optimizer is None else state_tensors(self._optimizer),
+        }
+        seen: set[int] = set()
+        found: dict[Part, list[UntypedStorage]] = {part: [] for part in PARTS}
+        for part in PARTS:
+            for tensor in tensors[part]:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in seen and tensor.device.type == device.current().type:
+                    seen.add(storage._cdata)
+                    found[part] += [storage] if storage.nbytes() else []
+        return found
+
+
+def _weights(model: Sequence[Chunk]) -> Iterator[Tensor]:
+    for chunk in model:
+        yield from chunk.module.parameters()
+        yield from chunk.module.buffers()
+
+
+def _buffers(model: Sequence[Chunk]) -> Iterator[Any]:
+    """Yield Megatron-Core's buffers of gradients."""
+    for chunk in model:
+        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _on_host(storage: UntypedStorage) -> Tensor:
+    """Copy a storage, into page-locked memory where there is a GPU; torch keeps that for the next time."""
+    content = _bytes_of(storage)
+    copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=device.HAS_GPU)
+    return copy.copy_(content, non_blocking=True)

@@ -1,0 +1,165 @@
+"""The policy's loss: what `engine.step` computes of losses and entropies of tokens.
+
+Values of tokens lie where their response's tokens are predicted, as labels do. Legend: b rows, s tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatune.config.rl.settings import AlgorithmPart, PolicyVariant
+from megatune.engine.layers.cross_entropy import Head
+from megatune.engine.sequences import LocalBatch, MicroBatch, at_tokens, document_totals
+from megatune.engine.step import ObjectiveOutput
+from megatune.objectives.policy import aggregation, correction
+from megatune.objectives.policy.losses import Terms, k3, token_losses
+
+# Extras of tokens, `data.batches.TokenValues` fp32 [b, s], named as in Rollouts.per_token; 0 at all other tokens. Every
+# token of a response has a label, also where its mask is 0.
+MASK, ADVANTAGES, WEIGHTS = "mask", "advantages", "weights"  # always
+OLD = "old_log_probs"  # where recompute_old_log_probs: of the trainer before the first update
+ROLLOUT = "rollout_log_probs"  # elsewhere: the ratio is 1 then, and the train-infer correction is made here
+REFERENCE = "reference_log_probs"  # where use_kl_loss
+# An extra of documents, `DocumentValues` fp32 [D]: scores, where the variant is topr.
+SCORES = "scores"
+
+_METRICS = (
+    "actor/pg_loss", "actor/entropy", "actor/approxkl", "actor/policykl", "actor/ratio_mean",
+    "actor/ppo_ratio_clipfrac", "actor/ppo_ratio_high_clipfrac", "actor/ppo_ratio_low_clipfrac",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """rl_loss_coef · (policy loss + kl_loss_coef · KL) - entropy_loss_coef · entropy, aggregated as loss_agg_mode says
+    over all micro-batches and ranks of one update.
+
+    Any layout, and any distribution of samples to micro-batches, gives the same gradient. Tokens whose mask is 0 are in
+    no sum; those that filters of the correction drop here still count in divisors, which are known before.
+
+    Attributes:
+        settings: ratio clip, importance_sampling, loss_agg_mode, coefficients, train-infer correction.
+        temperature: of sampling; log-probabilities are those at it.
+        variant: pg_variant of ROLL's ActorPGWorker, which takes ratios of tokens; None is its ActorWorker's clipped
+            loss, where importance_sampling decides.
+        topr_positive_weight, topr_negative_weight: of responses with a score above 0, and of others.
+        norm_length: what seq-mean-token-sum-norm divides by; ROLL's is sequence_length - 1.
+        samples: in the mini-batch, of all ranks; used by seq-mean-token-sum-norm alone.
+    """
+
+    settings: AlgorithmPart
+    temperature: float = 1.0
+    variant: PolicyVariant | None = None
+    topr_positive_weight: float = 1.0
+    topr_negative_weight: float = 1.0
+    norm_length: int = 1
+    samples: int = 1
+
+    @property
+    def head(self) -> Head:
+        """What the output layer computes."""
+        return Head(self.temperature, entropy=True)
+
+    @property
+    def token_extras(self) -> tuple[str, ...]:
+        """Extras of tokens that micro-batches must have."""
+        old = OLD if self.settings.recompute_old_log_probs else ROLLOUT
+        return MASK, ADVANTAGES, WEIGHTS, old, *(REFERENCE,) * self.settings.use_kl_loss
+
+    @property
+    def document_extras(self) -> tuple[str, ...]:
+        """Extras of documents that micro-batches must have."""
+        return (SCORES,) if self.variant == "topr" else ()
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """By ROLL's names."""
+        own = () if self.settings.recompute_old_log_probs else correction.metric_names(self.settings)
+        return *_METRICS, *("actor/kl_loss",) * self.settings.use_kl_loss, *own
+
+    def normalizer(self, batch: MicroBatch) -> Tensor:
+        """Count tokens, or responses: int64 []."""
+        mask: Tensor = batch.extras[MASK].on_rank(None, torch.device("cpu"))
+        return aggregation.normalizer(self.settings.loss_agg_mode, mask, batch)
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        """Compute the loss of losses and entropies of tokens, fp32 [b, s / cp, 2]."""
+        settings, extras = self.settings, batch.extras
+        losses, entropies = output.unbind(-1)
+        log_probs, mask, weights = -losses, extras[MASK], extras[WEIGHTS]
+        norm = self.samples / self.norm_length
+        of_tokens = aggregation.token_weights(settings.loss_agg_mode, mask, batch.sequences, norm)
+        metrics: Mapping[str, tuple[Tensor, Tensor]] = {}
+        if settings.recompute_old_log_probs:
+            old = extras[OLD]
+        else:
+            old = log_probs.detach()
+            weights, of_tokens, metrics = self._corrected(old, weights, of_tokens, batch)
+        log_ratio = torch.where(mask > 0, log_probs - old, 0.0)
+        terms = self._terms(log_probs, log_ratio, batch)
+        of_policy = token_losses(self.variant, terms, settings, self.topr_positive_weight, self.topr_negative_weight)
+        policy = (of_tokens * weights * of_policy).sum()
+        loss, kl = policy, torch.zeros_like(policy)
+        if settings.use_kl_loss:
+            reference = torch.where(mask > 0, extras[REFERENCE], log_probs)
+            kl = (of_tokens * k3(log_probs, reference)).sum()
+            loss = loss + settings.kl_loss_coef * kl
+        loss = settings.rl_loss_coef * loss
+        if settings.entropy_loss_coef:
+            loss = loss - settings.entropy_loss_coef * (of_tokens * entropies).sum()
+        count = (
+            mask.sum() if settings.loss_agg_mode == "token-mean" else aggregation.shares(mask, batch.sequences).sum()
+        )
+        found = {"actor/pg_loss": (policy, count), "actor/kl_loss": (kl, count), **metrics}
+        found |= self._means(terms.log_ratio, log_ratio, entropies, mask)
+        return ObjectiveOutput(loss, found)
+
+    def _terms(self, log_probs: Tensor, log_ratio: Tensor, batch: LocalBatch) -> Terms:
+        """Gather what token losses are made of; the ratio of a response (GSPO, arXiv:2507.18071) is the geometric mean
+        of those of its tokens."""
+        mask = batch.extras[MASK]
+        if self.variant is None and self.settings.importance_sampling == "seq":
+            sizes = document_totals(mask, batch.sequences).clamp(min=1)
+            log_ratio = (document_totals(log_ratio, batch.sequences) / sizes).to(log_ratio.dtype)
+            log_ratio = torch.where(mask > 0, log_ratio, 0.0)
+        is_positive = None
+        if self.variant == "topr":
+            is_positive = at_tokens(batch.extras[SCORES], batch.sequences) > 0
+        return Terms(log_probs, log_ratio, batch.extras[ADVANTAGES], is_positive)
+
+    def _corrected(
+        self, old: Tensor, weights: Tensor, of_tokens: Tensor, batch: LocalBatch
+    ) -> tuple[Tensor, Tensor, Mapping[str, tuple[Tensor, Tensor]]]:
+        """Apply the train-infer correction to weights of the policy loss, and of all losses."""
+        totals = partial(document_totals, sequences=batch.sequences)
+        is_response = batch.labels >= 0
+        found = correction.correct(old, batch.extras[ROLLOUT], is_response, totals, self.settings)
+        return weights * found.weights.to(weights.dtype), of_tokens * found.keep, found.metrics
+
+    @torch.no_grad()
+    def _means(
+        self, log_ratio: Tensor, of_tokens: Tensor, entropies: Tensor, mask: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return means over tokens that count.
+
+        Args:
+            log_ratio: what the loss takes: of tokens, or of responses.
+            of_tokens: log-ratios of tokens.
+        """
+        ratio = log_ratio.exp()
+        high, low = ratio > 1 + self.settings.pg_clip_high, ratio < 1 - self.settings.pg_clip_low
+        values = {
+            "entropy": entropies,
+            "approxkl": of_tokens.square() / 2,
+            "policykl": of_tokens,
+            "ratio_mean": ratio,
+            "ppo_ratio_clipfrac": high | low,
+            "ppo_ratio_high_clipfrac": high,
+            "ppo_ratio_low_clipfrac": low,
+        }
+        return {f"actor/{name}": ((value * mask).sum(), mask.sum()) for name, value in values.items()}

@@ -1,0 +1,232 @@
+"""From scores to advantages: what the driver computes between log-probabilities and training.
+
+The order is ROLL's: masks of samples, normalization and clip of rewards, rewards of tokens, returns, whitening, clip,
+train-infer correction. Rewards and advantages are of one domain; the KL coefficient, weights of samples and the
+correction are of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatune.config.rl.settings import AlgorithmPart
+from megatune.objectives.policy.correction import correct
+from megatune.objectives.policy.returns import (
+    discounted,
+    generalized_advantages,
+    kl_estimates,
+    share_beyond,
+    token_rewards,
+    whitened,
+)
+from megatune.objectives.policy.rewards import RunningMoments, sample_masks, sample_weights, shaped
+from megatune.objectives.policy.samples import Prepared, StepSamples, Tokens
+
+
+class AlgorithmState:
+    """What is carried from step to step: the coefficient of the KL penalty, and running moments of rewards.
+
+    Args:
+        settings: init_kl_coef is the coefficient of the first step.
+    """
+
+    def __init__(self, settings: AlgorithmPart) -> None:
+        self.kl_coef = settings.init_kl_coef
+        self.running: dict[str, RunningMoments] = {}  # by domain
+
+    def control_kl(self, current: float, num_samples: int, settings: AlgorithmPart) -> None:
+        """Move the coefficient towards target_kl (arXiv:1909.08593, section 2.2); constant without one."""
+        if settings.target_kl is not None:
+            error = np.clip(current / settings.target_kl - 1, -0.2, 0.2)
+            self.kl_coef *= float(1 + error * num_samples / settings.kl_horizon)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers, for a checkpoint (JSON can hold them)."""
+        running = {domain: moments.state_dict() for domain, moments in self.running.items()}
+        return {"kl_coef": self.kl_coef, "running": running}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.kl_coef = state["kl_coef"]
+        self.running = {domain: RunningMoments(**moments) for domain, moments in state["running"].items()}
+
+
+def prepare(
+    samples: StepSamples,
+    settings: AlgorithmPart,
+    state: AlgorithmState,
+    opd_coefs: Mapping[str, float] | None = None,
+) -> Prepared:
+    """Compute advantages, returns, masks and weights of a step's samples. Changes `state`, and nothing else.
+
+    Without old log-probabilities those of the rollout engine take their place in KL and teachers' penalties, and the
+    train-infer correction is left to `PolicyObjective`.
+
+    Args:
+        opd_coefs: weights of the teachers by name (opd_kl_coef); 1 where none is given.
+
+    Raises:
+        ValueError: what the settings need is not there: values, a reference, log-probabilities.
+    """
+    tokens = Tokens(samples.lengths)
+    rewards, used, metrics = _rewards(samples, settings, state)
+    mask = used[tokens.sample].astype(np.float64)
+    of_tokens, of_kl = _penalized(samples, tokens, token_rewards(rewards, tokens), settings, state)
+    penalty = _teachers_penalty(samples, tokens, settings, opd_coefs or {})
+    values = None
+    if settings.adv_estimator == "gae" and not settings.is_pure_opd:
+        values = tokens.join(_needed(samples.values, "values", "adv_estimator: gae"))
+    advantages, returns = np.zeros(len(tokens)), np.zeros(len(tokens))
+    for _, samples_here in _by_domain(samples):
+        here, inside = samples_here[tokens.sample], Tokens(tokens.lengths[samples_here])
+        known = None if values is None else values[here]
+        found = _advantages(of_tokens[here], known, penalty[here], mask[here], inside, settings)
+        advantages[here], returns[here] = found
+    if settings.advantage_clip is not None:
+        metrics["critic/advantage_clip_frac"] = share_beyond(advantages, settings.advantage_clip)
+        advantages = np.clip(advantages, -settings.advantage_clip, settings.advantage_clip)
+    weights = sample_weights(tokens.lengths, samples.difficulty, used, settings)[tokens.sample]
+    weights, mask, of_correction = _corrected(samples, tokens, weights, mask, settings)
+    metrics |= of_kl | of_correction
+    for name, each in (("advantages", advantages), ("returns", returns), ("values", values)):
+        metrics |= {} if each is None else _statistics(f"critic/{name}", each[mask > 0])
+    return Prepared(
+        advantages=tokens.split(advantages * (mask > 0)),
+        returns=tokens.split(returns),
+        mask=tokens.split(mask),
+        weights=tokens.split(weights),
+        metrics=metrics,
+    )
+
+
+def _rewards(
+    samples: StepSamples, settings: AlgorithmPart, state: AlgorithmState
+) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+    """Return what estimators take as rewards, [n], which samples train, bool [n], and metrics."""
+    scores, lengths = np.asarray(samples.scores, np.float64), np.asarray(samples.lengths)
+    groups, at_limit = np.asarray(samples.groups), np.asarray(samples.at_limit, bool)
+    rewards, used = np.zeros(len(scores)), np.ones(len(scores), bool)
+    metrics: dict[str, float] = {}
+    for domain, here in _by_domain(samples):
+        masks = sample_masks(scores[here], lengths[here], groups[here], at_limit[here], settings)
+        for name, mask in masks.items():
+            metrics[f"{domain}/actor/{name}_ratio"] = float(mask.mean())
+            used[here] &= mask
+        metrics[f"{domain}/actor/final_mask_ratio"] = float(used[here].mean())
+        running = state.running.setdefault(domain, RunningMoments())
+        running.add(scores[here])
+        rewards[here] = shaped(scores[here], groups[here], settings, running)
+    metrics |= {"actor/samples_used": float(used.sum()), "actor/samples_total": float(len(used))}
+    if settings.reward_clip:
+        metrics["critic/reward_clip_frac"] = share_beyond(rewards, settings.reward_clip)
+        rewards = np.clip(rewards, -settings.reward_clip, settings.reward_clip)
+    return rewards, used, metrics | _statistics("critic/rewards", rewards)
+
+
+def _by_domain(samples: StepSamples) -> list[tuple[str, np.ndarray]]:
+    """Return each domain and which samples are of it, bool [n]."""
+    domains = np.asarray(samples.domains)
+    return [(domain, domains == domain) for domain in dict.fromkeys(samples.domains)]
+
+
+def _statistics(name: str, values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
+
+
+def _penalized(
+    samples: StepSamples, tokens: Tokens, rewards: np.ndarray, settings: AlgorithmPart, state: AlgorithmState
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Return rewards of tokens less the KL penalty, clipped, and metrics; moves the coefficient for the next step."""
+    metrics: dict[str, float] = {}
+    if samples.reference_log_probs is None:
+        if settings.add_token_level_kl:
+            raise ValueError("add_token_level_kl: there are no log-probabilities of a reference")
+    else:
+        policy = tokens.join(_policy(samples, "the KL penalty"))
+        estimates = kl_estimates(policy, tokens.join(samples.reference_log_probs), settings.kl_penalty)
+        current = float(tokens.means(estimates, np.ones(len(tokens))).mean())
+        used = state.kl_coef if settings.add_token_level_kl else 0.0
+        metrics |= {"critic/kl": current, "critic/kl_coef": used}
+        rewards = rewards - used * estimates
+        state.control_kl(current, len(tokens.lengths), settings)
+    if settings.reward_clip:
+        metrics["critic/token_reward_clip_frac"] = share_beyond(rewards, settings.reward_clip)
+        rewards = np.clip(rewards, -settings.reward_clip, settings.reward_clip)
+    return rewards, metrics
+
+
+def _advantages(
+    rewards: np.ndarray,
+    values: np.ndarray | None,
+    penalty: np.ndarray,
+    mask: np.ndarray,
+    tokens: Tokens,
+    settings: AlgorithmPart,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return advantages and returns of the tokens of one domain."""
+    if settings.is_pure_opd:
+        advantages = returns = -penalty
+    else:
+        if settings.whiten_rewards:
+            rewards = whitened(rewards, mask)
+        rewards = rewards * mask
+        if values is not None:
+            advantages, returns = generalized_advantages(rewards, values, tokens, settings.gamma, settings.lambd)
+        else:
+            advantages = returns = discounted(rewards, tokens, settings.gamma)
+        advantages = advantages - penalty
+    if settings.whiten_advantages or settings.adv_estimator == "reinforce_plus_plus":
+        advantages = whitened(advantages, mask)
+    return advantages * mask, returns
+
+
+def _teachers_penalty(
+    samples: StepSamples, tokens: Tokens, settings: AlgorithmPart, coefs: Mapping[str, float]
+) -> np.ndarray:
+    """Return Σ coefficient · KL(policy, teacher) of each token: on-policy distillation. 0 where it is off."""
+    total = np.zeros(len(tokens))
+    if not settings.is_pure_opd and not settings.use_opd:
+        return total
+    if not samples.teachers:
+        raise ValueError("on-policy distillation: there are no log-probabilities of a teacher")
+    policy = _policy(samples, "on-policy distillation")
+    for name, of_teacher in samples.teachers.items():
+        pairs = zip(policy, of_teacher, strict=True)
+        # Of a sample that it does not teach the teacher says nothing: no penalty.
+        found = [kl_estimates(mine, his if len(his) else mine, settings.kl_penalty) for mine, his in pairs]
+        total += coefs.get(name, 1.0) * tokens.join(found)
+    return total
+
+
+def _corrected(
+    samples: StepSamples, tokens: Tokens, weights: np.ndarray, mask: np.ndarray, settings: AlgorithmPart
+) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+    """Apply the train-infer correction to weights and mask of tokens, where both log-probabilities are known."""
+    if samples.old_log_probs is None or samples.rollout_log_probs is None:
+        return weights, mask, {}
+    old, rollout = (torch.from_numpy(tokens.join(each)) for each in (samples.old_log_probs, samples.rollout_log_probs))
+
+    def totals(values: Tensor) -> Tensor:
+        return torch.from_numpy(tokens.sums(values.numpy())[tokens.sample])
+
+    found = correct(old, rollout, torch.ones_like(old), totals, settings)
+    metrics = {name: float(total / max(float(count), 1.0)) for name, (total, count) in found.metrics.items()}
+    return weights * found.weights.numpy(), mask * found.keep.numpy(), metrics
+
+
+def _policy(samples: StepSamples, purpose: str) -> Sequence[np.ndarray]:
+    """Return the policy's log-probabilities: the trainer's, or those of the rollout engine."""
+    return _needed(samples.old_log_probs or samples.rollout_log_probs, "log-probabilities of the policy", purpose)
+
+
+def _needed(values: Any, what: str, purpose: str) -> Any:
+    if values is None:
+        raise ValueError(f"{purpose}: there are no {what}")
+    return values

@@ -1,0 +1,228 @@
+"""A run's actors, on this machine or on a cluster that is already running."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.processes import RankState, rank_environment
+from megatune.launch.world import LOOPBACK, RankEnv
+from megatune.rl.cluster import session
+from megatune.rl.cluster.group import Pending, RoleGroup
+from megatune.rl.cluster.machine import visible_gpus
+from megatune.rl.cluster.role import RoleSpec, Seat, seats
+
+HANG_SECONDS = 1800.0
+CALL_SECONDS = 3600.0
+START_SECONDS = 600.0
+STORE_BYTES = 2**30  # of objects in flight
+_PROBE_SECONDS = 120
+
+
+class Cluster(AbstractContextManager["Cluster"]):
+    """Ray, started for this run on this machine, or the cluster that RAY_ADDRESS names; as a context manager, ends all.
+
+    Colocated roles, which name the same devices, share them: they are to be called by turns.
+
+    Args:
+        run_dir: gets logs/ROLE-RANK.log, heartbeats/, ROLE-RANK.error.json and report.json.
+        devices: of all roles together, global numbers.
+        devices_per_node: devices of one machine.
+        bytes_in_flight: of objects that are under way at once: four buckets of weights, and a step's samples. This
+            machine's object store gets room for them, as far as there is memory; what exceeds it goes to a disk.
+        hang_timeout: seconds between two beats of an actor at work after which it counts as hung, unless the beat
+            states a limit of its own.
+        call_limit: seconds of a call that states no limit.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, where Ray is not installed (extra "rl"), does not start, the cluster cannot be
+            joined, or has fewer devices than are asked for.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        devices: Collection[int],
+        *,
+        devices_per_node: int = 8,
+        bytes_in_flight: int = STORE_BYTES,
+        hang_timeout: float = HANG_SECONDS,
+        call_limit: float = CALL_SECONDS,
+    ) -> None:
+        self._run_dir = run_dir.absolute()
+        self._devices_per_node, self._call_limit = devices_per_node, call_limit
+        for name in ("logs", "heartbeats"):
+            (self._run_dir / name).mkdir(parents=True, exist_ok=True)
+        self._nodes = sorted({device // devices_per_node for device in devices}) or [0]
+        used = [sorted({each for each in devices if each // devices_per_node == node}) for node in self._nodes]
+        per_node = [len(own) for own in used]
+        joined = bool(os.environ.get("RAY_ADDRESS"))
+        own_gpus = 0 if joined else _ensure_devices(used, devices_per_node)
+        with contextlib.ExitStack() as stack:
+            slots = max(1, per_node[0])
+            store = session.store_bytes(bytes_in_flight)
+            self._folder = stack.enter_context(session.ray_session(slots, own_gpus, store, self._run_dir))
+            from megatune.rl.cluster.placement import Placement  # what imports Ray comes after its switches are set
+            from megatune.rl.cluster.watch import Watch
+
+            self._placement = stack.enter_context(Placement(self._run_dir, per_node, joined=joined))
+            self._machines = self._placement.machines
+            self._equipment = [machine.equipment() for machine in self._machines]
+            self._gpus = self._name_gpus(used, joined)
+            self._watch = Watch(self._run_dir, self._machines, hang_timeout)
+            self._count = itertools.count()
+            self._ports: set[tuple[int, int]] = set()
+            stack.callback(self._end)
+            self._stack = stack.pop_all()
+
+    def _name_gpus(self, used: Sequence[Sequence[int]], joined: bool) -> dict[int, str]:
+        """Return CUDA's name on its machine for each device; {} where devices are processes of CPUs."""
+        if not self._placement.has_gpus:
+            return {}
+        names: dict[int, str] = {}
+        for equipment, devices in zip(self._equipment, used, strict=True):
+            # A bundle of a shared cluster is of any devices of its machine; this machine's own are numbered.
+            places = range(len(devices)) if joined else [device % self._devices_per_node for device in devices]
+            names |= {device: equipment.gpus[place] for device, place in zip(devices, places, strict=True)}
+        return names
+
+    def start(self, specs: Sequence[RoleSpec], *, limit: float = START_SECONDS) -> dict[str, RoleGroup]:
+        """Start roles, all at once, and return them by name; every object is built by then.
+
+        Raises:
+            MegatuneError: see `group.Pending.result`; UNAVAILABLE, where a py_executable cannot be used.
+        """
+        from megatune.rl.cluster.watch import Actor
+
+        ensure_pythons([spec.py_executable for spec in specs if spec.py_executable])
+        begun = time.monotonic()
+        actors: dict[str, list[Actor]] = {}
+        for spec in specs:
+            places = seats(spec, self._devices_per_node, self._nodes)
+            meeting = self._meeting(places[0]) if spec.rendezvous else (LOOPBACK, 0)
+            for seat in places:
+                state = RankState(next(self._count), 0, time.monotonic())
+                host = self._equipment[seat.node].host
+                handle = self._host(spec, seat, meeting)
+                actors.setdefault(spec.name, []).append(Actor(spec.name, seat, handle, seat.node, host, state))
+        everyone = [actor for group in actors.values() for actor in group]
+        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor) for actor in everyone])
+        for actor, pid in zip(everyone, Pending(self._watch, born).result(), strict=True):
+            actor.state.pid = pid
+            self._watch.actors.append(actor)
+        builds = [
+            (actor.handle.build.remote(spec.target, dict(spec.arguments)), actor)
+            for spec in specs
+            for actor in actors[spec.name]
+        ]
+        built = self._watch.begin("build", limit - (time.monotonic() - begun), builds)
+        Pending(self._watch, built).result()
+        return {name: RoleGroup(name, group, self._watch, self._call_limit) for name, group in actors.items()}
+
+    def wait(self, calls: Sequence[Pending], *, seconds: float | None = None) -> list[Pending]:
+        """Wait until one of the calls is done, for at most `seconds`, and return those that are.
+
+        Raises:
+            MegatuneError: see `group.Pending.result`.
+        """
+        self._watch.wait(lambda: any(call.done for call in calls), seconds)
+        return [call for call in calls if call.done]
+
+    def stop(self, group: RoleGroup) -> None:
+        """End a role's actors, with all that they started, and free its devices."""
+        self._watch.forget(group.actors)
+        self._kill(group.actors)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _meeting(self, first: Seat) -> tuple[str, int]:
+        """Return where ranks meet: an address of the first one's machine, and a port that no other role has."""
+        machine = self._machines[first.node]
+        while (found := (first.node, machine.free_port())) in self._ports:
+            pass
+        self._ports.add(found)
+        return self._equipment[first.node].address, found[1]
+
+    def _host(self, spec: RoleSpec, seat: Seat, meeting: tuple[str, int]) -> Any:
+        """Start an actor's process."""
+        import ray
+
+        from megatune.rl.cluster.host import Birth, Host
+
+        env = RankEnv(seat.rank, seat.local_rank, spec.size, seat.local_world_size, *meeting, seat.node)
+        birth = Birth(spec.name, env, self._run_dir, os.getcwd(), () if spec.py_executable else tuple(sys.path))
+        runtime: dict[str, Any] = {"env_vars": self._environment(spec, seat, env)}
+        if spec.py_executable:
+            runtime["py_executable"] = spec.py_executable
+        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": self._placement.strategy(seat.node)}
+        return ray.remote(Host).options(runtime_env=runtime, **options).remote(birth)
+
+    def _environment(self, spec: RoleSpec, seat: Seat, env: RankEnv) -> dict[str, str]:
+        """Return the variables of an actor's process, beside those of the machine."""
+        threads = rank_environment({}, seat.local_world_size)
+        variables = {name: os.environ.get(name, value) for name, value in threads.items()}
+        if spec.py_executable:
+            variables["PYTHONPATH"] = session.package_path(self._folder)
+        elif "PYTHONPATH" in os.environ:
+            variables["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        if self._gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[device] for device in seat.visible)
+        if spec.rendezvous:
+            variables |= env.variables()
+        return variables | dict(spec.environment)
+
+    def _end(self) -> None:
+        self._kill(self._watch.actors)
+
+    def _kill(self, actors: Sequence[Any]) -> None:
+        for number, machine in enumerate(self._machines):
+            with contextlib.suppress(MegatuneError):  # of a machine that is gone
+                machine.kill({actor.name: actor.state.pid for actor in actors if actor.machine == number})
+
+
+def _ensure_devices(used: Sequence[Sequence[int]], devices_per_node: int) -> int:
+    """Return how many GPUs of this machine a run uses that starts Ray itself: none where there are none.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, where the devices are of several machines, or more than this one has.
+    """
+    if len(used) > 1:
+        what = f"the run's devices are on {len(used)} machines, of {devices_per_node} devices each"
+        fix = "start a Ray cluster on them (`ray start`), and set RAY_ADDRESS; or a device_mapping of one machine"
+        raise MegatuneError(Finding(what, "device_mapping", "this machine alone was given", fix), ExitCode.UNAVAILABLE)
+    gpus = len(visible_gpus())
+    highest = max((device % devices_per_node for device in used[0]), default=0)
+    if gpus and highest >= gpus:
+        what, fix = f"device {highest} on a machine that shows {gpus} GPUs", f"devices from 0 to {gpus - 1}"
+        raise MegatuneError(Finding(what, "device_mapping", "", fix), ExitCode.UNAVAILABLE)
+    return min(gpus, max(1, len(used[0])))
+
+
+def ensure_pythons(executables: Collection[str]) -> None:
+    """Refuse other Pythons in which Ray's processes would not start, or would not understand this one.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, with all of them.
+    """
+    findings = []
+    for executable in sorted(set(executables)):
+        command = [executable, "-c", session.PYTHON_QUESTION]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            findings.append(Finding(f"py_executable {executable} does not run", why=str(error)))
+            continue
+        if finding := session.python_mismatch(executable, done.stdout.strip()):
+            findings.append(finding)
+    if findings:
+        raise MegatuneError(findings, ExitCode.UNAVAILABLE)

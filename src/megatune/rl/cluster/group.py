@@ -1,0 +1,120 @@
+"""Calls to the actors of a role, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.rl.cluster.watch import Actor, Call, Watch
+
+
+class Pending:
+    """A call in flight to some actors of a role."""
+
+    def __init__(self, watch: Watch, call: Call) -> None:
+        self._watch, self._call = watch, call
+
+    @property
+    def done(self) -> bool:
+        """Whether every actor has answered; `Cluster.wait` finds out."""
+        return self._call.done
+
+    def result(self) -> list[Any]:
+        """Wait, and return the answers in the order of the actors that were called.
+
+        Raises:
+            MegatuneError: naming role, rank, phase, step, cause and log file of the first failure of any actor of the
+                cluster meanwhile: PROCESS_DIED for one that died, hung or did not answer within the call's limit, else
+                the exit code of what it raised.
+        """
+        self._watch.wait(lambda: self._call.done)
+        return [self._call.answers[place] for place in sorted(self._call.answers)]
+
+
+class RoleGroup:
+    """The actors of a role. An actor does one call after another, in the order in which they were made.
+
+    Arguments and answers travel as pickles through Ray's object store: arrays arrive read-only, and tensors are of no
+    graph. Arguments that several actors get are stored once a machine.
+
+    Attributes:
+        name: of the role.
+        size: number of actors.
+        actors: by rank.
+        call_limit: seconds of a call that states no limit.
+    """
+
+    def __init__(self, name: str, actors: Sequence[Actor], watch: Watch, call_limit: float) -> None:
+        self.name, self.size = name, len(actors)
+        self.actors, self.watch, self.call_limit = list(actors), watch, call_limit
+
+    def call(self, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call a method of every actor's object, and return their answers by rank.
+
+        Args:
+            limit: seconds for all of it; None for the cluster's.
+
+        Raises:
+            MegatuneError: see `Pending.result`.
+        """
+        return self.start(method, *args, limit=limit, **kwargs).result()
+
+    def call_one(self, rank: int, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Any:
+        """Call a method of one actor's object; see `call`."""
+        return self.start_one(rank, method, *args, limit=limit, **kwargs).result()[0]
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> list[Any]:
+        """Call a method of every actor's object with its own arguments, by rank; see `call`."""
+        return self.start_each(method, arguments, limit=limit).result()
+
+    def start(self, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
+        """As `call`, without waiting."""
+        return self._start(method, self.actors, [args] * self.size, kwargs, limit)
+
+    def start_one(self, rank: int, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
+        """As `call_one`, without waiting."""
+        return self._start(method, [self.actors[rank]], [args], kwargs, limit)
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> Pending:
+        """As `call_each`, without waiting."""
+        assert len(arguments) == self.size
+        return self._start(method, self.actors, arguments, {}, limit)
+
+    def _start(
+        self,
+        method: str,
+        actors: Sequence[Actor],
+        arguments: Sequence[tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        limit: float | None,
+    ) -> Pending:
+        stored = {id(args): store(args) if len(actors) > 1 and args else args for args in arguments}
+        refs = [
+            (actor.handle.call.remote(method, stored[id(args)], kwargs), actor)
+            for actor, args in zip(actors, arguments, strict=True)
+        ]
+        return self.begin(method, refs, limit)
+
+    def begin(self, method: str, refs: Sequence[tuple[Any, Actor]], limit: float | None) -> Pending:
+        """Watch over Ray's references, and the actors that will answer them."""
+        return Pending(self.watch, self.watch.begin(method, self.call_limit if limit is None else limit, refs))
+
+
+def store(value: Any) -> Any:
+    """Put a value into Ray's object store, and return its reference.
+
+    Raises:
+        MegatuneError: OUT_OF_MEMORY, where the store is full.
+    """
+    import ray
+
+    try:
+        return ray.put(value)
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+        why = " ".join(str(error).split())
+        fix = "a smaller model_update_buffer_size_mb or rollout_batch_size; more room in /dev/shm"
+        finding = Finding("Ray's object store has no room for the arguments of a call", "", why, fix)
+        raise MegatuneError(finding, ExitCode.OUT_OF_MEMORY) from error

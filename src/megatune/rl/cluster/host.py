@@ -1,0 +1,150 @@
+"""The process of an actor: sets itself up, builds the object of its role, and does what it is told.
+
+Nothing heavy is imported here: the class of a role may live in an environment with other libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatune.launch.context import RankContext, die_with_parent, log_path, set_process_name
+from megatune.launch.failure import Failure, describe_failure, error_path, write_failure
+from megatune.launch.rank_main import print_failure
+from megatune.launch.world import RankEnv
+from megatune.rl.cluster.buckets import PackedBucket, pack, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What an actor's process is told at its start.
+
+    Attributes:
+        folder: where the driver runs; paths of the settings are relative to it.
+        sys_path: the driver's, for what users name by Python path.
+    """
+
+    role: str
+    env: RankEnv
+    run_dir: Path
+    folder: str
+    sys_path: tuple[str, ...]
+
+
+class StreamError(Exception):
+    """A generator broke off; carries what its actor says of it."""
+
+    def __init__(self, role: str, failure: Failure) -> None:
+        super().__init__(role, failure)
+        self.role, self.failure = role, failure
+
+
+class Host:
+    """A Ray actor. Its methods run one at a time, in the process's main thread.
+
+    What the role's object raises is an answer, a `Failure`, and so needs no class that the driver can import.
+    """
+
+    def __init__(self, birth: Birth) -> None:
+        die_with_parent(os.getppid())  # of Ray's raylet
+        with contextlib.suppress(OSError):
+            os.chdir(birth.folder)
+        sys.path += [entry for entry in birth.sys_path if entry not in sys.path]
+        self._role = birth.role
+        self._context = RankContext(birth.env, birth.run_dir, role=birth.role)
+        self._log = _open_log(birth)
+        set_process_name(f"{birth.role}-{birth.env.rank}")
+        error_path(birth.run_dir, birth.env.rank, birth.role).unlink(missing_ok=True)
+        self._object: Any = None
+
+    def pid(self) -> int:
+        """Return this process's number on its machine."""
+        return os.getpid()
+
+    def build(self, target: str, arguments: Mapping[str, Any]) -> Any:
+        """Build the object that calls go to."""
+
+        def create() -> None:
+            module, _, name = target.partition(":")
+            self._object = getattr(importlib.import_module(module), name)(self._context, **arguments)
+
+        return self._guarded("build", create)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of the object, and return its answer, or a `Failure`."""
+        return self._guarded(method, lambda: getattr(self._object, method)(*args, **kwargs))
+
+    def drain(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Run a generator of the object for what it does with the other ranks."""
+
+        def run() -> None:
+            for _ in getattr(self._object, method)(*args):
+                pass
+
+        return self._guarded(method, run)
+
+    def stream(self, method: str, args: tuple[Any, ...]) -> Iterator[PackedBucket]:
+        """Run a generator of the object, and yield its buckets.
+
+        Raises:
+            StreamError: where it raises.
+        """
+        self._context.beat(method, self._context.step)
+        try:
+            for bucket in getattr(self._object, method)(*args):
+                if bucket:
+                    yield pack(bucket)
+                    self._context.beat(method, self._context.step)
+        except Exception as error:
+            raise StreamError(self._role, self._fail(error)) from None
+        self._context.beat("idle", self._context.step)
+
+    def feed(self, method: str, bucket: PackedBucket) -> Any:
+        """Call a method of the object with a bucket of another actor's `stream`; return its tensors and bytes."""
+
+        def take() -> tuple[int, int]:
+            tensors = unpack(bucket)
+            getattr(self._object, method)(tensors)
+            return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+
+        return self._guarded(method, take)
+
+    def _guarded(self, phase: str, work: Any) -> Any:
+        self._context.beat(phase, self._context.step)
+        try:
+            answer = work()
+        except Exception as error:
+            return self._fail(error)
+        self._context.beat("idle", self._context.step)
+        return answer
+
+    def _fail(self, error: Exception) -> Failure:
+        failure = describe_failure(error, self._context)
+        with contextlib.suppress(OSError):  # on a full disk the answer still says it
+            write_failure(error_path(self._context.run_dir, self._context.rank, self._role), failure)
+        print_failure(failure, sys.stderr)
+        return failure
+
+
+def _open_log(birth: Birth) -> Any:
+    """Send all output to the actor's log, below that of earlier runs; SIGUSR1 and crashes write all stacks there."""
+    path = log_path(birth.run_dir, f"{birth.role}-{birth.env.rank}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.open("a", buffering=1)
+    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    print(f"=== {birth.role} {birth.env.rank}, process {os.getpid()}, {now}", file=log)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    faulthandler.enable(file=log)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    return log

@@ -1,0 +1,233 @@
+"""The loop over steps: weights to the engines, responses, rewards, updates, checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatune.config.rl.settings import RLSettings
+from megatune.rl.cluster.group import Pending
+from megatune.rl.cluster.weights import Sync
+from megatune.rl.pipeline.collector import Collector, Taken
+from megatune.rl.pipeline.dumps import dump_step, record_step, replay_step
+from megatune.rl.pipeline.groups import Sampling
+from megatune.rl.pipeline.learn import Learner
+from megatune.rl.pipeline.phases import Phases
+from megatune.rl.pipeline.progress import Progress
+from megatune.rl.pipeline.report import Reports
+from megatune.rl.pipeline.sampler import Sampler
+from megatune.rl.pipeline.scoring import PoolScorer
+from megatune.rl.pipeline.startup import Roles
+from megatune.rl.pipeline.validation import sample_all, validation_metrics
+from megatune.rl.pipeline.weights import Weights
+from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
+from megatune.rl.problems import Problems
+from megatune.rl.rewards.pool import RewardPool
+from megatune.training.callbacks.base import EvalReport
+from megatune.training.storage.files import writing
+from megatune.training.storage.new_folder import new_folder
+
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Driver:
+    """Runs the steps.
+
+    Attributes:
+        decode: ids -> text, without special tokens.
+        progress: how far the run has come; changed by every step.
+    """
+
+    settings: RLSettings
+    roles: Roles
+    weights: Weights
+    learner: Learner
+    pool: RewardPool
+    decode: Callable[[Sequence[int]], str]
+    stop_token_ids: tuple[int, ...]
+    problems: Problems
+    validation: Problems | None
+    reports: Reports
+    progress: Progress
+    stop_requested: Callable[[], bool]
+    _sampler: Sampler = field(init=False)
+    _collector: Collector = field(init=False)
+    _phases: Phases = field(default_factory=Phases, init=False)
+    _is_held: bool = field(default=False, init=False)
+    _synced: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        run, rollout, infer = self.settings.run, self.settings.rollout, self.settings.actor_infer
+        sampling = Sampling(infer.generating, run.seed, rollout.response_length, stop_token_ids=self.stop_token_ids)
+        self._sampler = Sampler(self.roles.engines, sampling, rollout.max_running_requests)
+        order = ProblemOrder(self.problems.by_domain, run.seed)
+        self._collector = Collector(
+            self._sampler,
+            PoolScorer(self.pool, self.decode),
+            order.at,
+            domain_batch_sizes(self.settings.data.domain_shares, rollout.rollout_batch_size),
+            {name: role.group_filter for name, role in self.settings.rewards.items()},
+            rollout.num_return_sequences_in_group,
+            rollout.async_generation_ratio,
+            rollout.max_additional_running_prompts if rollout.is_use_additional_prompts else 0,
+        )
+        if self.progress.step:
+            self._collector.load_state(self.progress.collector)
+            self.learner.state.load_state_dict(self.progress.algorithm)
+
+    def run(self) -> Literal["finished", "stopped"]:
+        """Take all steps that are left, or until somebody asks to stop; the last step is always saved."""
+        run = self.settings.run
+        if self._is_asynchronous:
+            for model in self.roles.models:
+                model.meanwhile = self._sample_until
+        while self.progress.step < run.max_steps:
+            self._step(self.progress.step)
+            ends = self.stop_requested() or self.progress.step == run.max_steps
+            if ends or self.progress.step % run.save_steps == 0:
+                self._save()
+            if ends and self.progress.step < run.max_steps:
+                return "stopped"
+        if self.validation is not None and run.rollout_mock != "mock":
+            with self._held():
+                self.weights.sync(run.max_steps + 1)
+                self._validate(run.max_steps)
+        return "finished"
+
+    @property
+    def place(self) -> str:
+        """Where the run is, in words."""
+        return f"step {self.progress.step + 1} of {self.settings.run.max_steps}, {self._phases.current}"
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        run = self.settings.run
+        return self.settings.rollout.async_generation_ratio > 0 and run.rollout_mock != "mock"
+
+    def _step(self, step: int) -> None:
+        """Take one step, counted from 0; the weights that it begins with are version step + 1."""
+        phases, run = Phases(), self.settings.run
+        self._phases = phases
+        sync: Sync | None = None
+        if run.rollout_mock == "mock":
+            taken = self._replayed(step)
+        else:
+            with self._held():
+                sync = self._synchronized(step, phases)
+                if self.validation is not None and step % run.eval_steps == 0:
+                    with phases("validation"):
+                        self._validate(step)
+            with phases("rollout"):
+                taken = self._taken()
+        learned = self.learner.learn(taken.groups, step, step + 1, phases)
+        self._keep(step, taken)
+        self.progress.step = step + 1
+        self.reports.step(step + 1, taken, learned, phases, self._beside(sync, taken, phases))
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Let nothing be in flight inside but what is asked for there."""
+        self._collector.hold()
+        self._is_held = True
+        yield
+        self._is_held = False
+
+    def _sample_until(self, call: Pending) -> None:
+        """Sample and score while a model is at work."""
+        while not call.done and not self._is_held:
+            self._collector.pump(wait=False)
+            self.roles.engines.wait(call, _LOOK_SECONDS)
+
+    def _synchronized(self, step: int, phases: Phases) -> Sync | None:
+        """Bring the engines to the weights of this step, where that is due; every model_update_frequency steps it is,
+        and where engines have forgotten theirs."""
+        forget = self.weights.engines_forget
+        if self._synced and step % self.settings.actor_train.model_update_frequency and not forget:
+            self.weights.resume()
+            return None
+        with phases("sync"):
+            found = self.weights.sync(step + 1)
+        self._synced = True
+        if self._is_asynchronous:
+            with phases("probe"):
+                self.weights.probe(self.problems.all(), step + 1, self.learner)
+            self._collector.begin_stale_anew(step + 1)
+        return found
+
+    def _taken(self) -> Taken:
+        """Wait for the groups of a step."""
+        while not self._collector.is_ready:
+            self._collector.pump()
+        return self._collector.take()
+
+    def _replayed(self, step: int) -> Taken:
+        """Read what was recorded of a step."""
+        by_id = {(domain, each.id): each for domain, own in self.problems.by_domain.items() for each in own}
+        return Taken(replay_step(Path(self.settings.run.rollout_mock_dir or ""), step + 1, by_id), 0, 0)
+
+    def _keep(self, step: int, taken: Taken) -> None:
+        """Write rollouts where that is asked for."""
+        run = self.settings.run
+        if run.rollout_dump_dir:
+            dump_step(Path(run.rollout_dump_dir), step + 1, taken.groups)
+        if run.rollout_mock == "dump":
+            record_step(Path(run.rollout_mock_dir or ""), step + 1, taken.groups)
+
+    def _validate(self, step: int) -> None:
+        assert self.validation is not None
+        assert self.settings.validation is not None
+        began, rollout, generating = time.monotonic(), self.settings.rollout, self.settings.validation.generating
+        length = rollout.response_length
+        if rollout.val_sequence_length is not None and rollout.val_prompt_length is not None:
+            length = rollout.val_sequence_length - rollout.val_prompt_length
+        sampling = Sampling(generating, self.settings.run.seed, length, "eval", self.stop_token_ids)
+        scorer = PoolScorer(self.pool, self.decode)
+        problems = self.validation.all()
+        groups = sample_all(problems, self.roles.engines, scorer, sampling, rollout.max_running_requests)
+        report = EvalReport(
+            step=step,
+            epoch=None,
+            loss=None,
+            perplexity=None,
+            num_tokens=sum(len(sample.response.response_ids) for group in groups for sample in group.samples),
+            seconds=time.monotonic() - began,
+            metrics=validation_metrics(groups, generating),
+        )
+        self.reports.callbacks.on_evaluate(report)
+
+    def _beside(self, sync: Sync | None, taken: Taken, phases: Phases) -> dict[str, float]:
+        """Return what is reported beside samples and updates."""
+        num_tokens = sum(len(sample.response.response_ids) for group in taken.groups for sample in group.samples)
+        found = {"rollout_tokens_per_second": num_tokens / max(phases.seconds["rollout"], 1e-9)}
+        if sync is not None:
+            found |= {"sync_bytes": float(sync.bytes), "sync_tensors": float(sync.tensors)}
+        for domain, counts in self.pool.counts.items():
+            if counts.errors or counts.timeouts:
+                found |= {f"errors/{domain}": float(counts.errors), f"timeouts/{domain}": float(counts.timeouts)}
+        return found
+
+    def _save(self) -> None:
+        """Save a checkpoint: the critic's first, so that the policy's says that all is there."""
+        step = self.progress.step
+        with self._held():
+            self.progress.collector = self._collector.state()
+        self.progress.algorithm = self.learner.state.state_dict()
+        if self.roles.critic is not None:
+            self.learner.save(self.roles.critic, step)
+        path = self.learner.save(self.roles.policy, step, self.progress.file())
+        self.reports.callbacks.on_save(path)
+        if self.settings.run.checkpoint_output_dir:
+            _copy(path, Path(self.settings.run.checkpoint_output_dir) / path.name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a checkpoint to a second place."""
+    size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+    with writing(target), new_folder(target, size) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True)

@@ -1,0 +1,207 @@
+"""One step's updates, from scored groups: log-probabilities, values, advantages, training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatune.config.rl.settings import RLSettings
+from megatune.objectives.policy.prepare import AlgorithmState, Prepared, prepare
+from megatune.objectives.policy.samples import StepSamples
+from megatune.rl.pipeline.groups import Group
+from megatune.rl.pipeline.phases import Phases
+from megatune.rl.pipeline.roles import PARTS, ModelGroup, Turns
+from megatune.rl.rollout.gap import Gap, check_gap, log_prob_gap
+from megatune.rl.samples import Response, Rollouts, Sample
+from megatune.rl.worker.training import Trained
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a step's updates came to.
+
+    Attributes:
+        trained: of the policy; None where it was left out: the critic warms up, or no token counts.
+        gap: between trainer and rollout engine, over tokens that the weights of this step sampled; None without any.
+    """
+
+    trained: Trained | None
+    gap: Gap | None
+    metrics: Mapping[str, float]
+
+
+class Learner:
+    """Learns from samples.
+
+    Args:
+        teachers: by name.
+    """
+
+    def __init__(
+        self,
+        settings: RLSettings,
+        turns: Turns,
+        policy: ModelGroup,
+        reference: ModelGroup | None,
+        critic: ModelGroup | None,
+        teachers: Mapping[str, ModelGroup],
+    ) -> None:
+        self._settings, self._turns = settings, turns
+        self._policy, self._reference, self._critic, self._teachers = policy, reference, critic, teachers
+        self.state = AlgorithmState(settings.algorithm)
+        self.temperature = settings.sampling_temperature
+        precision = settings.actor_train.settings.precision
+        dtypes = {settings.actor_infer.dtype, "bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32"}
+        self.dtype = next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in dtypes)
+
+    def learn(self, groups: Sequence[Group], step: int, version: int, phases: Phases) -> Learned:
+        """Train on a step's samples.
+
+        Args:
+            version: of the weights, before this step's updates.
+
+        Raises:
+            MegatuneError: NOT_FINITE, where the rollout engine has other weights than this version, or gradients are
+                not finite.
+        """
+        samples = [sample for group in groups for sample in group.samples]
+        rollouts = rollouts_of(samples)
+        known = self._known(samples, rollouts, phases)
+        gap = self._check(samples, rollouts, known.get("old_log_probs"), version, phases)
+        with phases("advantages"):
+            prepared = self._prepared(samples, rollouts, known)
+        if not prepared.num_tokens:
+            return Learned(None, gap, prepared.metrics)
+        full = replace(rollouts, per_token={**rollouts.per_token, **prepared.per_token, **_of_tokens(known)})
+        metrics, trained = dict(prepared.metrics), None
+        if self._critic is not None:
+            with phases("critic"):
+                self._turns.compute(self._critic, *PARTS)
+                found = self._critic.call("train", full, step)[0]
+                metrics |= {**found.metrics, "critic/grad_norm": found.grad_norm, "critic/lr": found.learning_rate}
+        if step >= self._settings.algorithm.critic_warmup:
+            with phases("train"):
+                self._turns.compute(self._policy, *PARTS)
+                trained = self._policy.call("train", full, step)[0]
+        return Learned(trained, gap, {**metrics, **(trained.metrics if trained else {})})
+
+    def log_probs(self, rollouts: Rollouts) -> list[np.ndarray]:
+        """Compute the policy's log-probabilities, of the weights as they are."""
+        self._turns.compute(self._policy, "weights")
+        return self._policy.ask("log_probs", rollouts, self.temperature)
+
+    def save(self, model: ModelGroup, step: int, beside: Mapping[str, bytes] | None = None) -> Path:
+        """Save a checkpoint of a model that is trained, and return where it is."""
+        self._turns.compute(model, *PARTS)
+        return Path(model.call("save", step, beside)[0])
+
+    def _known(self, samples: Sequence[Sample], rollouts: Rollouts, phases: Phases) -> dict[str, Any]:
+        """Compute what the algorithm needs of the models."""
+        algorithm = self._settings.algorithm
+        known: dict[str, Any] = {}
+        if algorithm.enable_reference:
+            with phases("reference"):
+                if self._reference is not None:
+                    self._turns.compute(self._reference, "weights")
+                    found = self._reference.ask("log_probs", rollouts, self.temperature)
+                else:
+                    self._turns.compute(self._policy, "weights")
+                    found = self._policy.ask("reference_log_probs", rollouts, self.temperature)
+                known["reference_log_probs"] = found
+        if self._teachers:
+            with phases("teachers"):
+                known["teachers"] = {name: self._taught(group, samples) for name, group in self._teachers.items()}
+        if algorithm.recompute_old_log_probs:
+            with phases("old_log_probs"):
+                known["old_log_probs"] = self.log_probs(rollouts)
+        if self._critic is not None:
+            with phases("values"):
+                self._turns.compute(self._critic, "weights")
+                known["values"] = self._critic.ask("values", rollouts)
+        return known
+
+    def _taught(self, teacher: ModelGroup, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Ask a teacher about the samples of its tags; an empty array stands for each of the others."""
+        tags = teacher.role.tag_included
+        places = [place for place, sample in enumerate(samples) if not tags or sample.problem.tag in tags]
+        found = [np.zeros(0, np.float32) for _ in samples]
+        if places:
+            self._turns.compute(teacher, "weights")
+            own = rollouts_of([samples[place] for place in places])
+            for place, values in zip(places, teacher.ask("log_probs", own, self.temperature), strict=True):
+                found[place] = values
+        return found
+
+    def _check(
+        self,
+        samples: Sequence[Sample],
+        rollouts: Rollouts,
+        old: list[np.ndarray] | None,
+        version: int,
+        phases: Phases,
+    ) -> Gap | None:
+        """Hold the trainer's log-probabilities against the engine's, over tokens that this version sampled."""
+        fresh = [sampled_by(sample.response, version) for sample in samples]
+        if old is None:
+            ready = self._policy.ready
+            assert ready is not None
+            most = ready.data_parallel_size * self._policy.role.infer_batch_size
+            places = [place for place, values in enumerate(fresh) if not np.isnan(values).all()][:most]
+            if not places:
+                return None
+            with phases("gap"):
+                old = self.log_probs(rollouts_of([samples[place] for place in places]))
+            fresh = [fresh[place] for place in places]
+        gap = log_prob_gap(old, fresh)
+        if not gap.tokens:
+            return None
+        check_gap(gap, self.dtype, version)
+        return gap
+
+    def _prepared(self, samples: Sequence[Sample], rollouts: Rollouts, known: Mapping[str, Any]) -> Prepared:
+        coefs = {name: group.role.opd_kl_coef for name, group in self._teachers.items()}
+        difficulty = [sample.problem.row.get("difficulty") for sample in samples]
+        step = StepSamples(
+            scores=np.array([sample.score for sample in samples], np.float64),
+            lengths=np.array([len(sample.response.response_ids) for sample in samples], np.int64),
+            groups=np.array([sample.group for sample in samples], np.int64),
+            domains=[sample.problem.domain for sample in samples],
+            at_limit=np.array([sample.response.finish == "length" for sample in samples]),
+            difficulty=None if None in difficulty else np.array(difficulty, np.float64),
+            rollout_log_probs=rollouts.per_token["rollout_log_probs"],
+            **known,
+        )
+        given = {name: coef for name, coef in coefs.items() if coef is not None}
+        return prepare(step, self._settings.algorithm, self.state, given)
+
+
+def rollouts_of(samples: Sequence[Sample]) -> Rollouts:
+    """Return samples as the trainer takes them."""
+    routing = [sample.response.routing for sample in samples]
+    return Rollouts(
+        [np.concatenate([sample.problem.prompt_ids, sample.response.response_ids]) for sample in samples],
+        [len(sample.problem.prompt_ids) for sample in samples],
+        {"rollout_log_probs": [sample.response.log_probs for sample in samples]},
+        {"scores": np.array([sample.score for sample in samples], np.float32)},
+        None
+        if not routing or any(each is None for each in routing)
+        else [each for each in routing if each is not None],
+    )
+
+
+def sampled_by(response: Response, version: int) -> np.ndarray:
+    """Return log-probabilities of a response's tokens, fp32 [r], NaN for those that other weights sampled."""
+    found = np.full(len(response.response_ids), np.nan, np.float32)
+    stops = [first for first, _ in response.versions[1:]] + [len(found)]
+    for (first, own), stop in zip(response.versions, stops, strict=True):
+        if own == version:
+            found[first:stop] = response.log_probs[first:stop]
+    return found
+
+
+def _of_tokens(known: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
+    return {name: values for name, values in known.items() if name != "teachers"}

@@ -1,0 +1,171 @@
+"""What a run reports: numbers of steps and validations, and samples as text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatune.architecture import Architecture
+from megatune.config.rl.settings import RLSettings
+from megatune.plan.flops import train_flops
+from megatune.rl.pipeline.collector import Taken
+from megatune.rl.pipeline.groups import Group
+from megatune.rl.pipeline.learn import Learned
+from megatune.rl.pipeline.phases import Phases
+from megatune.rl.pipeline.validation import is_correct
+from megatune.training.callbacks import CallbackList
+from megatune.training.callbacks.base import Callback, StepReport
+from megatune.training.callbacks.console import Console
+from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
+from megatune.training.callbacks.plot import LossPlot
+from megatune.training.callbacks.shown import Shown
+from megatune.training.callbacks.trackers import Trackers
+from megatune.training.trackers import WORKERS, asked_trackers
+
+# Of a step's many numbers, what a line on the console has.
+_LINE = (
+    *("reward", "accuracy", "response_length", "truncated", "critic/kl", "actor/entropy", "actor/ppo_ratio_clipfrac"),
+    *("log_prob_gap", "staleness", "seconds/rollout", "seconds/train", "seconds/sync"),
+)
+_PANELS = (
+    *_LINE,
+    "actor/kl_loss",
+    "actor/pg_loss",
+    "critic/loss",
+    "groups_dropped",
+    "waiting",
+    "rollout_tokens_per_second",
+)
+_SAMPLES = 10  # of a logged step, in TensorBoard
+_SHOWN, _MOST_CHARACTERS = 2, 300  # on the console
+
+
+class Reports:
+    """Everything that looks on.
+
+    Args:
+        name: of the run.
+        resume_step: steps done before this process.
+    """
+
+    def __init__(self, settings: RLSettings, architecture: Architecture, log_dir: Path, resume_step: int) -> None:
+        actor, output_dir = settings.actor_train.settings, Path(settings.run.output_dir)
+        self._settings, self._architecture = settings, architecture
+        name, shown, asked = settings.run.exp_name, Shown(throughput=False, lines=_LINE), asked_trackers(actor)
+        self._tensorboard: TensorBoard | None = None
+        callbacks: list[Callback] = [
+            Console(name, resume_step, shown=shown),
+            Metrics(output_dir, resume_step),
+            TrainerLog(output_dir, resume_step),
+            Results(output_dir),
+            LossPlot(output_dir, _PANELS),
+        ]
+        if "tensorboard" in asked:
+            events = Path(actor.logging.tensorboard_dir or output_dir / "runs") / name.replace("/", "-")
+            self._tensorboard = TensorBoard(events, resume_step)
+            callbacks.append(self._tensorboard)
+        if workers := {each: WORKERS[each] for each in asked if each in WORKERS}:
+            callbacks.append(Trackers(actor, workers, output_dir, log_dir, resume_step))
+        self.callbacks = CallbackList(callbacks, settings.run.logging_steps)
+
+    def step(self, step: int, taken: Taken, learned: Learned, phases: Phases, beside: Mapping[str, float]) -> None:
+        """Report a step.
+
+        Args:
+            step: steps done, this one among them.
+            beside: metrics of the transfer of weights, and of rewards.
+        """
+        lengths = [
+            len(sample.problem.prompt_ids) + len(sample.response.response_ids)
+            for group in taken.groups
+            for sample in group.samples
+        ]
+        seconds, trained = phases.total, learned.trained
+        flops = train_flops(self._architecture, lengths, self._settings.actor_train.settings.finetuning)
+        gap = {} if learned.gap is None else {"log_prob_gap": learned.gap.max, "log_prob_gap_mean": learned.gap.mean}
+        metrics = {
+            **sample_metrics(taken, step),
+            **gap,
+            **learned.metrics,
+            **beside,
+            **{f"seconds/{name}": value for name, value in phases.seconds.items()},
+            "waiting": phases.seconds["rollout"] / seconds,
+        }
+        report = StepReport(
+            step=step,
+            total_steps=self._settings.run.max_steps,
+            epoch=None,
+            loss=0.0 if trained is None else trained.loss,
+            learning_rate=0.0 if trained is None else trained.learning_rate,
+            grad_norm=0.0 if trained is None else trained.grad_norm,
+            num_tokens=0 if trained is None else trained.num_tokens,
+            num_input_tokens=sum(lengths),
+            seconds=seconds,
+            tokens_per_second=sum(lengths) / seconds,
+            model_tflops=flops / seconds / len(self._settings.actor_train.devices) / 1e12,
+            mfu=None,
+            memory_gib=0.0 if trained is None else trained.memory_gib,
+            metrics=metrics,
+            row_tokens=sum(lengths) / len(lengths),
+            longest_row=max(lengths),
+        )
+        self.callbacks.on_step_end(report)
+        if step % self._settings.run.logging_steps == 0:
+            self._show(step, taken.groups)
+
+    def _show(self, step: int, groups: Sequence[Group]) -> None:
+        """Show samples as text: the best and the worst of them, and more in TensorBoard."""
+        samples = sorted((sample for group in groups for sample in group.samples), key=lambda sample: -sample.score)
+        chosen = samples[:1] + samples[-1:][: _SHOWN - 1]
+        for sample in chosen if len(samples) > 1 else samples:
+            prompt, text = (_shortened(part) for part in (sample.problem.prompt, sample.text))
+            print(f"  {sample.score:g}  {prompt!r} -> {text!r}", flush=True)
+        if self._tensorboard is not None:
+            rows = [
+                f"**{sample.score:g}** `{sample.problem.prompt!r}`\n\n    {sample.text!r}"
+                for sample in samples[:_SAMPLES]
+            ]
+            self._tensorboard.add_text("samples", "\n\n".join(rows), step)
+
+
+def sample_metrics(taken: Taken, version: int) -> dict[str, float]:
+    """Return what samples say, over all of them and by domain where there are several.
+
+    Args:
+        version: of the weights that are trained with them.
+    """
+    samples = [sample for group in taken.groups for sample in group.samples]
+    lengths = [len(sample.response.response_ids) for sample in samples]
+    by_domain: dict[str, list[float]] = defaultdict(list)
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        by_domain[sample.problem.domain].append(is_correct(sample.details))
+        rewards[sample.problem.domain].append(sample.score)
+    several = {}
+    if len(by_domain) > 1:
+        several = {f"accuracy/{name}": float(np.mean(values)) for name, values in by_domain.items()}
+        several |= {f"reward/{name}": float(np.mean(values)) for name, values in rewards.items()}
+    lags = [version - own for group in taken.groups if (own := group.oldest_version) is not None]
+    return {
+        "reward": float(np.mean([sample.score for sample in samples])),
+        "reward_std": float(np.std([sample.score for sample in samples])),
+        "accuracy": float(np.mean([is_correct(sample.details) for sample in samples])),
+        **several,
+        "response_length": float(np.mean(lengths)),
+        "response_length_max": float(max(lengths)),
+        "prompt_length": float(np.mean([len(group.problem.prompt_ids) for group in taken.groups])),
+        "truncated": float(np.mean([sample.response.finish == "length" for sample in samples])),
+        "reward_errors": float(sum("error" in sample.details for sample in samples)),
+        "equal_groups": float(np.mean([len({*group.scores}) == 1 for group in taken.groups])),
+        "groups_dropped": float(taken.num_dropped),
+        "groups_begun_anew": float(taken.num_stale),
+        "staleness": float(np.mean(lags)) if lags else 0.0,
+    }
+
+
+def _shortened(text: str) -> str:
+    half = _MOST_CHARACTERS // 2
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"

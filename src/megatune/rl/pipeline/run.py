@@ -1,0 +1,156 @@
+"""A run of reinforcement learning, from its settings to the final model."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatune.config.rl.settings import RLSettings
+from megatune.data.encode import load_tokenizer
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
+from megatune.rl.cluster.cluster import Cluster
+from megatune.rl.pipeline.driver import Driver
+from megatune.rl.pipeline.learn import Learner
+from megatune.rl.pipeline.lines import start_lines
+from megatune.rl.pipeline.progress import Progress, fixed_of, read_progress
+from megatune.rl.pipeline.report import Reports
+from megatune.rl.pipeline.roles import Turns
+from megatune.rl.pipeline.startup import Roles, devices_of, load_roles, start_roles, stop_tokens, with_folders
+from megatune.rl.pipeline.weights import Weights
+from megatune.rl.problems import Problems, read_problems
+from megatune.rl.rewards.asking import asks_of
+from megatune.rl.rewards.pool import RewardPool
+from megatune.training.callbacks.base import TrainSummary
+from megatune.training.run_schedule import RunSchedule
+from megatune.training.storage.files import OutputLock, write_atomically, writing
+from megatune.training.storage.store import clean_partials, finalize_model
+from megatune.training.trackers import check_installed
+
+
+def start(settings: RLSettings, run_yaml: str) -> int:
+    """Run to the end, or until somebody asks to stop.
+
+    Args:
+        run_yaml: the text of OUTPUT/run.yaml.
+
+    Returns:
+        DONE, or STOPPED.
+
+    Raises:
+        MegatuneError: whatever keeps the run from starting or going on, with its exit code.
+    """
+    output_dir = Path(settings.run.output_dir)
+    check_installed(settings.actor_train.settings)
+    with OutputLock(output_dir):
+        with writing(output_dir):
+            clean_partials(output_dir)
+            write_atomically(output_dir / "run.yaml", run_yaml)
+            (output_dir / "STOP").unlink(missing_ok=True)
+        settings, source = with_folders(settings)
+        problems, validation = _read(settings, load_tokenizer(source))
+        print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
+        run, run_dir = settings.run, output_dir / "launch"
+        devices, nodes, limit = devices_of(settings), run.num_gpus_per_node, run.rpc_timeout
+        with (
+            RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool,
+            Cluster(run_dir, devices, devices_per_node=nodes, call_limit=limit) as cluster,
+        ):
+            return drive(settings, source, problems, validation, start_roles(cluster, settings), pool)
+
+
+def drive(
+    settings: RLSettings, source: Path, problems: Problems, validation: Problems | None, roles: Roles, pool: RewardPool
+) -> int:
+    """Load the models of roles that have started, and take all steps; see `start`.
+
+    Args:
+        source: the folder of the policy that the run began with.
+    """
+    output_dir, tokenizer = Path(settings.run.output_dir), load_tokenizer(source)
+    pool.asks |= asks_of(settings, roles.judges)
+    turns = Turns(roles.engines, roles.models)
+    checkpoint, notes = load_roles(roles, turns, settings)
+    fixed = fixed_of(settings, problems.by_domain)
+    progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
+    print("\n".join(notes), end="\n" if notes else "", flush=True)
+    reports = Reports(settings, load_architecture(source), output_dir / "launch" / "logs", progress.step)
+    with asked_to_stop(output_dir / "STOP") as stop:
+        driver = Driver(
+            settings=settings,
+            roles=roles,
+            weights=Weights(settings, turns, roles.policy, roles.engines),
+            learner=Learner(settings, turns, roles.policy, roles.reference, roles.critic, roles.teachers),
+            pool=pool,
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
+            problems=problems,
+            validation=validation,
+            reports=reports,
+            progress=progress,
+            stop_requested=stop,
+        )
+        outcome = _reported(driver, reports, settings)
+    if outcome == "stopped":
+        print(f"stopped on request after step {progress.step}; the same command resumes from there", flush=True)
+        return ExitCode.STOPPED
+    finalize_model(output_dir / f"checkpoint-{progress.step}", output_dir)
+    print(f"the model is in {output_dir}", flush=True)
+    return ExitCode.DONE
+
+
+def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
+    """Run the steps, and tell the callbacks of the beginning and of any end."""
+    run, began = settings.run, time.monotonic()
+    schedule = RunSchedule(settings.samples_per_step, None, run.max_steps, run.save_steps, run.eval_steps)
+    reports.callbacks.on_train_begin(schedule)
+    outcome: Any = "failed"
+    try:
+        outcome = driver.run()
+    except MegatuneError as error:
+        if error.exit_code == ExitCode.PROCESS_DIED:  # an actor knows what it did last, and not what the run did
+            raise MegatuneError(
+                [*error.findings, Finding(f"the run was at {driver.place}")], error.exit_code
+            ) from error
+        raise
+    finally:
+        summary = TrainSummary(
+            outcome=outcome, step=driver.progress.step, total_steps=run.max_steps, seconds=time.monotonic() - began
+        )
+        reports.callbacks.on_train_end(summary)
+    return str(outcome)
+
+
+def _read(settings: RLSettings, tokenizer: Any) -> tuple[Problems, Problems | None]:
+    """Read the problems of training and of validation."""
+    rollout, validation = settings.rollout, settings.validation
+    templates: Mapping[str, Any] = {
+        "template": rollout.global_template,
+        "tag_to_template": rollout.tag_to_template,
+    }
+    trained = read_problems(settings.data, settings.rewards, tokenizer, rollout.prompt_length, **templates)
+    if validation is None:
+        return trained, None
+    length = rollout.val_prompt_length or rollout.prompt_length
+    return trained, read_problems(validation.data, settings.rewards, tokenizer, length, **templates)
+
+
+@contextmanager
+def asked_to_stop(stop_file: Path) -> Iterator[Any]:
+    """Yield a function that says whether somebody asked the run to save and stop: by SIGTERM, or by the file."""
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: asked or stop_file.exists()
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,213 @@
+"""The roles of a run: what actors they are, and how they come to their models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.models import is_hub_id, open_model
+from megatune.rl.cluster.cluster import Cluster
+from megatune.rl.cluster.role import RoleSpec
+from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
+from megatune.rl.rewards.asking import judge_context
+from megatune.training.source import RunModel
+from megatune.training.storage.store import checkpoint_step, list_checkpoints
+
+_HOSTS = "megatune.rl.pipeline.hosts"
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The actors of a run.
+
+    Attributes:
+        judges: by role's name.
+    """
+
+    engines: EngineGroup
+    policy: ModelGroup
+    reference: ModelGroup | None
+    critic: ModelGroup | None
+    teachers: Mapping[str, ModelGroup]
+    judges: Mapping[str, EngineGroup]
+
+    @property
+    def models(self) -> list[ModelGroup]:
+        """All that have a model of our engine."""
+        found = [self.policy, self.critic, self.reference, *self.teachers.values()]
+        return [each for each in found if each is not None]
+
+
+def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
+    """Fetch models that are on a hub, give the critic a folder of its own, and return the settings with folders, and
+    that of the policy.
+
+    Raises:
+        MegatuneError: INPUT, or what a hub refuses with.
+    """
+
+    def trained(role: ModelRole, name: str) -> ModelRole:
+        model = RunModel(role.settings, asks=True)
+        asked = role.settings.model.model_name_or_path
+        assert asked is not None, "refused by the settings' checks"
+        model.config_dir(asked)
+        folder = model.fetch() or asked
+        output = Path(settings.run.output_dir) / name
+        update = {
+            "model": model.settings.model.model_copy(update={"model_name_or_path": folder}),
+            "run": model.settings.run.model_copy(update={"output_dir": str(output)}),
+        }
+        return replace(role, settings=model.settings.model_copy(update=update))
+
+    actor = trained(settings.actor_train, "")
+    source = actor.settings.model.model_name_or_path
+    infer = settings.actor_infer
+    if infer.model_name_or_path == settings.actor_train.settings.model.model_name_or_path:
+        infer = replace(infer, model_name_or_path=str(source))
+    changed = replace(
+        settings,
+        actor_train=actor,
+        actor_infer=_sampled(infer),
+        rewards={
+            name: replace(role, judge=_judge(role.judge)) if role.judge else role
+            for name, role in settings.rewards.items()
+        },
+        reward_model=_judge(settings.reward_model) if settings.reward_model else None,
+        reference=trained(settings.reference, "reference") if settings.reference else None,
+        critic=trained(settings.critic, "critic") if settings.critic else None,
+        teachers={name: trained(role, name) for name, role in settings.teachers.items()},
+    )
+    return changed, Path(str(source))
+
+
+def _sampled(role: InferRole) -> InferRole:
+    """Return a role with a folder for its model."""
+    name = role.model_name_or_path
+    return replace(role, model_name_or_path=str(open_model(name).fetch())) if is_hub_id(name) else role
+
+
+def _judge(role: InferRole) -> InferRole:
+    """Return a judge with a folder for its model, whose weights no transfer brings."""
+    config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
+    return replace(_sampled(role), config=config)
+
+
+def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
+    """Return what ends a response: the tokenizer's end, and those of generation_config.json."""
+    path = source / "generation_config.json"
+    found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    ids = [found] if isinstance(found, int) else list(found or ())
+    return tuple(sorted({*ids, *([] if eos_token_id is None else [eos_token_id])}))
+
+
+def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
+    """Start all actors.
+
+    Raises:
+        MegatuneError: see `Cluster.start`.
+    """
+    trained = {"actor_train": settings.actor_train, "critic": settings.critic, "reference": settings.reference}
+    models = {name: role for name, role in trained.items() if role is not None}
+    models |= {f"teacher.{name}": role for name, role in settings.teachers.items()}
+    hosts = {"actor_train": "policy", "critic": "critic"}
+    judges = [role.judge for role in settings.rewards.values() if role.judge is not None]
+    samplers = [settings.actor_infer, *judges, *([settings.reward_model] if settings.reward_model else [])]
+    specs = [
+        *(_model_spec(settings, name, role, hosts.get(name, "frozen")) for name, role in models.items()),
+        *(_engine_spec(settings, role) for role in samplers),
+    ]
+    found = cluster.start(specs)
+    groups = {name: ModelGroup(role, found[name]) for name, role in models.items()}
+    engines = {role.name: EngineGroup(role, found[role.name]) for role in samplers}
+    return Roles(
+        engines.pop(settings.actor_infer.name),
+        groups["actor_train"],
+        groups.get("reference"),
+        groups.get("critic"),
+        {name: groups[f"teacher.{name}"] for name in settings.teachers},
+        engines,
+    )
+
+
+def _model_spec(settings: RLSettings, name: str, role: ModelRole, host: str) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        target=f"{_HOSTS}:{host}",
+        arguments={"settings": settings, "role": role},
+        devices=role.devices,
+        rendezvous=True,
+        environment={**settings.run.system_envs, **role.system_envs},
+    )
+
+
+def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
+    rollout = settings.rollout
+    is_judge = role is not settings.actor_infer
+    longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
+    return RoleSpec(
+        name=role.name,
+        target=f"{_HOSTS}:engine",
+        arguments={
+            "role": role,
+            "seed": settings.run.seed,
+            "max_running": role.infer_batch_size if is_judge else rollout.max_running_requests,
+            "length": judge_context(rollout, role) if is_judge else longest,
+        },
+        devices=role.devices,
+        devices_per_actor=role.devices_per_engine,
+        environment={**settings.run.system_envs, **role.system_envs},
+        py_executable=role.py_executable,
+    )
+
+
+def load_roles(roles: Roles, turns: Turns, settings: RLSettings) -> tuple[Path | None, list[str]]:
+    """Let ranks meet, choose the checkpoint to resume from, and load all models.
+
+    Returns:
+        The checkpoint, and lines that a user should see.
+
+    Raises:
+        MegatuneError: INPUT, SETTINGS: what cannot be used; CANNOT_WRITE, where the folder has a run of its own.
+    """
+    for joining in [model.group.start("join") for model in roles.models]:
+        joining.result()
+    asked = settings.run.resume_from_checkpoint
+    # A command that is given again and again goes on, also the first time, when there is nothing to go on with.
+    chosen, notes = roles.policy.group.call("find_checkpoint", None if asked is True else asked)[0]
+    checkpoint = None if chosen is None else Path(chosen)
+    _refuse_later(Path(settings.run.output_dir), checkpoint)
+    turns.load(roles.policy, chosen)
+    if roles.critic is not None:
+        own = None if checkpoint is None else str(checkpoint.parent / "critic" / checkpoint.name)
+        turns.load(roles.critic, own)
+    for model in roles.models:
+        if model.ready is None:
+            turns.load(model)
+    said = [line for model in roles.models if model.ready is not None for line in model.ready.notes]
+    return checkpoint, [*notes, *said]
+
+
+def _refuse_later(output_dir: Path, resumed: Path | None) -> None:
+    step = 0 if resumed is None else checkpoint_step(resumed) or 0
+    if resumed is not None and resumed.parent.resolve() != output_dir.resolve():
+        step = 0
+    beyond = [path.name for path in list_checkpoints(output_dir) if (checkpoint_step(path) or 0) > step]
+    if beyond:
+        what = f"{output_dir} holds {', '.join(beyond[-3:])} of an earlier run"
+        why = f"this run begins at step {step}, and the next resume could not tell them from its own"
+        fix = "resume_from_checkpoint: true goes on with that run; another output_dir keeps it"
+        raise MegatuneError(Finding(what, "output_dir", why, fix), ExitCode.CANNOT_WRITE)
+
+
+def devices_of(settings: RLSettings) -> set[int]:
+    """Return all devices of all roles."""
+    roles: list[ModelRole | InferRole | None] = [
+        *(settings.actor_train, settings.actor_infer, settings.reference, settings.critic, settings.reward_model),
+        *settings.teachers.values(),
+        *(role.judge for role in settings.rewards.values()),
+    ]
+    return {device for role in roles if role is not None for device in role.devices}

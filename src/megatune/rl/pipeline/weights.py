@@ -1,0 +1,67 @@
+"""The trainer's weights in the rollout engines, and a look at whether they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatune.config.rl.settings import RLSettings
+from megatune.rl.cluster.weights import Sync, sync_weights
+from megatune.rl.pipeline.learn import Learner, sampled_by
+from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
+from megatune.rl.rollout.gap import Gap, check_gap, log_prob_gap
+from megatune.rl.samples import Problem, Request, Response, Rollouts
+
+_PROBE_TOKENS = 16
+
+
+class Weights:
+    """Carries weights from actor_train to the engines."""
+
+    def __init__(self, settings: RLSettings, turns: Turns, policy: ModelGroup, engines: EngineGroup) -> None:
+        self._settings, self._turns, self._policy, self._engines = settings, turns, policy, engines
+
+    @property
+    def engines_forget(self) -> bool:
+        """Whether engines lose their weights while others use their devices."""
+        return self._engines.role.sleep_level > 1 and self._turns.meets_engines(self._policy)
+
+    def resume(self) -> None:
+        """Let the engines sample on, with the weights that they have."""
+        self._turns.sample()
+
+    def sync(self, version: int) -> Sync:
+        """Give the engines the weights as they are now; nothing is in flight. The engines hold the devices then."""
+        assert self._policy.ready is not None
+        self._turns.transfer(self._policy)
+        found = sync_weights(
+            self._policy.group, self._engines.group, version, num_tensors=self._policy.ready.num_tensors
+        )
+        self._turns.sample()
+        return found
+
+    def probe(self, problems: Sequence[Problem], version: int, learner: Learner) -> Gap:
+        """Let each engine sample a few tokens, and hold them against the trainer. For engines that share no device
+        with it, as whatever else is trained on is of earlier weights, too.
+
+        Raises:
+            MegatuneError: NOT_FINITE, as `rollout.gap.check_gap`.
+        """
+        prompts = [problems[(version + place) % len(problems)].prompt_ids for place in range(self._engines.number)]
+        requests = [self._request(place, version, prompt) for place, prompt in enumerate(prompts)]
+        self._engines.submit([[request] for request in requests])
+        found: dict[str, Response] = {}
+        while len(found) < len(requests):
+            found |= {response.id: response for response in self._engines.step()}
+        responses = [found[request.id] for request in requests]
+        tokens = [np.concatenate([prompt, own.response_ids]) for prompt, own in zip(prompts, responses, strict=True)]
+        ours = learner.log_probs(Rollouts(tokens, [len(prompt) for prompt in prompts]))
+        gap = log_prob_gap(ours, [sampled_by(response, version) for response in responses])
+        check_gap(gap, learner.dtype, version)
+        return gap
+
+    def _request(self, place: int, version: int, prompt: np.ndarray) -> Request:
+        generating = self._settings.actor_infer.generating
+        most = min(_PROBE_TOKENS, self._settings.rollout.response_length)
+        return Request(f"probe-{version}-{place}-0", prompt, version, most, generating.temperature)

@@ -1,0 +1,239 @@
+"""Rows of files to prompts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from megatune.data.bad_rows import MOST_NAMED, RowError
+from megatune.data.readers import RawRow, read_rows
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.prompts import Writer, encode_prompts, prompt_writer
+from megatune.rl.rewards.kinds import KINDS
+from megatune.rl.samples import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatune.config.rl.settings import PromptData, RewardRole
+
+UNKNOWN_TAGS = "math_rule"  # the domain of rows whose tag no reward names, where there is such a domain
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """The problems of a run.
+
+    Attributes:
+        by_domain: in the order of the files.
+        too_long: rows that were left out because their prompts are longer than prompt_length.
+        notes: lines for the log: what was read, what was left out, tags that no reward names.
+    """
+
+    by_domain: dict[str, list[Problem]]
+    too_long: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    def all(self) -> list[Problem]:
+        """The problems of every domain, for validation."""
+        return [problem for problems in self.by_domain.values() for problem in problems]
+
+
+def read_problems(
+    data: PromptData,
+    rewards: Mapping[str, RewardRole],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_length: int,
+    template: str | None = None,
+    tag_to_template: Mapping[str, str] | None = None,
+) -> Problems:
+    """Read the rows of all files and write their prompts.
+
+    A row's domain is its column `domain`, else that of the reward whose `tag_included` has its tag, else math_rule, or
+    the only reward there is. With `data.domain_shares` only their domains are kept; without (validation), those of
+    `rewards`.
+
+    Args:
+        template: global_template; None: `data.template`.
+
+    Raises:
+        MegatuneError: (DATA) rows that cannot be read or lack a column that their reward needs, a domain without
+            problems: all at once; (INPUT) a file is missing; (SETTINGS) an unknown template.
+    """
+    reader = _Reader(data, rewards, tokenizer, template or data.template, tag_to_template or {})
+    by_domain: dict[str, list[Problem]] = {domain: [] for domain in tuple(data.domain_shares) or tuple(rewards)}
+    bad: list[Finding] = []
+    too_long, elsewhere, num_bad = 0, Counter[str](), 0
+    rows = _rows(data)
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        for raw, problem in zip(chunk, reader.problems(chunk, by_domain, elsewhere), strict=True):
+            if isinstance(problem, RowError):
+                num_bad += 1
+                if len(bad) < MOST_NAMED:
+                    bad.append(Finding(str(problem), raw.where))
+            elif problem is not None and len(problem.prompt_ids) > prompt_length:
+                too_long += 1
+            elif problem is not None:
+                by_domain[problem.domain].append(problem)
+    if num_bad > len(bad):
+        bad.append(Finding(f"{num_bad - len(bad):,} more rows that cannot be used"))
+    if not bad:
+        bad = [
+            Finding(f"domain {domain} has no problems", why=_why_empty(elsewhere, too_long), fix=_FIX_EMPTY)
+            for domain, problems in by_domain.items()
+            if not problems and (data.domain_shares or not any(by_domain.values()))
+        ]
+    if bad:
+        raise MegatuneError(bad, ExitCode.DATA)
+    return Problems(by_domain, too_long, tuple(_notes(by_domain, too_long, elsewhere, reader.unknown_tags)))
+
+
+CHUNK_ROWS = 1024  # tokenised at once
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+_FIX_EMPTY = "name the tags of its rows in rewards.DOMAIN.tag_included, or raise prompt_length"
+
+
+def _rows(data: PromptData) -> Iterator[RawRow]:
+    """Yield the rows of all files that dataset_filter keeps."""
+    left = data.num_samples or None
+    for name in data.files:
+        for raw in read_rows(Path(name)):
+            if data.sources and raw.error is None and raw.fields.get("source") not in data.sources:
+                continue
+            if left is not None:
+                if not left:
+                    return
+                left -= 1
+            yield raw
+
+
+class _Reader:
+    """Turns rows into problems."""
+
+    def __init__(
+        self,
+        data: PromptData,
+        rewards: Mapping[str, RewardRole],
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None,
+        tag_to_template: Mapping[str, str],
+    ) -> None:
+        self._data, self._rewards, self._tokenizer = data, rewards, tokenizer
+        self._template, self._tag_to_template = template, tag_to_template
+        self._writers: dict[str | None, Writer] = {}
+        for tag in tag_to_template:  # so that an unknown template shows before rows are read
+            self._writer(tag)
+        self._domain_of = {tag: domain for domain, role in rewards.items() for tag in role.tag_included}
+        only = next(iter(rewards)) if len(rewards) == 1 else None
+        self._else = UNKNOWN_TAGS if UNKNOWN_TAGS in rewards else only
+        self.unknown_tags: Counter[str] = Counter()
+
+    def _domain(self, fields: Mapping[str, Any]) -> str | None:
+        """Return the domain of a row; None where no reward would score it."""
+        if fields.get("domain") is not None:
+            return str(fields["domain"])
+        tag = str(fields.get(self._data.tag) or "")
+        if tag not in self._domain_of:
+            self.unknown_tags[tag] += 1
+        return self._domain_of.get(tag, self._else)
+
+    def problems(
+        self, chunk: Sequence[RawRow], domains: Collection[str], elsewhere: Counter[str]
+    ) -> list[Problem | RowError | None]:
+        """Make problems of rows: None for those of other domains, which are counted in `elsewhere`, and what is wrong
+        with those that cannot be read, have no prompt, or lack a column that their reward needs."""
+        made: list[Problem | RowError | None] = []
+        for raw in chunk:
+            domain = self._domain(raw.fields)
+            if raw.error is None and domain not in domains:
+                elsewhere[domain or "no domain"] += 1
+                made.append(None)
+                continue
+            try:
+                made.append(self._problem(raw, domain or ""))
+            except RowError as error:
+                made.append(error)
+        places = [place for place, each in enumerate(made) if isinstance(each, Problem)]
+        texts = [each.prompt for each in made if isinstance(each, Problem)]
+        for place, ids in zip(places, encode_prompts(texts, self._tokenizer), strict=True):
+            problem = cast(Problem, made[place])
+            made[place] = replace(problem, prompt_ids=np.asarray(ids, dtype=np.int64))
+            if not ids:
+                made[place] = RowError("empty", "the prompt is empty")
+        return made
+
+    def _problem(self, raw: RawRow, domain: str) -> Problem:
+        """Make a problem of a row, without its tokens."""
+        if raw.error is not None:
+            raise raw.error
+        row, tag = raw.fields, str(raw.fields.get(self._data.tag) or "")
+        for column in KINDS[self._rewards[domain].kind].columns:
+            if row.get(column) in (None, "", [], {}):
+                raise RowError("missing-field", f"the reward of {domain} needs the column {column}")
+        messages, text = self._prompt(row, tag)
+        named = row.get(self._data.id)
+        number = raw.where if named is None else str(named)
+        return Problem(number, tag, domain, messages, _NO_TOKENS, row, text)
+
+    def _prompt(self, row: Mapping[str, Any], tag: str) -> tuple[list[dict[str, str]], str]:
+        column = self._data.messages or ("" if self._data.prompt else "messages")
+        if column and row.get(column):
+            messages = read_messages(row[column])
+            return messages, self._writer(tag)(messages)
+        text = row.get(self._data.prompt or "prompt")
+        if not isinstance(text, str):
+            columns = " or ".join(filter(None, (column, self._data.prompt or "prompt")))
+            raise RowError("missing-field", f"there is no prompt in {columns}")
+        return [{"role": "user", "content": text}], text
+
+    def _writer(self, tag: str) -> Writer:
+        name = self._tag_to_template.get(tag, self._template)
+        if name not in self._writers:
+            self._writers[name] = prompt_writer(name, self._tokenizer)
+        return self._writers[name]
+
+
+def read_messages(value: object) -> list[dict[str, str]]:
+    """Return the messages of a row: a list of objects with role and content, or JSON of one.
+
+    Raises:
+        RowError: it is something else.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError("invalid-json", "messages are no JSON", str(error)) from error
+    if not isinstance(value, list) or not value:
+        raise RowError("not-messages", "messages are no list")
+    for each in value:
+        texts = isinstance(each, Mapping) and all(isinstance(each.get(key), str) for key in ("role", "content"))
+        if not texts:
+            raise RowError("not-messages", "a message lacks a role or a content that is text", str(each)[:80])
+    return [{"role": each["role"], "content": each["content"]} for each in value]
+
+
+def _why_empty(elsewhere: Counter[str], too_long: int) -> str:
+    said = [f"{count:,} rows are of {domain}" for domain, count in elsewhere.items()]
+    return ", ".join([*said, *([f"{too_long:,} prompts are too long"] if too_long else [])]) or "there are no rows"
+
+
+def _notes(
+    by_domain: Mapping[str, list[Problem]], too_long: int, elsewhere: Counter[str], unknown: Counter[str]
+) -> Iterator[str]:
+    counts = ", ".join(f"{domain} {len(problems):,}" for domain, problems in by_domain.items() if problems)
+    yield f"problems: {counts}"
+    if too_long:
+        yield f"{too_long:,} rows were left out: their prompts are longer than prompt_length"
+    for domain, count in elsewhere.items():
+        yield f"{count:,} rows were left out: they are of {domain}, which is not trained or scored here"
+    if unknown:
+        tags = ", ".join(f"{tag or 'none'} ({count:,})" for tag, count in unknown.most_common(5))
+        yield f"tags that no reward names in tag_included: {tags}"

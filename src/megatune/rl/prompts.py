@@ -1,0 +1,129 @@
+"""Messages to the text of a prompt, by ROLL's template names, or by those of this project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Conversation, Message
+from megatune.data.templates import Thinking, load_template, template_names
+from megatune.data.templates.chat_template import FIXED_DATE, template_errors
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, str]]
+Writer = Callable[[Messages], str]
+
+# DeepSeek-R1-Zero's way of asking a base model, with the answer in a box.
+BASE = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer, ensuring that "
+    "the final result in the answer is enclosed in \\boxed{}. The reasoning process and answer are enclosed within "
+    "'<think>' '</think>' and '<answer>' '</answer>' tags, respectively, i.e., <think> reasoning process here </think> "
+    "<answer> answer here </answer>. User: {question} Assistant:"
+)
+EMPTY = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+ROLL_TEMPLATES = ("native", "qwen2_5", "qwen3", "chatml", "base", "empty", "longcot_V3")
+
+
+def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Writer:
+    """Return what writes prompts by a template.
+
+    A writer raises RowError where it cannot write a row's messages.
+
+    Args:
+        name: native and qwen2_5 are the tokenizer's chat template, as None is; qwen3 is it with thinking switched on,
+            longcot_V3 with the thought begun; base and empty take one message of the user's; else a template of
+            data/templates, or a YAML file.
+
+    Raises:
+        MegatuneError: (SETTINGS) there is no such template; (INPUT) the tokenizer has no chat template.
+    """
+    if name == "longCOT_qwen2.5":
+        what = "template: longCOT_qwen2.5 is not built"
+        why = "it is the tokenizer's chat template with a long system message"
+        fix = "use native, with the system message in the rows"
+        raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.SETTINGS)
+    if name in ("base", "empty"):
+        form = BASE if name == "base" else EMPTY
+        return lambda messages: form.replace("{question}", _question(messages, name))
+    if name == "chatml":
+        return _chatml
+    if name in (None, "native", "default", "qwen2_5"):
+        return _chat_template(tokenizer)
+    if name == "qwen3":
+        return _chat_template(tokenizer, enable_thinking=True)
+    if name == "longcot_V3":
+        native = _chat_template(tokenizer)
+        return lambda messages: native(messages) + "<think>\n"
+    try:
+        template = load_template(name, tokenizer)
+    except MegatuneError as error:
+        if error.exit_code != ExitCode.SETTINGS or name in template_names():
+            raise
+        names = ", ".join(dict.fromkeys((*ROLL_TEMPLATES, *template_names())))
+        finding = Finding(f"template: {name!r} is unknown", fix=f"one of {names}, or a path ending in .yaml")
+        raise MegatuneError(finding, ExitCode.SETTINGS) from error
+
+    def write(messages: Messages) -> str:
+        turns = template.render(_conversation(messages), Thinking())
+        before = [piece for turn in turns[:-1] for piece in (*turn.prompt, *turn.completion)]
+        return "".join([*before, *turns[-1].prompt])
+
+    return write
+
+
+def encode_prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokenise prompts, with the tokens that begin a text unless the template wrote them.
+
+    ROLL always adds them, so that prompts of Llama's models begin with two.
+    """
+    begun = [bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token)) for text in texts]
+    ids: list[list[int]] = [[] for _ in texts]
+    for has_begun in set(begun):
+        places = [place for place, each in enumerate(begun) if each == has_begun]
+        encoded = tokenizer([texts[place] for place in places], add_special_tokens=not has_begun)["input_ids"]
+        for place, each in zip(places, encoded, strict=True):
+            ids[place] = each
+    return ids
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Writer:
+    if tokenizer.chat_template is None:
+        why = "it may be a base model's, which continues text"
+        finding = Finding("the tokenizer has no chat template", str(tokenizer.name_or_path), why, "template: base")
+        raise MegatuneError(finding, ExitCode.INPUT)
+
+    def write(messages: Messages) -> str:
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **FIXED_DATE, **options
+            )
+        except template_errors() as error:
+            raise RowError("refused-by-template", "the chat template refuses the messages", str(error)) from error
+        return str(text)
+
+    return write
+
+
+def _chatml(messages: Messages) -> str:
+    said = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
+    return f"{said}<|im_start|>assistant\n"
+
+
+def _question(messages: Messages, name: str) -> str:
+    if [each["role"] for each in messages] != ["user"]:
+        roles = ", ".join(each["role"] for each in messages)
+        raise RowError("not-one-question", f"template {name} takes one message of the user's", f"there are {roles}")
+    return messages[0]["content"]
+
+
+def _conversation(messages: Messages) -> Conversation:
+    """Return messages with an answer at the end, before which the prompt ends."""
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    rest = messages[1:] if messages[0]["role"] == "system" else messages
+    said = [Message(each["role"], each["content"]) for each in rest]  # type: ignore[arg-type]
+    return Conversation((*said, Message("assistant", "")), system)

@@ -1,0 +1,51 @@
+"""What a reward sees of a sample, and what it says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response as a reward sees it.
+
+    Attributes:
+        text: the response, without special tokens.
+        prompt: the prompt as the model saw it, template and all.
+        messages: that the prompt was made of.
+        row: all columns of the problem's row: ground_truth, test_cases, ...
+        num_tokens: of the response.
+        finish: "stop", "length" or "abort".
+    """
+
+    text: str
+    prompt: str = ""
+    messages: tuple[Mapping[str, str], ...] = ()
+    row: Mapping[str, Any] = field(default_factory=dict)
+    tag: str = ""
+    num_tokens: int = 0
+    finish: str = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a reward says.
+
+    Attributes:
+        score: what the policy is trained on.
+        correct: 1 where the answer is right, 0 where it is wrong: accuracies and masks by difficulty are of it.
+        details: further numbers and texts by name, for metrics and logs.
+    """
+
+    score: float
+    correct: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+Reward = Callable[[Answer], Verdict]
+
+
+class RewardError(Exception):
+    """An answer cannot be scored: its row lacks a column, a service does not answer. Nothing of it is the answer's."""

@@ -1,0 +1,128 @@
+"""Which rewards there are, and what each takes.
+
+A reward is a class that is made with its arguments and called with an `Answer`; a user's function may be one, or a
+plain function that returns a number, (number, details) or a `Verdict`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.rewards.answer import Answer, Reward, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of reward.
+
+    Attributes:
+        place: "module:class" in this package.
+        limit: seconds that one sample may take.
+        columns: that a row needs.
+        library: that must be installed.
+        in_process: False where it only waits for a service, in a thread.
+    """
+
+    place: str
+    limit: float = 10.0
+    columns: tuple[str, ...] = ("ground_truth",)
+    library: str | None = None
+    in_process: bool = True
+
+
+KINDS: dict[str, Kind] = {
+    "math_rule": Kind("math_rule:MathRule", limit=20.0, library="math_verify"),
+    "code_sandbox": Kind("code.reward:CodeSandbox", limit=400.0, columns=("test_cases",)),
+    "multiple_choice": Kind("choice:MultipleChoice"),
+    "crossthinkqa": Kind("choice:CrossThinkQA"),
+    "general_val": Kind("choice:GeneralValidation"),
+    "general_rule": Kind("instructions.reward:GeneralRule"),
+    "format": Kind("shape:Format", columns=()),
+    "length": Kind("shape:Length", columns=()),
+    "llm_judge": Kind("judge:Judge", limit=600.0, columns=(), in_process=False),
+    "python": Kind("", limit=60.0, columns=()),
+}
+
+
+def load_reward(kind: str, function: str | None, arguments: Mapping[str, Any]) -> Reward:
+    """Return the reward of a role.
+
+    Args:
+        function: "module:name" of a user's, with kind "python".
+        arguments: None is as if it were not there; `timeout` is the pool's.
+
+    Raises:
+        MegatuneError: (SETTINGS) there is no such kind or function, or it does not take these arguments;
+            (UNAVAILABLE) the library that it needs is not installed.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None and name != "timeout"}
+    if kind == "python":
+        return _users(function or "", given)
+    if kind not in KINDS:
+        finding = Finding(f"rewards: {kind!r} is no kind of reward", fix=f"one of {', '.join(KINDS)}")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
+    library = KINDS[kind].library
+    if library is not None and importlib.util.find_spec(library) is None:
+        finding = Finding(f"{kind} needs the package {library}", fix="pip install 'megatune[rl]'")
+        raise MegatuneError(finding, ExitCode.UNAVAILABLE)
+    module, _, name = KINDS[kind].place.partition(":")
+    made: Reward = _made(getattr(importlib.import_module(f"megatune.rl.rewards.{module}"), name), kind, given)
+    return made
+
+
+def _made(reward: type, name: str, arguments: Mapping[str, Any]) -> Any:
+    try:
+        inspect.signature(reward).bind(**arguments)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(reward).parameters) or "none"
+        finding = Finding(f"rewards: {name}: {error}", why=f"what it takes: {known}")
+        raise MegatuneError(finding, ExitCode.SETTINGS) from error
+    try:
+        return reward(**arguments)
+    except (ValueError, TypeError, re.error) as error:
+        raise MegatuneError(Finding(f"rewards: {name}: {error}"), ExitCode.SETTINGS) from error
+
+
+def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
+    module, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:  # an installed program has its own folder there
+        sys.path.append(os.getcwd())
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = "write it as module:name, with the module's folder as the working folder or in PYTHONPATH"
+        raise MegatuneError(Finding(f"reward function {path!r}: {error}", fix=fix), ExitCode.SETTINGS) from error
+    if isinstance(found, type):
+        return _verdicts(_made(found, path, arguments))
+    if not callable(found):
+        raise MegatuneError(Finding(f"reward function {path!r} cannot be called"), ExitCode.SETTINGS)
+    if arguments:
+        finding = Finding(f"reward function {path!r} takes no {', '.join(arguments)}", fix="make it a class that does")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
+    return _verdicts(found)
+
+
+def _verdicts(function: Callable[[Answer], Any]) -> Reward:
+    """Let a function return a number or (number, details); what scores 1 or more is correct then."""
+
+    def reward(answer: Answer) -> Verdict:
+        said = function(answer)
+        if isinstance(said, Verdict):
+            return said
+        score, details = said if isinstance(said, tuple) else (said, {})
+        details = dict(details)
+        correct = details.pop("correct", float(score) >= 1)
+        return Verdict(float(score), float(correct), details)
+
+    return reward

@@ -1,0 +1,89 @@
+"""The model of the built-in engine: how it is loaded, and what is asked of it before anything is sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from megatune.config.rl.settings import InferRole
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.generation.inputs import find_model, has_tokenizer
+from megatune.rl.rollout.slots import ATTENTION
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load the model of a role's folder onto this machine's device, and its tokenizer if it has one.
+
+    Raises:
+        MegatuneError: INPUT, what is missing or can't be read; a model that takes pictures, or whose context is too
+            short.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    folder = find_model(Path(role.model_name_or_path))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.get_text_config() is not config:
+        why = f"{config.model_type} takes pictures, and rollouts are built for text"
+        fix = f"take a language model, or `strategy_name: vllm` for {role.name}"
+        finding = Finding("the built-in engine cannot sample from it", str(folder), why, fix)
+        raise MegatuneError(finding, ExitCode.INPUT)
+    _check_context(config, context, folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        local_files_only=True,
+        dtype=_DTYPES[role.dtype],
+        attn_implementation=ATTENTION,
+        experts_implementation="eager",
+    )
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
+    return model.to(device), tokenizer
+
+
+def never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """Return ids that are no text: padding, and rows of the embedding that the tokenizer does not know."""
+    size = model.config.vocab_size
+    stops = model.generation_config.eos_token_id
+    stops = {stops} if isinstance(stops, int) else set(stops or ())
+    ids = set() if tokenizer is None else set(range(min(len(tokenizer), size), size))
+    padding = tokenizer.pad_token_id if tokenizer is not None else None
+    for each in (padding, model.config.pad_token_id):
+        if each is not None and 0 <= each < size and each not in stops:
+            ids.add(each)
+    return torch.tensor(sorted(ids), dtype=torch.int64)
+
+
+def bytes_of_a_token(model: PreTrainedModel) -> int:
+    """Return the bytes of a token's keys and values in all layers."""
+    config = model.config
+    heads = config.num_key_value_heads or config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention: Transformers keeps the heads' own
+        sizes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        heads = config.num_attention_heads
+    else:
+        sizes = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return config.num_hidden_layers * heads * sizes * model.dtype.itemsize
+
+
+def room_of_cache(device: torch.device) -> int:
+    """Return bytes that the cache may have: half of what a device has free, a quarter of what a machine has."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.5)
+    import psutil
+
+    return psutil.virtual_memory().available // 4
+
+
+def _check_context(config: Any, context: int, folder: Path) -> None:
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and context > most:
+        what = f"prompts and responses of {context} tokens do not fit the model"
+        fix = f"prompt_length and response_length of {most} together at most"
+        raise MegatuneError(Finding(what, str(folder), f"its context is {most} tokens", fix), ExitCode.INPUT)

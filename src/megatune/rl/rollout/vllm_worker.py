@@ -1,0 +1,66 @@
+"""What runs in vLLM's worker processes: new weights, and the temperature of log-probabilities.
+
+vLLM mixes `WeightUpdates` into its worker class (`worker_extension_cls`); names begin with megatune_, since they must
+not meet its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class WeightUpdates:
+    """Loads a model's weights anew, bucket by bucket."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def megatune_scale_logits(self, factor: float) -> None:
+        """Multiply the logits: log-probabilities are those at temperature 1 / factor then."""
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        found = [each for each in self.model_runner.model.modules() if isinstance(each, LogitsProcessor)]
+        assert len(found) == 1, f"{len(found)} output layers"
+        found[0].scale *= factor
+
+    def megatune_begin(self) -> None:
+        """Let the layers take weights again, which have been packed for their kernels since they were loaded."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.platforms import current_platform
+
+        model = self.model_runner.model
+        if current_platform.is_cpu():
+            for module in model.modules():
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    # On a CPU experts are packed only where their kernel is made: make it anew.
+                    method.moe_kernel = None
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+
+    def megatune_load(self, bucket: Mapping[str, Tensor] | str) -> None:
+        """Take tensors by their names in checkpoints, or a safetensors file in memory that has them."""
+        from safetensors.torch import load_file
+        from vllm.config import set_current_vllm_config
+
+        tensors = load_file(bucket) if isinstance(bucket, str) else bucket
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.model.load_weights(iter(tensors.items()))
+
+    def megatune_commit(self) -> None:
+        """Pack the new weights for the kernels."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.platforms import current_platform
+
+        model = self.model_runner.model
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+            head: Any = getattr(model, "lm_head", None)
+            if current_platform.is_cpu() and hasattr(head, "quant_method"):
+                # An output layer that is tied to the embedding has a packed copy on a CPU, which the reload leaves.
+                head.quant_method.process_weights_after_loading(head)

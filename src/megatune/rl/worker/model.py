@@ -1,0 +1,198 @@
+"""What every role with a model of our engine does on a rank: join the others, compute forward, move between device and
+host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from torch import Tensor
+
+from megatune.bridge.assemble import Assembly, LoadedModel
+from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.settings import Settings
+from megatune.data.batches import Batch, Collator
+from megatune.engine import device, groups
+from megatune.engine.model import Chunk
+from megatune.engine.offload import PARTS, Offload, Part
+from megatune.families import load_architecture
+from megatune.launch.context import RankContext
+from megatune.plan.adapters import as_adapter
+from megatune.rl.samples import Rollouts
+from megatune.rl.worker import rows
+from megatune.rl.worker.batching import Sharing
+from megatune.rl.worker.rows import Answer
+from megatune.training.machines import model_on_node
+from megatune.training.train_step import evaluating
+
+# Micro-batches, for each stage of the pipeline, between two heartbeats of a pass that only runs forward.
+_GROUP = 8
+# Of micro-batches: fp32 [b, s] each; none before the last pipeline stage.
+Compute: TypeAlias = Callable[[list[Chunk], Sequence[Batch]], Sequence[Tensor]]
+_PADDING = 0  # any token: padding trains nothing, and nobody attends to it
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a worker says once it is loaded; the same on all ranks of the role, but for memory.
+
+    Attributes:
+        step: of the checkpoint that the run resumes from, 0 without one.
+        data_parallel_size: ranks that get different samples.
+        num_tensors: that `weights` gives; 0 where it gives none.
+        memory_gib: in use by this rank.
+        notes: lines that a user should see.
+    """
+
+    step: int
+    data_parallel_size: int
+    num_tensors: int
+    memory_gib: float
+    notes: tuple[str, ...] = ()
+
+
+class ModelWorker(ABC):
+    """One rank of a role. Its methods are called on all ranks of the role, with the same arguments, in one order.
+
+    Args:
+        role: one of the settings' roles.
+        context: which rank this is, and where the ranks meet; gets a beat for each micro-batch, update or bucket.
+    """
+
+    loaded: LoadedModel
+    _offload: Offload
+
+    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
+        self.rl, self.role, self.settings = settings, role, role.settings
+        self.context = context
+        self.step = 0  # steps done
+
+    def join(self) -> None:
+        """Meet the other ranks of the role.
+
+        Raises:
+            MegatuneError: UNAVAILABLE, naming address and ranks.
+        """
+        context, timeout = self.context, self.settings.run.ddp_timeout
+        context.beat("join", 0, limit=timeout)
+        ranks = context.rank, context.world_size, context.local_rank
+        groups.join(*ranks, context.master_addr, context.master_port, timeout=timeout)
+
+    @abstractmethod
+    def load(self, checkpoint: str | None = None) -> Ready:
+        """Build the layout and load the role's model.
+
+        Args:
+            checkpoint: of a role that is trained: what the run resumes from.
+
+        Raises:
+            MegatuneError: INPUT, SETTINGS: what cannot be used.
+        """
+
+    def offload(self, *parts: Part) -> int:
+        """Move parts of the model to the host's memory, and free the device's.
+
+        Args:
+            parts: of "weights", "gradients", "optimizer"; none stands for all. Gradients are not kept: every update
+                begins with new ones.
+
+        Returns:
+            Bytes of the device that are free now.
+        """
+        self.context.beat("offload", self.step)
+        return self._offload.move_out(parts or PARTS)
+
+    def onload(self, *parts: Part) -> int:
+        """Move parts back to the device, bit for bit; what is there already stays. Returns bytes moved.
+
+        What computes log-probabilities or values, and `weights`, need the weights; `train` and `save` need all.
+        """
+        self.context.beat("onload", self.step)
+        return self._offload.move_in(parts or PARTS)
+
+    def leave(self) -> None:
+        """Take the groups down, so that the process can end."""
+        groups.leave()
+
+    def _source(self, resumed: Path | None = None) -> tuple[Path, Settings]:
+        """Find the model's own folder, and settings with what its adapters say of them. Collective."""
+        source = model_on_node(self.context, self.settings, None, resumed)
+        finetuning = as_adapter(self.settings.finetuning, load_architecture(source, self.settings.run.stage))
+        return source, self.settings.model_copy(update={"finetuning": finetuning})
+
+    def _ready(self, num_tensors: int = 0, notes: Sequence[str] = ()) -> Ready:
+        memory = device.memory_bytes() / 2**30
+        return Ready(self.step, self.loaded.place.dp_size, num_tensors, memory, tuple(notes))
+
+    def _need(self, *parts: Part) -> None:
+        missing = [part for part in parts if part in self._offload.away]
+        assert not missing, f"{self.role.name}: {', '.join(missing)} on the host: onload first"
+
+    def _sharing(self, *, training: bool) -> Sharing:
+        """How ranks share samples. Micro-batches that are bounded by tokens are packed, whichever of the two settings
+        asks for it: side by side samples take the tokens that they have, and no padding."""
+        role, parallel = self.role, self.settings.parallel
+        if training:
+            num_rows = self.settings.batch.per_device_train_batch_size
+            tokens, fewest = role.packed_tokens_train or role.dynamic_tokens_train, role.min_micro_batches_train
+        else:
+            num_rows, fewest = role.infer_batch_size, role.min_micro_batches_forward
+            tokens = role.packed_tokens_forward or role.dynamic_tokens_forward
+        return Sharing(
+            self.loaded.place.dp_size,
+            num_rows,
+            tokens,
+            parallel.document_multiple,
+            parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1,
+            fewest,
+        )
+
+    def _batches(
+        self,
+        rollouts: Rollouts,
+        shares: Sequence[Sequence[Sequence[int]]],
+        sharing: Sharing,
+        per_token: Sequence[str] = (),
+        per_sample: Sequence[str] = (),
+    ) -> list[Batch]:
+        """Make this rank's micro-batches."""
+        parallel, place = self.settings.parallel, self.loaded.place
+        multiples = parallel.sequence_multiple, parallel.document_multiple
+        collator = Collator(sharing.rows, sharing.packed_tokens is not None, *multiples, _PADDING)
+        same_length = place.pp_size > 1
+        return rows.batches(
+            rollouts,
+            shares,
+            place.dp_rank,
+            collator,
+            same_length=same_length,
+            per_token=per_token,
+            per_sample=per_sample,
+            replay=self.role.router_replay,
+        )
+
+    def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> Answer:
+        """Compute a number of each token, of the weights as they are."""
+        self._need("weights")
+        place, sharing, found = self.loaded.place, self._sharing(training=False), Answer()
+        shares = sharing.shares(rollouts.lengths)
+        mine, batches = shares[place.dp_rank], self._batches(rollouts, shares, sharing)
+        size = _GROUP * place.pp_size
+        with evaluating(self.loaded.model):
+            for first in range(0, len(batches), size):
+                self.context.beat(f"{phase}, micro-batch {first + 1} of {len(batches)}", self.step)
+                part = slice(first, first + size)
+                # Tensor- and context-parallel ranks hold the same values.
+                values = compute(self.loaded.model, batches[part])
+                if place.tp_rank == place.cp_rank == 0:
+                    for samples, batch, own in zip(mine[part], batches[part], values, strict=False):
+                        found |= rows.answer(rollouts, samples, batch, own)
+        return found
+
+
+def offload_of(loaded: LoadedModel) -> Offload:
+    """Return what moves a model, with its optimizer if it has one."""
+    return Offload(loaded.model, loaded.optimizer if isinstance(loaded, Assembly) else None)

@@ -1,0 +1,213 @@
+"""Roles that are trained: updates, and checkpoints as those of any run."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatune.bridge.assemble import Assembly, attach_optimizer, load_model
+from megatune.engine import device
+from megatune.engine.groups import build
+from megatune.engine.step import Objective, StepTotals
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.samples import Rollouts
+from megatune.rl.worker.batching import mini_batches
+from megatune.rl.worker.model import ModelWorker, Ready, offload_of
+from megatune.training.agreement import on_rank_0
+from megatune.training.base import digest_base
+from megatune.training.checkpoint import TrainState, load_checkpoint
+from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
+from megatune.training.resume import choose_checkpoint
+from megatune.training.saving import CheckpointSaver
+from megatune.training.storage.files import writing
+from megatune.training.storage.store import CheckpointStore, clean_partials
+from megatune.training.train_step import StepResult, not_finite_gradients, train_step
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one step's updates came to; the same on all ranks.
+
+    Attributes:
+        updates: of the optimizer.
+        loss, grad_norm: means over them; of the norm over those that were not skipped.
+        learning_rate: of the last one.
+        num_tokens: trained, over all of them.
+        memory_gib: most that this rank has held.
+        skipped: updates left out because gradients overflowed in fp16.
+        metrics: means of the objective's metrics over all of them.
+        seconds: "forward_backward" and "optimizer", on this rank.
+    """
+
+    updates: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    memory_gib: float
+    skipped: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class TrainedWorker(ModelWorker):
+    """One rank of a role that is trained. See `ModelWorker`."""
+
+    loaded: Assembly
+    # What micro-batches carry beside tokens, by names of `Rollouts`.
+    token_extras: Sequence[str] = ()
+    document_extras: Sequence[str] = ()
+
+    @abstractmethod
+    def objective(self, num_samples: int) -> Objective:
+        """Return the loss of an update on so many samples."""
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of the role's checkpoints: of the policy the run's own."""
+        folder = Path(self.rl.run.output_dir)
+        return folder if self.role.name == "actor_train" else folder / self.role.name
+
+    def find_checkpoint(self, asked: bool | str | None) -> tuple[str | None, list[str]]:
+        """Choose the checkpoint to resume from, after `join` and before `load`, verified by all ranks together.
+
+        Args:
+            asked: None: the newest whole one of the role's folder if there is one; True insists on one; a path names
+                it; False: none.
+
+        Returns:
+            Where it is, and lines that a user should see.
+
+        Raises:
+            MegatuneError: INPUT, where the one asked for is not whole, or none of those that are there is.
+        """
+        self.context.beat("find a checkpoint", 0)
+        on_rank_0(self._tidy)
+        run = self.settings.run.model_copy(update={"resume_from_checkpoint": asked})
+        settings = self.settings.model_copy(update={"run": run})
+        path, notes = choose_checkpoint(self.context, settings, self.output_dir)
+        return None if path is None else str(path), notes
+
+    def _tidy(self) -> None:
+        with writing(self.output_dir):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            clean_partials(self.output_dir)
+
+    def load(self, checkpoint: str | None = None) -> Ready:
+        resumed = None if checkpoint is None else Path(checkpoint)
+        self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
+        source, settings = self._source(resumed)
+        kept = settings.checkpoint.model_copy(update={"save_total_limit": self.rl.run.max_ckpt_to_keep or None})
+        self.settings = settings = settings.model_copy(update={"checkpoint": kept})
+        has_adapters = settings.finetuning.finetuning_type == "lora"
+        base = digest_base(self.context, source, settings) if has_adapters else ""
+        place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
+        model = load_model(source if has_adapters else resumed or source, settings, place, adapter=resumed)
+        self.loaded = attach_optimizer(model, settings)
+        self._offload = offload_of(self.loaded)
+        self.state = TrainState(0, "", self.rl.samples_per_step, settings.run.seed, base=base)
+        if resumed is not None:
+            self.state = load_checkpoint(resumed, self.loaded, settings, self.state)
+        self.step = self.state.step
+        self.learning_rate = self._schedule()
+        self._saver = CheckpointSaver(CheckpointStore(self.output_dir), self.loaded, settings, source)
+        return self._ready()
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples of a mini-batch, over all ranks."""
+        batch = self.settings.batch
+        of_rank = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+        return of_rank * self.loaded.place.dp_size
+
+    def _schedule(self) -> LearningRateSchedule:
+        """The learning rate over the updates of a run of which every step has all its samples."""
+        optimizer, algorithm = self.settings.optimizer, self.rl.algorithm
+        updates = math.ceil(self.rl.samples_per_step / self.samples_per_update) * algorithm.ppo_epochs
+        total = self.rl.run.max_steps * updates
+        warmup = warmup_steps_of(self.role.warmup_steps or optimizer.warmup_steps, optimizer.warmup_ratio, total)
+        shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
+        return LearningRateSchedule(optimizer.learning_rate, *shape, warmup, total)
+
+    def train(self, rollouts: Rollouts, step: int) -> Trained:
+        """Update on a step's samples: `ppo_epochs` passes over shuffled mini-batches of per_device_train_batch_size ·
+        gradient_accumulation_steps · data-parallel size samples.
+
+        Args:
+            rollouts: with the values that the loss needs, of tokens and of samples.
+            step: of the run, counted from 0; it seeds the order of samples.
+
+        Raises:
+            MegatuneError: NOT_FINITE, naming gradients; the weights are as before that update.
+        """
+        self._need("weights", "gradients", "optimizer")
+        seed, epochs = self.settings.run.seed, self.rl.algorithm.ppo_epochs
+        plan = mini_batches(len(rollouts), self.samples_per_update, epochs, seed, step)
+        results: list[StepResult] = []
+        for number, samples in enumerate(plan, 1):
+            self.context.beat(f"train, update {number} of {len(plan)}", step)
+            rate = self.learning_rate.at(self.state.updates)
+            results.append(self._update(rollouts, samples, rate, step))
+            self.state.updates += 1
+        self.step = self.state.step = step + 1
+        return _summed(results, rate)
+
+    def _update(self, rollouts: Rollouts, samples: Sequence[int], learning_rate: float, step: int) -> StepResult:
+        sharing, lengths = self._sharing(training=True), rollouts.lengths
+        places = sharing.shares([lengths[sample] for sample in samples])
+        shares = [[[samples[place] for place in each] for each in of_rank] for of_rank in places]
+        batches = self._batches(rollouts, shares, sharing, self.token_extras, self.document_extras)
+        result = train_step(self.loaded, batches, self.objective(len(samples)), learning_rate=learning_rate, timed=True)
+        overflowed = self.settings.precision.fp16 and math.isfinite(result.totals.loss)
+        if not result.updated and not overflowed:
+            raise self._not_finite(result, step)
+        return result
+
+    def _not_finite(self, result: StepResult, step: int) -> MegatuneError:
+        by_rank = list(not_finite_gradients(self.loaded).items())[:3]
+        where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in by_rank)
+        what = f"{self.role.name}, step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
+        why = f"gradients that are not finite on {where or 'no rank: their norm overflows'}; nothing was updated"
+        fix = "lower learning_rate, write dtype: bf16 instead of fp16, or look at rollout_dump_dir's samples"
+        return MegatuneError(Finding(what, why=why, fix=fix), ExitCode.NOT_FINITE)
+
+    def save(self, step: int, beside: Mapping[str, bytes] | None = None) -> str:
+        """Save checkpoint-STEP into the role's folder: the model and its training state, whole or not at all.
+
+        Args:
+            step: steps done.
+            beside: small files by name that go into its training/ folder, such as the driver's state.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            MegatuneError: CANNOT_WRITE; earlier checkpoints are as they were.
+        """
+        self._need("weights", "optimizer")
+        self.context.beat("save", step, limit=self.settings.run.ddp_timeout)
+        self.step = self.state.step = step
+        path = self._saver.save(self.state, beside=beside)
+        assert path is not None, "not in the background"
+        return str(path)
+
+
+def _summed(results: Sequence[StepResult], learning_rate: float) -> Trained:
+    """Report several updates as one."""
+    totals = StepTotals.summed([result.totals for result in results])
+    norms = [result.grad_norm for result in results if result.updated]
+    parts = ("forward_backward", "optimizer")
+    return Trained(
+        updates=len(results),
+        loss=sum(result.totals.loss for result in results) / len(results),
+        grad_norm=sum(norms) / len(norms) if norms else math.inf,
+        learning_rate=learning_rate,
+        num_tokens=totals.num_tokens,
+        memory_gib=device.peak_memory_bytes() / 2**30,
+        skipped=len(results) - len(norms),
+        metrics=totals.metrics,
+        seconds={part: sum(result.seconds[part] for result in results) for part in parts},
+    )

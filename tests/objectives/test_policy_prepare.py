@@ -1,0 +1,251 @@
+"""From scores to advantages, against the same written out response by response and token by token."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatune.config.rl.settings import AlgorithmPart, CorrectionFilter, IsWeight
+from megatune.objectives.policy.prepare import AlgorithmState, prepare
+from megatune.objectives.policy.samples import Prepared, StepSamples
+
+LENGTHS = (3, 1, 5, 2, 4, 4, 2, 6, 1, 3, 2, 5)
+GROUPS = (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)  # 0 and 2 of one domain, 1 and 3 of the other
+DOMAINS = tuple("math" if group % 2 == 0 else "code" for group in GROUPS)
+SCORES = (1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, 0.25, 1.0, 0.0, 0.0, 1.0)
+LIMIT = 5
+
+
+def ragged(seed: int, scale: float = 1.0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [(scale * generator.normal(-1, 1, length)).astype(np.float32) for length in LENGTHS]
+
+
+SAMPLES = StepSamples(
+    scores=np.array(SCORES), lengths=np.array(LENGTHS), groups=np.array(GROUPS), domains=DOMAINS,
+    at_limit=np.array(LENGTHS) >= LIMIT, difficulty=np.linspace(-0.2, 1.2, len(LENGTHS)),
+    rollout_log_probs=ragged(0), values=ragged(3),
+)  # fmt: skip
+PLAIN = AlgorithmPart(adv_estimator="reinforce")
+
+
+def run(part: AlgorithmPart, samples: StepSamples = SAMPLES, **options: Any) -> Prepared:
+    return prepare(samples, part, AlgorithmState(part), **options)
+
+
+def close(found: list[np.ndarray], expected: list[Any]) -> None:
+    assert [len(each) for each in found] == list(LENGTHS)
+    for mine, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, np.broadcast_to(other, mine.shape), rtol=2e-6, atol=1e-6)
+
+
+def others(number: int, key: tuple[Any, ...]) -> list[float]:
+    return [SCORES[each] for each in range(len(SCORES)) if key[each] == key[number]]
+
+
+def expected_rewards(name: str) -> list[float]:
+    found = []
+    for number, score in enumerate(SCORES):
+        group, domain = others(number, GROUPS), others(number, DOMAINS)
+        center = statistics.mean(group)
+        match name:
+            case "grpo":
+                found.append((score - center) / (statistics.stdev(group) + 1e-6))
+            case "rloo":
+                found.append(score - (sum(group) - score) / (len(group) - 1))
+            case "dr_grpo":
+                found.append(score - center)
+            case "batch":
+                found.append((score - statistics.mean(domain)) / (statistics.stdev(domain) + 1e-6))
+            case "group std alone":
+                found.append(score / (statistics.stdev(group) + 1e-6))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("grpo", AlgorithmPart(adv_estimator="grpo", norm_mean_type="batch")),
+        ("rloo", AlgorithmPart(adv_estimator="rloo")),
+        ("dr_grpo", replace(PLAIN, norm_mean_type="group")),
+        ("batch", replace(PLAIN, norm_mean_type="batch", norm_std_type="batch")),
+        ("group std alone", replace(PLAIN, norm_std_type="group")),
+    ],
+)
+def test_rewards_of_samples_are_advantages_of_their_tokens(name: str, part: AlgorithmPart) -> None:
+    found = run(part)
+    close(found.advantages, expected_rewards(name))
+    close(found.mask, [1.0] * len(LENGTHS))
+    close(found.weights, [1.0] * len(LENGTHS))
+    shuffled = np.random.default_rng(0).permutation(len(LENGTHS))
+    samples = StepSamples(
+        scores=SAMPLES.scores[shuffled], lengths=SAMPLES.lengths[shuffled], groups=SAMPLES.groups[shuffled],
+        domains=[DOMAINS[each] for each in shuffled], at_limit=SAMPLES.at_limit[shuffled],
+    )  # fmt: skip
+    again = run(part, samples).advantages
+    close([again[place] for place in np.argsort(shuffled)], expected_rewards(name))
+
+
+def test_reinforce_plus_plus_whitens_over_the_tokens_of_a_domain() -> None:
+    found = run(AlgorithmPart(adv_estimator="reinforce_plus_plus"))
+    centered = expected_rewards("dr_grpo")
+    expected = []
+    for number, length in enumerate(LENGTHS):
+        tokens = [
+            centered[each]
+            for each in range(len(LENGTHS))
+            if DOMAINS[each] == DOMAINS[number]
+            for _ in range(LENGTHS[each])
+        ]
+        value = (centered[number] - statistics.mean(tokens)) / math.sqrt(statistics.variance(tokens) + 1e-8)
+        expected.append([value] * length)
+    close(found.advantages, expected)
+
+
+@pytest.mark.parametrize(("kind", "of"), [
+    ("kl", lambda d: d), ("abs", abs), ("mse", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d),
+])  # fmt: skip
+def test_the_penalty_is_of_every_token_and_its_coefficient_moves(kind: Any, of: Any) -> None:
+    part = replace(
+        PLAIN, add_token_level_kl=True, kl_penalty=kind, init_kl_coef=0.3, gamma=0.9, target_kl=0.01, kl_horizon=50
+    )
+    samples = replace(SAMPLES, old_log_probs=ragged(1, 0.3), reference_log_probs=ragged(2, 0.3))
+    state = AlgorithmState(part)
+    found = prepare(samples, part, state)
+    expected, means = [], []
+    for number, (mine, base) in enumerate(zip(ragged(1, 0.3), ragged(2, 0.3), strict=True)):
+        kls = [of(float(a) - float(b)) for a, b in zip(mine, base, strict=True)]
+        means.append(statistics.mean(kls))
+        rewards, later, returns = [-0.3 * kl for kl in kls], 0.0, []
+        rewards[-1] += SCORES[number]
+        for reward in reversed(rewards):
+            later = reward + 0.9 * later
+            returns.append(later)
+        expected.append(returns[::-1])
+    close(found.advantages, expected)
+    assert found.metrics["critic/kl"] == pytest.approx(statistics.mean(means), abs=1e-6)
+    assert found.metrics["critic/kl_coef"] == 0.3
+    sign = 1 if statistics.mean(means) > 0.01 * 1.2 else -1
+    assert state.kl_coef == pytest.approx(0.3 * (1 + sign * 0.2 * len(LENGTHS) / 50))
+
+
+def test_advantages_of_the_critic_are_sums_of_its_errors() -> None:
+    part = AlgorithmPart(adv_estimator="gae", gamma=0.95, lambd=0.9, max_len_mask=True)
+    found = run(part)
+    advantages, returns = [], []
+    for number, values in enumerate(ragged(3)):
+        kept = LENGTHS[number] < LIMIT
+        rewards = [0.0] * (len(values) - 1) + [SCORES[number] * kept]
+        following = [*values[1:], 0.0]
+        errors = [r + 0.95 * n - v for r, n, v in zip(rewards, following, values, strict=True)]
+        mine = [sum((0.95 * 0.9) ** (u - t) * errors[u] for u in range(t, len(errors))) for t in range(len(errors))]
+        advantages.append([each * kept for each in mine])
+        returns.append([a + v for a, v in zip(mine, values, strict=True)])
+    close(found.advantages, advantages)
+    close(found.returns, returns)
+    close(found.mask, [float(length < LIMIT) for length in LENGTHS])
+
+
+def test_samples_that_do_not_train_are_in_no_mean() -> None:
+    part = AlgorithmPart(
+        adv_estimator="grpo", max_len_mask=True, difficulty_mask=True, difficulty_high_threshold=0.95,
+        error_max_len_clip=True, error_max_len_threshold=3, difficulty_loss_weight=True, length_loss_weight=True,
+        whiten_advantages=True, advantage_clip=0.8,
+    )  # fmt: skip
+    found = run(part)
+    # Too long; of a group that is always right; neither right nor wrong; wrong, and long.
+    kept = [0, 1, 6, 8, 10]
+    close(found.mask, [float(number in kept) for number in range(len(LENGTHS))])
+    assert found.num_tokens == sum(LENGTHS[number] for number in kept)
+    raw = {}
+    for number in kept:
+        difficulty = min(max(-0.2 + 1.4 * number / 11, 0.0), 1.0)
+        raw[number] = (0.5 + 1.5 * difficulty) * (1.5 - (LENGTHS[number] - 1) / 2)
+    mean = statistics.mean(raw.values())
+    for number in kept:
+        np.testing.assert_allclose(found.weights[number], raw[number] / mean, rtol=1e-6)
+    grpo = expected_rewards("grpo")
+    for number in kept:
+        tokens = [grpo[each] for each in kept if DOMAINS[each] == DOMAINS[number] for _ in range(LENGTHS[each])]
+        value = grpo[number]
+        if len(tokens) > 1:
+            value = (value - statistics.mean(tokens)) / math.sqrt(statistics.variance(tokens) + 1e-8)
+        np.testing.assert_allclose(found.advantages[number], np.clip(value, -0.8, 0.8), rtol=1e-5)
+    assert found.metrics["math/actor/max_len_mask_ratio"] == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "segment", "sequence"])
+def test_the_correction_weighs_and_filters(level: Any) -> None:
+    part = replace(
+        PLAIN,
+        train_infer_is_weight=IsWeight(enabled=True, weight_type=level, upper_bound=1.1),
+        train_infer_filters=(
+            CorrectionFilter(enabled=True, agg_type=level, ratio_low=0.9, ratio_high=1.2),
+            CorrectionFilter(enabled=False, ratio_high=0.0),
+            CorrectionFilter(enabled=True, ratio_enabled=False, diff_enabled=True, diff_low=-0.05, diff_high=0.05),
+        ),
+    )
+    old = [a + 0.15 * b for a, b in zip(ragged(0), ragged(5), strict=True)]
+    found = run(part, replace(SAMPLES, old_log_probs=old))
+    weights, masks = [], []
+    for mine, rollout in zip(old, ragged(0), strict=True):
+        logs = [float(a) - float(b) for a, b in zip(mine, rollout, strict=True)]
+        whole = {"sequence": sum(logs), "token": 0.0}.get(level, sum(logs) / len(logs))
+        ratios = [math.exp(each if level == "token" else whole) for each in logs]
+        gaps = [math.exp(a) - math.exp(b) for a, b in zip(mine, rollout, strict=True)]
+        weights.append([min(ratio, 1.1) for ratio in ratios])
+        masks.append([float(0.9 <= r <= 1.2 and abs(g) <= 0.05) for r, g in zip(ratios, gaps, strict=True)])
+    close(found.weights, weights)
+    close(found.mask, masks)
+    assert 0 < found.num_tokens < sum(LENGTHS)
+    assert found.metrics["actor/train_infer_final_mask_mean"] == pytest.approx(found.num_tokens / sum(LENGTHS))
+    gap = np.abs(np.concatenate(old) - np.concatenate(ragged(0))).mean()
+    assert found.metrics["actor/train_infer_log_prob_gap"] == pytest.approx(gap, rel=1e-5)
+
+
+def test_teachers_teach_their_samples() -> None:
+    nothing = np.zeros(0, np.float32)
+    one = [each if domain == "math" else nothing for each, domain in zip(ragged(7), DOMAINS, strict=True)]
+    samples = replace(SAMPLES, teachers={"one": one, "all": ragged(8)})
+    pure = AlgorithmPart(is_pure_opd=True)
+    expected = []
+    for mine, first, every in zip(ragged(0), one, ragged(8), strict=True):
+        penalty = 0.5 * (mine - every)
+        expected.append(-(penalty + 2 * (mine - first)) if len(first) else -penalty)
+    close(run(pure, samples, opd_coefs={"one": 2.0, "all": 0.5}).advantages, expected)
+    mixed = run(replace(PLAIN, use_opd=True), samples, opd_coefs={"one": 2.0, "all": 0.5})
+    close(mixed.advantages, [each + score for each, score in zip(expected, SCORES, strict=True)])
+
+
+def test_running_moments_are_of_all_steps_and_come_back() -> None:
+    part = replace(PLAIN, norm_mean_type="running", norm_std_type="running", reward_clip=1.2)
+    state = AlgorithmState(part)
+    prepare(SAMPLES, part, state)
+    resumed = AlgorithmState(part)
+    resumed.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    later = replace(SAMPLES, scores=2 - SAMPLES.scores)
+    found = prepare(later, part, resumed)
+    for number, domain in enumerate(DOMAINS):
+        seen = others(number, DOMAINS)
+        seen = seen + [2 - score for score in seen]
+        value = (2 - SCORES[number] - statistics.mean(seen)) / (statistics.stdev(seen) + 1e-6)
+        np.testing.assert_allclose(found.advantages[number], np.clip(value, -1.2, 1.2), rtol=1e-6, err_msg=domain)
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        (AlgorithmPart(), "adv_estimator: gae: there are no values"),
+        (replace(PLAIN, add_token_level_kl=True), "reference"),
+        (replace(PLAIN, use_opd=True), "teacher"),
+    ],
+)
+def test_what_is_missing_is_named(part: AlgorithmPart, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        run(part, replace(SAMPLES, values=None))

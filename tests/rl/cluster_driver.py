@@ -1,0 +1,26 @@
+"""A driver of its own: starts an actor, says which processes there are, and waits to be told to end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+
+from megatune.rl.cluster.cluster import Cluster
+from megatune.rl.cluster.role import RoleSpec
+
+
+def main() -> None:
+    with Cluster(Path(sys.argv[1]), {0}) as cluster:
+        group = cluster.start([RoleSpec("policy", "cluster_workers:Worker", devices=(0,), rendezvous=True)])["policy"]
+        where = group.call_one(0, "where")
+        actors = [group.call_one(0, "pid"), group.call_one(0, "child")]
+        pids = [process.pid for process in psutil.Process().children(recursive=True)]
+        print(json.dumps({"where": where, "actors": actors, "pids": [*pids, *actors]}), flush=True)
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()

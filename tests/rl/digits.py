@@ -1,0 +1,112 @@
+"""A model of digits, and "repeat the digit": the least that a policy can learn from random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from megatune.config.groups.optimizer import BatchSettings, OptimizerSettings, PrecisionSettings
+from megatune.config.groups.output import LoggingSettings
+from megatune.config.groups.run import ModelSettings, RunSettings
+from megatune.config.rl.settings import (
+    AlgorithmPart,
+    Generating,
+    InferRole,
+    ModelRole,
+    PromptData,
+    RewardRole,
+    RLSettings,
+    RolloutPart,
+    RunPart,
+)
+from megatune.config.settings import Settings
+from megatune.rl.samples import Problem
+
+CHARACTERS = "0123456789+=#"
+PROMPT, RESPONSE = 2, 8
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """Write a Llama of 100,000 parameters with a tokenizer of single characters. No id pads: the embedding of padding
+    is zero, and a random model samples it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {character: number for number, character in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="#"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="#", eos_token="#").save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(CHARACTERS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=vocabulary["#"],
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def problems() -> dict[str, list[Problem]]:
+    """Return "d=" for each digit."""
+    rows = [{"id": str(digit), "prompt": f"{digit}=", "digit": str(digit)} for digit in range(10)]
+    ids = [np.array([CHARACTERS.index(character) for character in row["prompt"]], np.int64) for row in rows]
+    return {
+        "digits": [
+            Problem(row["id"], "digits", "digits", [], own, row, row["prompt"])
+            for row, own in zip(rows, ids, strict=True)
+        ]
+    }
+
+
+def settings(
+    model: Path, output: Path, *, steps: int = 120, devices: tuple[int, ...] = (0,), **changes: Any
+) -> RLSettings:
+    """Return a run of 10 prompts with 8 responses each."""
+    engine = Settings(
+        run=RunSettings(output_dir=str(output), stage="sft"),
+        model=ModelSettings(model_name_or_path=str(model)),
+        optimizer=OptimizerSettings(
+            learning_rate=2e-3, adam_beta2=0.95, lr_scheduler_type="constant_with_warmup", warmup_steps=10
+        ),
+        batch=BatchSettings(per_device_train_batch_size=8, gradient_accumulation_steps=10 // len(devices)),
+        precision=PrecisionSettings(bf16=False),
+        logging=LoggingSettings(report_to=["none"]),
+    )
+    parts: dict[str, Any] = {
+        "run": RunPart(
+            exp_name="digits",
+            output_dir=str(output),
+            max_steps=steps,
+            save_steps=steps,
+            logging_steps=10,
+            system_envs={"OMP_NUM_THREADS": "1"},
+        ),
+        "rollout": RolloutPart(10, 8, PROMPT, PROMPT + RESPONSE),
+        "algorithm": AlgorithmPart(
+            adv_estimator="grpo",
+            norm_mean_type="group",
+            norm_std_type="group",
+            loss_agg_mode="token-mean",
+            init_kl_coef=0.0,
+            max_grad_norm=1.0,
+        ),
+        "data": PromptData(domain_shares={"digits": 1.0}),
+        "actor_train": ModelRole("actor_train", devices, engine, training=True, infer_batch_size=80),
+        "actor_infer": InferRole((0,), str(model), dtype="fp32", generating=Generating(1.0, 1.0, 0, RESPONSE)),
+        "rewards": {
+            "digits": RewardRole("digits", "python", ("digits",), function="tests.rl.digits_reward:repeats"),
+        },
+    }
+    return RLSettings(**{**parts, **changes})

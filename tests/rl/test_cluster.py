@@ -1,0 +1,188 @@
+"""Actors of a run: calls, weights on their way, and how the death or the silence of each is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatune.errors import ExitCode, MegatuneError
+from megatune.rl.cluster import session
+from megatune.rl.cluster.cluster import Cluster, ensure_pythons
+from megatune.rl.cluster.role import RoleSpec, Seat, seats
+from megatune.rl.cluster.weights import sync_weights
+
+WORKER = "cluster_workers:Worker"
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ray, once for all tests here."""
+    with session.ray_session(4, 0, 256 * 2**20, tmp_path_factory.mktemp("ray")):
+        yield
+
+
+def ended(pids: list[int]) -> bool:
+    """Whether processes are gone, or will be in a moment."""
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
+    train = RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True, environment={"MARK": "a"})
+    infer = RoleSpec("actor_infer", WORKER, {"start": 10}, devices=(0, 1), devices_per_actor=2)
+    with Cluster(tmp_path, {0, 1}) as cluster:
+        groups = cluster.start([train, infer])
+        trainer, engine = groups["actor_train"], groups["actor_infer"]
+        assert (trainer.size, engine.size) == (2, 1)
+        assert trainer.call("add", 2) == [(0, 2), (1, 2)]
+        assert trainer.call_each("add", [(1,), (5,)]) == [(0, 3), (1, 7)]
+        assert trainer.call_one(1, "add", 1) == (1, 8)
+        assert engine.call("add", 1) == [(0, 11)]
+        (world, local, address, port, mark), (_, other_local, _, other_port, _) = trainer.call("where")
+        assert (world, local, other_local, address, mark) == (2, 0, 1, "127.0.0.1", "a")
+        assert port == other_port
+        assert engine.call("where")[0][3:] == (None, None)
+        assert trainer.call("size", np.zeros(10**6)) == [(10**6, False)] * 2
+        slow, quick = trainer.start_one(0, "work", "a", 1, 1.0), trainer.start_one(1, "work", "b", 1, 0.0)
+        assert cluster.wait([slow, quick], seconds=0.9) == [quick]
+        assert slow.result() == [None]
+
+        sync = sync_weights(trainer, engine, 5, [1000, 2000, 3000], num_tensors=3)
+        assert (sync.tensors, sync.bytes, sync.buckets) == (3, 6000 * 2 * 2, 3)
+        taken = {"w0": ((1000, 2), 0.0), "w1": ((2000, 2), 4000.0), "w2": ((3000, 2), 12000.0)}
+        assert engine.call("state") == [(5, taken)]
+        # The trainer is held up while the engine has not taken what is there: more than the store holds goes through.
+        sizes = [5 * 2**20] * 30  # of 20 MiB each
+        assert sync_weights(trainer, engine, 6, sizes, num_tensors=30).bytes == 30 * 20 * 2**20
+
+        pids = [*trainer.call("pid"), *engine.call("pid"), *trainer.call("child")]
+    assert ended(pids)
+    assert "=== actor_infer 0, process" in (tmp_path / "logs" / "actor_infer-0.log").read_text()
+
+
+NOTHING = 0
+
+
+@pytest.mark.parametrize(
+    ("role", "signum", "says"),
+    [
+        ("actor_infer", signal.SIGKILL, r"at step 4 \(generate\), was killed: the kernel's out-of-memory killer, or"),
+        ("actor_infer", signal.SIGSEGV, r"at step 4 \(generate\), died: Segmentation fault"),
+        ("reward", signal.SIGKILL, r"before the first step \(idle\), was killed"),  # it has nothing to do meanwhile
+        ("actor_infer", signal.SIGSTOP, r"hung at step 4 \(generate\): no progress .*\n.*its process is stopped"),
+        (
+            "actor_infer",
+            NOTHING,
+            r"hung at step 4 \(generate\): no progress for \d+ s\n.*it is in work \(.*cluster_w",
+        ),
+    ],
+)
+def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: int, says: str) -> None:
+    specs = [RoleSpec("actor_infer", WORKER, devices=(0,)), RoleSpec("reward", WORKER)]
+    with Cluster(tmp_path, {0}) as cluster:
+        groups = cluster.start(specs)
+        pids = [groups[name].call_one(0, "pid") for name in groups]
+        call = groups["actor_infer"].start("work", "generate", 4, 60.0, 30.0 if signum else 8.0)
+        cluster.wait([call], seconds=1.0)
+        os.kill(pids[list(groups).index(role)], signum)
+        begun = time.monotonic()
+        with pytest.raises(MegatuneError, match=rf"{role}-0 on host \S+?,? {says}") as caught:
+            call.result()
+        assert time.monotonic() - begun < 20  # of a busy machine; 8 are the longest wait here
+        assert caught.value.exit_code == ExitCode.PROCESS_DIED
+        with pytest.raises(MegatuneError, match=f"{role}-0"):
+            groups["reward"].call("pid")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["culprit"], report["exit_code"]) == (f"{role}-0", 76)
+    assert ended(pids)
+
+
+def test_the_rank_that_failed_is_blamed(ray: None, tmp_path: Path) -> None:
+    """Not the one that lost it, though it notices first."""
+    train = RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True)
+    with Cluster(tmp_path, {0, 1}) as cluster:
+        trainer = cluster.start([train])["actor_train"]
+        calls = [trainer.start_one(0, "fail", "Connection closed by peer"), trainer.start_one(1, "fail", "odd", 1.0)]
+        with pytest.raises(MegatuneError, match=r"actor_train-1 .*at step 7 \(train\).*RuntimeError: odd") as caught:
+            cluster.wait(calls)
+        assert caught.value.exit_code == ExitCode.INTERNAL
+        assert "in fail" in (tmp_path / "logs" / "actor_train-1.log").read_text()
+
+
+def test_a_stream_breaks_off(ray: None, tmp_path: Path) -> None:
+    """The trainer is blamed, not the engine whose argument did not come; and the engine has committed nothing."""
+    specs = [RoleSpec("actor_train", WORKER, devices=(0,)), RoleSpec("actor_infer", WORKER, devices=(0,))]
+    with Cluster(tmp_path, {0}) as cluster:
+        groups = cluster.start(specs)
+        with pytest.raises(MegatuneError, match=r"actor_train-0 .*step 1 \(weights\).*a tensor is missing") as caught:
+            sync_weights(groups["actor_train"], groups["actor_infer"], 1, [10, 10, 10], 1, num_tensors=3)
+        assert caught.value.exit_code == ExitCode.INTERNAL
+
+
+def driver(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).with_name("cluster_driver.py")), str(folder)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env={**os.environ, **environment}, stdin=pipe, stdout=pipe, text=True)
+
+
+def test_a_cluster_that_is_running(ray: None, tmp_path: Path) -> None:
+    """Another driver joins it, and leaves it as it was."""
+    import ray as module
+
+    with driver(tmp_path, RAY_ADDRESS=module.get_runtime_context().gcs_address) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        assert told["where"][:2] == [1, 0]
+        assert told["where"][2] != "127.0.0.1"  # where other machines reach it
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert ended(told["actors"])
+    assert module.available_resources()["CPU"] == module.cluster_resources()["CPU"]
+
+
+def test_nothing_outlives_a_driver(tmp_path: Path) -> None:
+    with driver(tmp_path) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        time.sleep(2.5)
+        process.kill()
+    assert len(told["pids"]) > 5
+    assert ended(told["pids"])
+    assert not list(Path(tempfile.gettempdir()).glob(f"mt-{process.pid}-*"))
+
+
+def test_where_actors_are() -> None:
+    ranks = seats(RoleSpec("a", "", devices=(0, 1, 8, 9), rendezvous=True), 8, [0, 1])
+    assert ranks[2] == Seat(2, 1, (8, 9), 0, 2)
+    engines = seats(RoleSpec("a", "", devices=(8, 9, 10, 11), devices_per_actor=2), 8, [1])
+    assert engines == [Seat(0, 0, (8, 9), 0, 2), Seat(1, 0, (10, 11), 1, 2)]
+    assert seats(RoleSpec("a", "", workers=2), 8, [0])[1] == Seat(1, 0, (), 1, 2)
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(MegatuneError, match="2 machines, of 8 devices") as caught:
+        Cluster(tmp_path, {0, 8})
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE
+    other = tmp_path / "python"
+    other.write_text("#!/bin/sh\necho 3.9 2.0.0\n")
+    other.chmod(0o755)
+    with pytest.raises(MegatuneError, match=r"python has 3\.9 2\.0\.0(.|\n)*nowhere does not run") as caught:
+        ensure_pythons([str(other), "nowhere"])
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MegatuneError, match=r"megatune\[rl\]") as caught:
+        Cluster(tmp_path, {0})
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE

@@ -1,0 +1,196 @@
+"""Which groups a step takes, whatever is finished first; what is dropped, what is too old, what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatune.config.rl.settings import Generating, GroupFilter
+from megatune.errors import MegatuneError
+from megatune.rl.pipeline.collector import Collector, passes
+from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of, with_samples
+from megatune.rl.pipeline.learn import sampled_by
+from megatune.rl.pipeline.sampler import Sampler
+from megatune.rl.pipeline.validation import pass_at_k, validation_metrics
+from megatune.rl.samples import Problem, Request, Response
+
+SAMPLING = Sampling(Generating(1.0, 1.0, 0), seed=1, response_length=8)
+
+
+class Engines:
+    """Engines that finish requests in an order of their own, a token a step; a response says which seed it has."""
+
+    number = 2
+
+    def __init__(self, order: int = 1) -> None:
+        self.order, self.version, self.seen = order, 1, list[Request]()
+        self.flight: dict[str, tuple[Request, list[int], tuple[tuple[int, int], ...]]] = {}
+
+    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
+        for own in requests:
+            for request in own:
+                self.seen.append(request)
+                ids = request.response_ids.tolist()
+                versions = (*request.versions, (len(ids), self.version))
+                self.flight[request.id] = request, ids, versions
+
+    def step(self, *, wait: bool = True) -> list[Response]:
+        found = []
+        for key in list(self.flight)[:: self.order]:
+            request, ids, versions = self.flight[key]
+            ids.append(request.seed % 7)
+            if len(ids) > request.seed % 5:
+                del self.flight[key]
+                found.append(_response(key, ids, "stop", versions))
+        return found
+
+    def settle(self) -> list[Response]:
+        return []
+
+    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
+        gone = [key for key in self.flight if ids is None or key in ids]
+        return [_response(key, *self.flight.pop(key)[1:2], "abort", ((0, self.version),)) for key in gone]
+
+
+class Scores:
+    """Scores in the opposite order: the sum of a response's tokens."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+
+    def submit(self, group: Group) -> None:
+        with_samples(group, [str(group.responses[place].response_ids.tolist()) for place in range(group.size)])
+        for sample in group.samples:
+            sample.score = float(sample.response.response_ids.sum())
+        self.groups.insert(0, group)
+
+    def poll(self, wait: float) -> list[Group]:
+        return [self.groups.pop(0)] if self.groups else []
+
+
+def _response(key: str, ids: list[int], finish: Any, versions: Any) -> Response:
+    return Response(key, np.array(ids, np.int64), np.full(len(ids), -0.25, np.float32), finish, versions)
+
+
+def _problem(domain: str, index: int) -> Problem:
+    return Problem(f"{domain}{index}", domain, domain, [], np.array([1, 2]), {})
+
+
+def _collector(engines: Engines, scores: Scores, max_running: int = 5, **changes: Any) -> Collector:
+    sampler = Sampler(engines, SAMPLING, max_running)
+    filters = {"a": GroupFilter("std_filter", std_threshold=0.0), "b": GroupFilter()}
+    return Collector(sampler, scores, _problem, {"a": 3, "b": 1}, filters, 2, **changes)
+
+
+def _step(collector: Collector) -> list[tuple[str, list[float]]]:
+    while not collector.is_ready:
+        collector.pump()
+    return [(group.problem.id, group.scores.tolist()) for group in collector.take().groups]
+
+
+def test_a_synchronous_step_does_not_depend_on_timing() -> None:
+    runs = []
+    for order, max_running, extra in ((1, 5, 0), (-1, 50, 0), (2, 1, 0), (1, 50, 2)):
+        collector = _collector(Engines(order), Scores(), max_running, extra=extra)
+        runs.append([_step(collector) for _ in range(3)])
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+    groups = [group for step in runs[0] for group in step]
+    assert len({name for name, _ in groups}) == 12
+    assert all(scores[0] != scores[1] for name, scores in groups if name[0] == "a")  # the others were dropped
+    assert [name for name, _ in groups if name[0] == "b"] == ["b0", "b1", "b2"]
+
+
+def test_a_checkpoint_goes_on_where_the_run_was() -> None:
+    whole = _collector(Engines(), Scores())
+    expected = [_step(whole) for _ in range(3)]
+    collector = _collector(Engines(), Scores())
+    assert _step(collector) == expected[0]
+    collector.hold()
+    state = json.loads(json.dumps(collector.state()))
+    resumed = _collector(Engines(-1), Scores())
+    resumed.load_state(state)
+    assert [_step(resumed), _step(resumed)] == expected[1:]
+
+
+def test_an_asynchronous_run_keeps_what_it_has_begun_and_samples_anew_what_is_too_old() -> None:
+    engines = Engines()
+    collector = _collector(engines, Scores(), 50, ratio=1.0)
+    first = _step(collector)
+    collector.pump()
+    collector.hold()
+    state = json.loads(json.dumps(collector.state()))
+    begun = [group for domain in state.values() for group in [*domain["under_way"], *domain["ready"]]]
+    assert len(begun) >= 4  # of the next step
+    assert any(group["parts"] or group["responses"] for group in begun)
+    other = _collector(engines, Scores(), 50, ratio=1.0)
+    other.load_state(state)
+    engines.version = 2
+    assert not {name for name, _ in _step(other)} & {name for name, _ in first}
+    engines.version = 4
+    other.hold()
+    other.begin_stale_anew(4)
+    while not other.is_ready:
+        other.pump()
+    taken = other.take()
+    assert all((group.oldest_version or 0) >= 3 for group in taken.groups)
+    assert taken.num_stale > 0
+    assert any(request.id.endswith("-1") for request in engines.seen)
+
+
+def test_a_part_goes_on_with_what_it_has() -> None:
+    engines = Engines()
+    sampler = Sampler(engines, SAMPLING, 8)
+    sampler.add([Group(_problem("a", 0), 3, 0, 4)])
+    sampler.pump()
+    sampler.hold()
+    engines.version = 2
+    sampler.pump()
+    again = {place_of(request.id)[1]: request for request in engines.seen[4:]}
+    assert again
+    assert all(len(request.response_ids) == 1 for request in again.values())
+    assert all(request.seed == seed_of(1, "train", 3, place, 0) for place, request in again.items())
+
+
+def test_a_run_that_drops_every_group_ends() -> None:
+    sampler = Sampler(Engines(), SAMPLING, 8)
+    never = {"a": GroupFilter("mean_filter", threshold_down=1e9)}
+    collector = Collector(sampler, Scores(), _problem, {"a": 2}, never, 2)
+    with pytest.raises(MegatuneError, match="drops nearly every group"):
+        _step(collector)
+
+
+@pytest.mark.parametrize(
+    ("rule", "scores", "kept"),
+    [
+        (GroupFilter("mean_filter", 0.9, 0.1), [1, 0], True),
+        (GroupFilter("mean_filter", 0.9, 0.5), [1, 0], False),  # at a bound
+        (GroupFilter("std_filter", std_threshold=0), [1, 1], False),
+        (GroupFilter("std_filter", std_threshold=0.7), [1, 0], True),  # of n - 1: 0.707
+        (GroupFilter("mean_filter", 0.9, 0.1), [1], True),  # a single sample
+    ],
+)
+def test_filters(rule: GroupFilter, scores: list[float], kept: bool) -> None:
+    group = Group(_problem("a", 0), 0, 0, len(scores))
+    group.responses = {place: _response(str(place), [1], "stop", ()) for place in range(len(scores))}
+    for sample, score in zip(with_samples(group, ["x"] * len(scores)).samples, scores, strict=True):
+        sample.score = score
+    assert passes(rule, group) is kept
+
+
+def test_pass_at_k() -> None:
+    group = Group(_problem("a", 0), 0, 0, 4)
+    group.responses = {place: _response(str(place), [1, 2], "stop", ()) for place in range(4)}
+    for place, sample in enumerate(with_samples(group, ["x"] * 4).samples):
+        sample.details = {"correct": float(place == 0)}
+    assert [pass_at_k(group, k) for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    found = validation_metrics([group], Generating(num_return_sequences=4))
+    assert (found["accuracy"], found["pass@2"], found["pass@4"]) == (0.25, 0.5, 1.0)
+
+
+def test_tokens_of_other_weights_are_left_out() -> None:
+    response = Response("x", np.arange(4), np.array([-1, -2, -3, -4], np.float32), "stop", ((0, 1), (1, 2), (3, 4)))
+    assert np.array_equal(sampled_by(response, 2), np.array([np.nan, -2, -3, np.nan], np.float32), equal_nan=True)

@@ -1,0 +1,174 @@
+"""Answers that another model judges."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from megatune.config.rl.settings import Generating, InferRole, RewardRole
+from megatune.data.encode import load_tokenizer
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.errors import MegatuneError
+from megatune.rl.rewards import http
+from megatune.rl.rewards.answer import Answer, RewardError
+from megatune.rl.rewards.asking import EngineAsk, judges_of
+from megatune.rl.rewards.judge import Judge, read_judgement
+from megatune.rl.rollout.builtin import BuiltinEngine
+from megatune.rl.samples import Request, Response
+
+ANSWER = Answer(
+    "<think>hm</think>4 {reference}",
+    messages=({"role": "system", "content": "s"}, {"role": "user", "content": "2+2? {response}"}),
+    row={"ground_truth": "four"},
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_number", "score"),
+    [
+        ("YES", False, 1),
+        ("Unknown, so no.", False, 0),  # ROLL also finds the "no" of "unknown"
+        ("<think>yes</think>NO", False, 0),
+        ("Score: 7", True, 0.7),
+        ("**Score:** 10 of 10, Score: 2.5", True, 0.25),
+        ("nothing", False, None),
+        ("YES", True, None),
+        ("Score: 70", True, None),
+    ],
+)
+def test_judgements_are_read_by_the_rule_of_their_prompt(said: str, is_number: bool, score: float | None) -> None:
+    if score is None:
+        with pytest.raises(RewardError, match="the judge says neither"):
+            read_judgement(said, is_number)
+    else:
+        assert read_judgement(said, is_number) == score
+
+
+def test_a_model_of_the_run_is_asked() -> None:
+    asked: list[Any] = []
+
+    def ask(messages: list[dict[str, str]]) -> str:
+        asked.extend(messages)
+        return "Score: 9"
+
+    judge = Judge("{question}|{response}|{reference}|Score: n", "inference", ask=ask)
+    assert judge(ANSWER).score == 0.9
+    assert asked == [{"role": "user", "content": "2+2? {response}|4 {reference}|four|Score: n"}]
+
+
+@contextmanager
+def api(replies: list[tuple[int, Any]], asked: list[Any]) -> Iterator[str]:
+    """Serve an API as OpenAI's, which gives these replies in turn."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, self.headers.get("Authorization"), json.loads(body)))
+            code, said = replies.pop(0)
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_an_api_is_asked_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "WAITS", (0.01, 0.01))
+    monkeypatch.setenv("OPENAI_API_KEY", "key of the environment")
+    asked: list[Any] = []
+    replies = [(429, ""), (200, "YES"), (200, None), (401, ""), (200, "never asked")]
+    with api(replies, asked) as url:
+        judge = Judge("Qwen2.5-7B-Instruct-RLVR-prompt", "api", "m", url, generating=Generating(0.5, 0.9, 5, 100))
+        assert judge(ANSWER).score == 1
+        with pytest.raises(RewardError, match="empty judgement"):
+            judge(ANSWER)
+        with pytest.raises(RewardError, match="answers 401"):
+            judge(ANSWER)
+    path, key, message = asked[0]
+    assert (path, key) == ("/v1/chat/completions", "Bearer key of the environment")
+    assert {name: message[name] for name in message if name != "messages"} == {
+        "model": "m", "temperature": 0.5, "top_p": 0.9, "max_tokens": 100
+    }  # fmt: skip
+    assert len(replies) == 1
+    with pytest.raises(RewardError, match="refused"):  # nobody is there any more
+        judge(ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"judge_prompt": "Qwen2.5-7B"}, "judge_prompt: 'Qwen2.5-7B' is unknown"),
+        ({"judge_model_type": "api", "judge_api_url": "http://x"}, "judge_model_name"),
+        ({"judge_model_type": "vllm"}, "one of api, inference, cluster"),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(MegatuneError, match=said):
+        Judge(**arguments)
+
+
+class _Engines:
+    """Engines in this process, by turns."""
+
+    def __init__(self, engines: Sequence[BuiltinEngine]) -> None:
+        self._engines, self.number = engines, len(engines)
+
+    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
+        for engine, own in zip(self._engines, requests, strict=True):
+            engine.submit(own)
+
+    def step(self, *, wait: bool = True) -> list[Response]:
+        return [response for engine in self._engines for response in engine.step()]
+
+
+def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path / "judge", num_layers=2, hidden_size=32, seed=1)
+    generating = Generating(max_new_tokens=4, do_sample=False)
+    judge = InferRole((0, 1), str(folder), dtype="fp32", generating=generating, name="rewards.a")
+    engines = _Engines([BuiltinEngine.load(judge, max_running=4, context=300) for _ in judge.devices])
+    ask = EngineAsk(engines, load_tokenizer(folder), generating, context=300)
+    texts = [f"Is {number} right?" for number in range(10)]
+
+    def answers(threads: int) -> list[str]:
+        with ThreadPoolExecutor(threads) as pool:
+            futures = [pool.submit(ask, [{"role": "user", "content": text}]) for text in texts]
+            while not all(future.done() for future in futures):
+                ask.pump(wait=True)
+                time.sleep(0.001)
+            return [future.result() for future in futures]
+
+    alone = answers(1)
+    assert answers(len(texts)) == alone
+    assert len(set(alone)) > 1
+    with pytest.raises(RewardError, match="its context is 300"):
+        ask([{"role": "user", "content": "long " * 300}])
+    ask.close()
+    with pytest.raises(RewardError, match="the run ends"):
+        ask([{"role": "user", "content": "short"}])
+
+
+def test_judges_are_found_by_domain() -> None:
+    own, shared = (InferRole((0,), "m", name=name) for name in ("rewards.a", "reward_model"))
+    rewards = {
+        "a": RewardRole("a", "llm_judge", judge=own),
+        "b": RewardRole("b", "llm_judge", arguments={"judge_model_type": "cluster"}),
+        "c": RewardRole("c", "math_rule"),
+    }
+    assert judges_of(rewards, shared) == {"a": own, "b": shared}

