@@ -1,0 +1,182 @@
+"""What each role holds of its devices in each phase of a step: active, or asleep while others have their turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatune.config.rl.settings import InferRole, ModelRole
+from megatune.plan.memory import StageMemory, stage_memory
+from megatune.plan.rl.engine import ITEMSIZE, EngineMemory, engine_memory
+from megatune.plan.rl.passes import forward_case, forward_memory, training_case
+from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, RLQuestion
+
+SYNC, SAMPLE, REFERENCE_PASS, OLD_PASS, VALUES, TRAIN_CRITIC, TRAIN = PHASES = (
+    "sync", "rollout", "reference", "old log-probs", "values", "train critic", "train",
+)  # fmt: skip
+# In which phases a role is active; it sleeps in the others.
+_ALL = {ACTOR: (SYNC, OLD_PASS, TRAIN), ROLLOUT: (SYNC, SAMPLE), REFERENCE: (REFERENCE_PASS,),
+        CRITIC: (VALUES, TRAIN_CRITIC)}  # fmt: skip
+# Whole tensors of a bucket of the weight update: gathered, and as they are handed over.
+_BUCKETS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of one role on one of its devices.
+
+    Attributes:
+        parts: by phase, each part by its name.
+        offloaded: bytes that it has in main memory while it sleeps.
+    """
+
+    role: str
+    parts: Mapping[str, Mapping[str, int]]
+    offloaded: int = 0
+
+    def total(self, phase: str) -> int:
+        return sum(self.parts[phase].values())
+
+
+@dataclass(frozen=True, slots=True)
+class RoleShares:
+    """A role's devices.
+
+    Attributes:
+        of_place: by pipeline stage; all devices of a stage hold as much. Others than trainers have one.
+    """
+
+    role: str
+    devices: tuple[int, ...]
+    of_place: tuple[Held, ...]
+
+    def on(self, device: int) -> Held:
+        """Return what is on one of `devices`: stages are whole runs of ranks."""
+        return self.of_place[self.devices.index(device) * len(self.of_place) // len(self.devices)]
+
+
+def phases(question: RLQuestion) -> tuple[str, ...]:
+    """Return the phases that a step has, in their order."""
+    settings, found = question.settings, [SYNC, SAMPLE]
+    if settings.algorithm.enable_reference or settings.teachers:
+        found.append(REFERENCE_PASS)
+    if settings.algorithm.recompute_old_log_probs:
+        found.append(OLD_PASS)
+    found += [VALUES, TRAIN_CRITIC] if settings.critic is not None else []
+    return (*found, TRAIN)
+
+
+def engine_of(question: RLQuestion) -> EngineMemory:
+    """Return the memory of the engine that samples responses."""
+    settings = question.settings
+    return engine_memory(
+        settings.actor_infer,
+        question.models[ROLLOUT],
+        question.machine,
+        question.lengths,
+        samples=settings.samples_per_step,
+        max_running=settings.rollout.max_running_requests,
+    )
+
+
+def shares(question: RLQuestion) -> list[RoleShares]:
+    """Return what every role holds."""
+    roles = [_of_trainer(question, role) for role in question.model_roles]
+    return [*roles, _of_engine(question), *_of_judges(question)]
+
+
+def shared_devices(question: RLQuestion) -> frozenset[int]:
+    """Return devices that several roles take turns on."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for devices in (role.devices for role in (*question.model_roles, question.settings.actor_infer)):
+        twice |= seen & set(devices)
+        seen |= set(devices)
+    return frozenset(twice)
+
+
+def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
+    takes_turns = not shared_devices(question).isdisjoint(role.devices)
+    on_cpu = question.machine.device.generation == "cpu"
+    forward = forward_memory(forward_case(question, role, longest=True))
+    training = stage_memory(training_case(question, role, longest=True)) if role.training else forward
+    bucket = _BUCKETS * question.settings.run.model_update_buffer_size_mb * 2**20
+
+    def held(passing: StageMemory, trained: StageMemory) -> Held:
+        # Communicators and the device's context stay; weights, gradients and optimizer leave.
+        asleep = {"framework": trained.framework + trained.communication}
+        state = {name: size for name in _STATE if (size := getattr(trained, name))}
+        kept = asleep if takes_turns and not on_cpu else {**state, **asleep}
+        # For a pass without gradients the weights alone come back.
+        others = {} if takes_turns and not on_cpu else {name: state[name] for name in state if name != "weights"}
+        light = {"weights": trained.weights, **others, **asleep}
+        working = {"activations": passing.activations + passing.logits_and_loss, **light}
+        full = {**state, "activations": trained.activations + trained.logits_and_loss + trained.expert_imbalance,
+                **asleep}  # fmt: skip
+        by_phase = {SYNC: {**light, "buckets": bucket}, REFERENCE_PASS: working, OLD_PASS: working, VALUES: working,
+                    TRAIN_CRITIC: full, TRAIN: full}  # fmt: skip
+        active = _active(question, role)
+        parts = {phase: by_phase[phase] if phase in active else kept for phase in phases(question)}
+        return Held(role.name, parts, sum(state.values()) if takes_turns else 0)
+
+    return RoleShares(role.name, role.devices, tuple(map(held, forward, training)))
+
+
+_STATE = ("weights", "gradients", "master_weights", "optimizer_state")
+
+
+def _active(question: RLQuestion, role: ModelRole) -> tuple[str, ...]:
+    """Return the phases in which a role computes. Without a reference of its own a LoRA run's actor switches off its
+    adapters."""
+    active = _ALL.get(role.name, (REFERENCE_PASS,))
+    stands_in = role.name == ACTOR and question.settings.reference is None
+    return (*active, REFERENCE_PASS) if stands_in else active
+
+
+def _of_engine(question: RLQuestion) -> RoleShares:
+    role, memory = question.settings.actor_infer, engine_of(question)
+    sleeps = not shared_devices(question).isdisjoint(role.devices)
+    on_cpu = question.machine.device.generation == "cpu"
+    working = {"weights": memory.weights, "KV cache": max(0, memory.cache), "activations": memory.workspace,
+               "framework": memory.framework}  # fmt: skip
+    update = {"weights": memory.weights, "framework": memory.framework}
+    bucket = {"buckets": question.settings.run.model_update_buffer_size_mb * 2**20}
+    level = _sleep_level(role)
+    asleep = {"framework": memory.framework}
+    if on_cpu and level == 1:
+        asleep = update
+    by_phase = {SYNC: {**(update if sleeps else working), **bucket}, SAMPLE: working}
+    parts = {phase: by_phase.get(phase, asleep if sleeps else working) for phase in phases(question)}
+    offloaded = memory.weights if sleeps and level == 1 else 0
+    return RoleShares(ROLLOUT, role.devices, (Held(ROLLOUT, parts, offloaded),))
+
+
+def _sleep_level(role: InferRole) -> int:
+    return int(role.config.get("sleep_level") or 1)
+
+
+def _of_judges(question: RLQuestion) -> Iterator[RoleShares]:
+    """Yield judges with devices of their own: a model whole on each, or one engine over them."""
+    settings = question.settings
+    if (judge := settings.reward_model) is not None and "reward_model" in question.models:
+        memory = engine_memory(
+            judge,
+            question.models["reward_model"],
+            question.machine,
+            question.lengths,
+            samples=settings.samples_per_step,
+            max_running=settings.rollout.max_running_requests,
+        )
+        working = {"weights": memory.weights, "KV cache": max(0, memory.cache), "activations": memory.workspace,
+                   "framework": memory.framework}  # fmt: skip
+        yield _always(question, "reward_model", judge.devices, working)
+    for domain, reward in settings.rewards.items():
+        if reward.devices and domain in question.models:
+            from megatune.plan.flops import num_parameters
+
+            weights = num_parameters(question.models[domain].architecture) * ITEMSIZE["bf16"]
+            yield _always(question, f"rewards.{domain}", reward.devices, {"weights": weights})
+
+
+def _always(question: RLQuestion, name: str, devices: tuple[int, ...], parts: Mapping[str, int]) -> RoleShares:
+    return RoleShares(name, devices, (Held(name, dict.fromkeys(phases(question), parts)),))
