@@ -28,7 +28,7 @@ class RunPart:
     logging_steps: int = 1
     eval_steps: int = 10
     resume_from_checkpoint: bool | str = False
-    rpc_timeout: float = 3600.0
+    rpc_timeout: float = 3600.0  # seconds that a call to a role may take
     rollout_dump_dir: str | None = None
     rollout_mock: Literal["dump", "mock"] | None = None
     rollout_mock_dir: str | None = None
@@ -38,6 +38,7 @@ class RunPart:
     model_update_buffer_size_mb: int = 1024
     system_envs: dict[str, str] = field(default_factory=dict)
     checkpoint_output_dir: str | None = None  # a second place that checkpoints are copied to
+    report_length_and_rewards: bool = False  # lengths and rewards of each prompt are written, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,8 @@ class AlgorithmPart:
     norm_std_type: Normalization | None = None
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
     critic_warmup: int = 0
-    enable_reference: bool = False  # resolved: what needs a reference has one
-    recompute_old_log_probs: bool = False  # resolved from the two switches and the number of updates
+    enable_reference: bool = False  # resolved: what needs a reference has one; of adapters it is the model below them
+    recompute_old_log_probs: bool = False  # resolved from the two switches, the number of updates and what needs them
     train_infer_is_weight: IsWeight = IsWeight()
     train_infer_filters: tuple[CorrectionFilter, ...] = ()
     importance_sampling: Literal["token", "seq"] = "token"
@@ -161,6 +162,9 @@ class ModelRole:
     infer_batch_size: int = 16
     packed_tokens_train: int | None = None
     packed_tokens_forward: int | None = None
+    packed_balanced: bool = False  # packed rows of about equal tokens; otherwise in the order of the samples
+    min_micro_batches_train: int = 1
+    min_micro_batches_forward: int = 1
     dynamic_tokens_train: int | None = None  # micro-batches by tokens (use_dynamic_batching_*)
     dynamic_tokens_forward: int | None = None
     warmup_steps: int = 0
@@ -176,13 +180,16 @@ class ModelRole:
 
 @dataclass(frozen=True, slots=True)
 class InferRole:
-    """The role that samples responses.
+    """A role that samples responses: the policy's, or a judge's.
 
     Attributes:
         engine: "builtin", "vllm" or "sglang".
         devices_per_engine: devices of one engine; there are len(devices) / devices_per_engine of them.
-        config: handed to vllm's or sglang's engine.
+        config: handed to vllm's or sglang's engine, without what stands here by a name of its own; {} for builtin.
         py_executable: Python of the environment that the engine is installed in; None for this one.
+        sleep_level: what is freed between rollouts: the cache (1), or weights, too (2).
+        infer_batch_size: sequences that the built-in engine samples at once for a judge.
+        name: of the role: "actor_infer", "reward_model", "rewards.DOMAIN".
     """
 
     devices: tuple[int, ...]
@@ -194,6 +201,13 @@ class InferRole:
     config: dict[str, Any] = field(default_factory=dict)
     py_executable: str | None = None
     system_envs: dict[str, str] = field(default_factory=dict)
+    sleep_level: int = 1
+    infer_batch_size: int = 16
+    name: str = "actor_infer"
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.devices) // self.devices_per_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +231,8 @@ class RewardRole:
         workers: processes.
         arguments: the keys of the role that belong to the kind: code_url, use_local, judge_*, format_pattern,
             reward_type, response_length_penalty_coef, ..., and for llm_judge `generating`.
+        judge: the model that judges, on devices of its own (judge_model_type: inference); `RLSettings.reward_model` is
+            the one that several domains share (cluster).
     """
 
     domain: str
@@ -227,6 +243,7 @@ class RewardRole:
     function: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     group_filter: GroupFilter = GroupFilter()
+    judge: InferRole | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +259,8 @@ class PromptData:
     prompt: str | None = None
     response: str = "solution"
     preprocessing_num_workers: int = 1
+    sources: tuple[str, ...] = ()  # dataset_filter: rows with another `source` are left out; (): none is
+    num_samples: int = 0  # dataset_filter: the first so many rows, after the filter; 0: all
 
 
 @dataclass(frozen=True, slots=True)
