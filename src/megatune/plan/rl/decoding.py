@@ -20,12 +20,12 @@ from megatune.plan.rl.engine import (
     EngineMemory,
     cache_shards,
     key_value_bytes,
-    num_engines,
 )
 from megatune.plan.rl.lengths import Lengths
 from megatune.plan.time.efficiency import Rates
 
-# Of the memory's bandwidth, by products of a few rows and attention of one query.
+# Of the memory's bandwidth, by products of a few rows and attention of one query; those of experts reach the share of
+# it that grouped products do of others (`Efficiency.grouped`).
 _READING = 0.7
 # Of the peak, by the products of a prefill; they are not as large as those of training.
 _PREFILL = 0.5
@@ -60,13 +60,15 @@ class Rollout:
         prefill: of prompts, once a group where the engine finds them in its cache.
         decode: until the last response has ended.
         full: of `decode`, while as many sequences are sampled as fit; after that fewer and fewer are.
-        first_step, last_step: of one token of each sequence, with all of them and with the last one.
+        at_once: sequences that an engine samples while all places are taken.
+        busy_step, last_step: of one token of each sequence, with all of them and with the last one.
     """
 
     prefill: float
     decode: float
     full: float
-    first_step: float
+    at_once: float
+    busy_step: float
     last_step: float
 
     @property
@@ -83,23 +85,33 @@ def rollout_time(
     *,
     prompts: int,
     group: int,
+    ahead: float = 0.0,
 ) -> Rollout:
     """Return the seconds of one engine with an even share of the step's samples.
+
+    Samples that wait for a place are sampled while all places are taken; then the places empty. Where rollouts run
+    ahead places are never empty, but a response of the longest length may not take longer than it may be old.
 
     Args:
         prompts: of a step.
         group: responses of each.
+        ahead: steps that samples may be old, async_generation_ratio.
     """
     engine = _Engine(role, model.architecture, machine)
-    samples = prompts * group / num_engines(role)
-    at_once = min(samples, memory.sequences)
+    samples = prompts * group / role.num_engines
+    at_once = min(samples * (1 + ahead), memory.sequences)
     age = lengths.mean_prompt + lengths.mean_response / 2
-    full = (samples - at_once) * lengths.mean_response / at_once * engine.step(at_once, age)
-    waiting = samples > at_once
-    tail = sum(
-        width * engine.step(max(1.0, at_once * share), age if waiting else lengths.mean_prompt + tokens)
-        for tokens, share, width in lengths.steps()
-    )
+    busy = engine.step(at_once, age)
+    if ahead:
+        full, tail = samples * lengths.mean_response / at_once * busy, 0.0
+        full = max(full, lengths.response * busy / (1 + ahead))
+    else:
+        waiting = samples > at_once
+        full = (samples - at_once) * lengths.mean_response / at_once * busy
+        tail = sum(
+            width * engine.step(max(1.0, at_once * share), age if waiting else lengths.mean_prompt + tokens)
+            for tokens, share, width in lengths.steps()
+        )
     cached = role.engine != "builtin" and role.config.get("enable_prefix_caching", True)
     calibration = machine.calibration
     prefill = engine.prefill(samples / (group if cached else 1) * lengths.mean_prompt)
@@ -107,7 +119,8 @@ def rollout_time(
         prefill=calibration.compute * prefill,
         decode=calibration.compute * (full + tail),
         full=calibration.compute * full,
-        first_step=engine.step(at_once, lengths.mean_prompt),
+        at_once=at_once,
+        busy_step=busy,
         last_step=engine.step(1.0, lengths.longest),
     )
 
@@ -129,7 +142,8 @@ class _Engine:
 
     def step(self, sequences: float, context: float) -> float:
         """Return seconds of one token of each sequence, with so many tokens before it."""
-        read = (self.others + self.experts * self._met(sequences)) * self.size / self.devices
+        experts = self.experts * self._met(sequences) / self.rates.efficiency.grouped
+        read = (self.others + experts) * self.size / self.devices
         moved = (read + sequences * context * self.of_token) / (self.rates.bandwidth * _READING)
         computed = 2 * self.active * sequences / self.devices / (self.rates.peak * self.rates.efficiency.matmul)
         on_device = max(moved, computed) + self._exchange(sequences)

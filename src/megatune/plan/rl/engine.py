@@ -60,11 +60,6 @@ def cache_shards(architecture: Architecture, devices: int) -> int:
     return 1 if architecture.mla is not None else min(devices, architecture.num_query_groups)
 
 
-def num_engines(role: InferRole) -> int:
-    """Return how many engines a role has."""
-    return max(1, len(role.devices) // role.devices_per_engine)
-
-
 def engine_memory(
     role: InferRole, model: PlannedModel, machine: Machine, lengths: Lengths, *, samples: int, max_running: int
 ) -> EngineMemory:
@@ -77,7 +72,7 @@ def engine_memory(
     architecture, size, devices = model.architecture, ITEMSIZE[role.dtype], role.devices_per_engine
     on_cpu = machine.device.generation == "cpu"
     weights = num_parameters(architecture) * size // devices
-    given = min(-(-samples // num_engines(role)), max_running)
+    given = min(-(-samples // role.num_engines), max_running)
     process = CPU_PROCESS if on_cpu else CONTEXT + (COMMUNICATOR if devices > 1 else 0)
     of_token = key_value_bytes(architecture, size) // cache_shards(architecture, devices)
     if role.engine == "builtin":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.plan.memory import StageMemory, stage_memory
-from megatune.plan.rl.engine import ITEMSIZE, EngineMemory, engine_memory
+from megatune.plan.rl.engine import EngineMemory, engine_memory
 from megatune.plan.rl.passes import forward_case, forward_memory, training_case
 from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, RLQuestion
 
@@ -66,23 +66,24 @@ def phases(question: RLQuestion) -> tuple[str, ...]:
     return (*found, TRAIN)
 
 
-def engine_of(question: RLQuestion) -> EngineMemory:
-    """Return the memory of the engine that samples responses."""
+def engine_of(question: RLQuestion, role: InferRole) -> EngineMemory:
+    """Return the memory of an engine of a role; a built-in judge samples as many at once as it is told to."""
     settings = question.settings
+    is_judge = role.name != ROLLOUT and role.engine == "builtin"
     return engine_memory(
-        settings.actor_infer,
-        question.models[ROLLOUT],
+        role,
+        question.models[role.name],
         question.machine,
         question.lengths,
-        samples=settings.samples_per_step,
-        max_running=settings.rollout.max_running_requests,
+        samples=round(settings.samples_per_step * (1 + question.steps_ahead)),
+        max_running=role.infer_batch_size if is_judge else settings.rollout.max_running_requests,
     )
 
 
 def shares(question: RLQuestion) -> list[RoleShares]:
     """Return what every role holds."""
     roles = [_of_trainer(question, role) for role in question.model_roles]
-    return [*roles, _of_engine(question), *_of_judges(question)]
+    return [*roles, *(_of_engine(question, role) for role in question.infer_roles if role.name in question.models)]
 
 
 def shared_devices(question: RLQuestion) -> frozenset[int]:
@@ -133,50 +134,18 @@ def _active(question: RLQuestion, role: ModelRole) -> tuple[str, ...]:
     return (*active, REFERENCE_PASS) if stands_in else active
 
 
-def _of_engine(question: RLQuestion) -> RoleShares:
-    role, memory = question.settings.actor_infer, engine_of(question)
+def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
+    """Return what an engine holds: that of the policy is updated, and sleeps where its devices are shared."""
+    memory, on_cpu = engine_of(question, role), question.machine.device.generation == "cpu"
     sleeps = not shared_devices(question).isdisjoint(role.devices)
-    on_cpu = question.machine.device.generation == "cpu"
-    working = {"weights": memory.weights, "KV cache": max(0, memory.cache), "activations": memory.workspace,
-               "framework": memory.framework}  # fmt: skip
-    update = {"weights": memory.weights, "framework": memory.framework}
+    weights, framework = {"weights": memory.weights}, {"framework": memory.framework}
+    working = {**weights, "KV cache": max(0, memory.cache), "activations": memory.workspace, **framework}
+    if role.name != ROLLOUT:
+        return RoleShares(role.name, role.devices, (Held(role.name, dict.fromkeys(phases(question), working)),))
     bucket = {"buckets": question.settings.run.model_update_buffer_size_mb * 2**20}
-    level = _sleep_level(role)
-    asleep = {"framework": memory.framework}
-    if on_cpu and level == 1:
-        asleep = update
-    by_phase = {SYNC: {**(update if sleeps else working), **bucket}, SAMPLE: working}
-    parts = {phase: by_phase.get(phase, asleep if sleeps else working) for phase in phases(question)}
-    offloaded = memory.weights if sleeps and level == 1 else 0
-    return RoleShares(ROLLOUT, role.devices, (Held(ROLLOUT, parts, offloaded),))
-
-
-def _sleep_level(role: InferRole) -> int:
-    return int(role.config.get("sleep_level") or 1)
-
-
-def _of_judges(question: RLQuestion) -> Iterator[RoleShares]:
-    """Yield judges with devices of their own: a model whole on each, or one engine over them."""
-    settings = question.settings
-    if (judge := settings.reward_model) is not None and "reward_model" in question.models:
-        memory = engine_memory(
-            judge,
-            question.models["reward_model"],
-            question.machine,
-            question.lengths,
-            samples=settings.samples_per_step,
-            max_running=settings.rollout.max_running_requests,
-        )
-        working = {"weights": memory.weights, "KV cache": max(0, memory.cache), "activations": memory.workspace,
-                   "framework": memory.framework}  # fmt: skip
-        yield _always(question, "reward_model", judge.devices, working)
-    for domain, reward in settings.rewards.items():
-        if reward.devices and domain in question.models:
-            from megatune.plan.flops import num_parameters
-
-            weights = num_parameters(question.models[domain].architecture) * ITEMSIZE["bf16"]
-            yield _always(question, f"rewards.{domain}", reward.devices, {"weights": weights})
-
-
-def _always(question: RLQuestion, name: str, devices: tuple[int, ...], parts: Mapping[str, int]) -> RoleShares:
-    return RoleShares(name, devices, (Held(name, dict.fromkeys(phases(question), parts)),))
+    update = {**(({**weights, **framework}) if sleeps else working), **bucket}
+    keeps = role.sleep_level == 1  # weights, in main memory, which is a CPU's own
+    asleep = working if not sleeps else {**weights, **framework} if on_cpu and keeps else framework
+    by_phase = {SYNC: update, SAMPLE: working}
+    parts = {phase: by_phase.get(phase, asleep) for phase in phases(question)}
+    return RoleShares(ROLLOUT, role.devices, (Held(ROLLOUT, parts, memory.weights if sleeps and keeps else 0),))

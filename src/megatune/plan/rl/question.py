@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.plan.case import PlannedModel
 from megatune.plan.machine import Machine
 from megatune.plan.rl.lengths import Lengths
@@ -18,7 +18,7 @@ class RLQuestion:
     """What is to be planned.
 
     Attributes:
-        models: by the role's name: of ModelRoles, "actor_infer", and of judges as far as their models are known.
+        models: by the role's name: judges are missing where nothing is known of their model.
         machine: its devices are numbered as device_mapping does, one machine after the other.
         notes: what was assumed, in sentences.
         file: the settings file that was planned.
@@ -39,10 +39,20 @@ class RLQuestion:
         return tuple(role for role in roles if role is not None)
 
     @property
+    def infer_roles(self) -> tuple[InferRole, ...]:
+        """Roles that sample responses, the policy's first; the others are judges."""
+        settings = self.settings
+        judges = (settings.reward_model, *(reward.judge for reward in settings.rewards.values()))
+        return (settings.actor_infer, *(judge for judge in judges if judge is not None))
+
+    @property
+    def steps_ahead(self) -> float:
+        """Steps that rollouts run ahead of training, on devices of their own; 0 where they take turns."""
+        infer = self.settings.actor_infer.devices
+        apart = all(set(role.devices).isdisjoint(infer) for role in self.model_roles)
+        return self.settings.rollout.async_generation_ratio if apart else 0.0
+
+    @property
     def world_size(self) -> int:
         """Devices of the run: up to the largest that a role is mapped to."""
-        mapped = [*self.settings.actor_infer.devices, *(one for role in self.model_roles for one in role.devices)]
-        mapped += [one for reward in self.settings.rewards.values() for one in reward.devices]
-        if self.settings.reward_model is not None:
-            mapped += self.settings.reward_model.devices
-        return max(mapped) + 1
+        return 1 + max(device for role in (*self.model_roles, *self.infer_roles) for device in role.devices)
