@@ -18,7 +18,7 @@ TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SHARE, _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 0.9, 256, 8192
 _CPU_CACHE, _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", 4
 # Captured CUDA graphs; an assumption, vLLM reports 0.5 to 2 GiB at start.
-_GRAPHS = 2**30
+GRAPHS = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def engine_memory(
         weights=weights,
         cache=cache,
         workspace=workspace,
-        framework=process + has_graphs * _GRAPHS,
+        framework=process + has_graphs * GRAPHS,
         sequences=max(1, min(asked, int(tokens // lengths.mean))),
         cached_tokens=tokens,
     )

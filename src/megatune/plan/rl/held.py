@@ -90,7 +90,7 @@ def shared_devices(question: RLQuestion) -> frozenset[int]:
     """Return devices that several roles take turns on."""
     seen: set[int] = set()
     twice: set[int] = set()
-    for devices in (role.devices for role in (*question.model_roles, question.settings.actor_infer)):
+    for devices in question.devices.values():
         twice |= seen & set(devices)
         seen |= set(devices)
     return frozenset(twice)

@@ -55,4 +55,10 @@ class RLQuestion:
     @property
     def world_size(self) -> int:
         """Devices of the run: up to the largest that a role is mapped to."""
-        return 1 + max(device for role in (*self.model_roles, *self.infer_roles) for device in role.devices)
+        return 1 + max(device for devices in self.devices.values() for device in devices)
+
+    @property
+    def devices(self) -> dict[str, tuple[int, ...]]:
+        """Devices by role."""
+        of_models = {role.name: role.devices for role in self.model_roles}
+        return of_models | {role.name: role.devices for role in self.infer_roles}

@@ -27,9 +27,9 @@ from megatune.plan.time import step_time
 
 OFFLOAD = "offload"
 # Between a device and the main memory of its machine, one way.
-_HOST_BANDWIDTH = 12e9
+HOST_BANDWIDTH = 12e9
 # Of the object store that weights pass through: one writer, one reader a machine. Measured: 1 GB/s on two busy cores.
-_STORE_BANDWIDTH = 4e9
+STORE_BANDWIDTH = 4e9
 # Of a network's bandwidth, by Ray's objects, which go over TCP; an assumption.
 _TCP_SHARE = 0.3
 
@@ -44,7 +44,7 @@ class StepSeconds:
         overlaps: rollouts run beside everything else (async_generation_ratio on devices of their own).
         tokens: of the samples of a step.
         num_gpus: devices of the run.
-        uncertainty: relative: 0.5 is from 1 / 1.5 of the total to 1.5 times it.
+        uncertainty: relative: 0.35 is from 1 / 1.35 of the total to 1.35 times it.
     """
 
     phases: Mapping[str, float]
@@ -76,7 +76,7 @@ class StepSeconds:
 
 
 # Two of three of the published runs of benchmarks/planner/published_rl.py lie within.
-UNCERTAINTY = 0.5
+UNCERTAINTY = 0.35
 
 
 def step_seconds(question: RLQuestion, held: list[RoleShares]) -> StepSeconds:
@@ -143,11 +143,11 @@ def sync_seconds(question: RLQuestion) -> float:
     """
     machine, engines = question.machine, question.settings.actor_infer
     nodes = {device // machine.gpus_per_node for device in engines.devices}
-    rates = [_STORE_BANDWIDTH]
+    rates = [STORE_BANDWIDTH]
     if len(nodes) > 1:
         rates.append(machine.network.bandwidth * _TCP_SHARE)
     if machine.device.generation != "cpu":
-        rates.append(_HOST_BANDWIDTH)
+        rates.append(HOST_BANDWIDTH)
     buckets = sync_bytes(question) / (question.settings.run.model_update_buffer_size_mb * 2**20)
     return sync_bytes(question) / min(rates) + 0.05 * (1 + buckets)
 
@@ -160,4 +160,4 @@ def _moves(question: RLQuestion, held: list[RoleShares]) -> float:
         sum(role.on(device).offloaded for role in held if device in role.devices)
         for device in sorted(shared_devices(question))
     )
-    return 2 * max(of_device) / _HOST_BANDWIDTH
+    return 2 * max(of_device) / HOST_BANDWIDTH
