@@ -51,7 +51,7 @@ def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
     try:
         node = compose(text)
     except yaml.YAMLError as error:
-        return [], [_yaml_finding(error, name)]
+        return [], [yaml_finding(error, name)]
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
         return [], []
     if not isinstance(node, yaml.MappingNode):
@@ -77,11 +77,11 @@ def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], lis
         try:
             entries[key] = SettingEntry(key, value_of(value_node), where, where)
         except yaml.YAMLError as error:
-            findings.append(_yaml_finding(error, name))
+            findings.append(yaml_finding(error, name))
     return list(entries.values()), findings
 
 
-def _yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
+def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
     """Turn a parser's complaint into a finding with its line and what to change."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         reason = getattr(error, "reason", None) or str(error)

@@ -1,0 +1,170 @@
+"""What is wrong between roles: devices, batches, domains, models and how responses are sampled."""
+
+from __future__ import annotations
+
+from megatune.config.dialects.roll_reader import Part
+from megatune.config.dialects.roll_roles import Roles
+from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.rules.problem import either, multiples_around
+
+
+def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, roles: Roles) -> None:
+    """Report everything that is wrong between roles, and say how responses are sampled."""
+    _batches(settings, top, roles)
+    _devices(settings, top, roles)
+    _models(settings, sampled, roles)
+    _domains(settings, top, trained, roles)
+    _sampling(settings, sampled, roles)
+    _engines(settings, sampled, roles)
+
+
+def _batches(settings: RLSettings, top: Part, roles: Roles) -> None:
+    """Updates are of whole mini-batches, and every replica has as many samples."""
+    samples = settings.samples_per_step
+    where = top.where("rollout_batch_size", "num_return_sequences_in_group")
+    said = (
+        f"rollout_batch_size {settings.rollout.rollout_batch_size} × num_return_sequences_in_group "
+        f"{settings.rollout.num_return_sequences_in_group} is {samples} samples"
+    )
+    for role in (settings.actor_train, settings.critic, settings.reference, *settings.teachers.values()):
+        if role is None or not role.devices:
+            continue
+        size, parts = _whole(role)
+        group = settings.rollout.num_return_sequences_in_group
+        if samples % size:
+            fix = f"write rollout_batch_size: {either(_prompts(samples, size, group))}"
+            if role.training:
+                fix += ", or another gradient_accumulation_steps"
+            roles.reader.find(f"{said}, not a multiple of {size}", where, f"{role.name} takes {parts}", fix)
+
+
+def _whole(role: ModelRole) -> tuple[int, str]:
+    """Return the number that samples of a step must be a multiple of, and why."""
+    batch, parallel = role.settings.batch, role.settings.parallel
+    replicas = max(1, len(role.devices) // parallel.model_parallel_size)
+    if not role.training:
+        return replicas, f"{replicas} replicas, with as many samples each"
+    micro, steps = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
+    why = f"per_device_train_batch_size {micro} × gradient_accumulation_steps {steps} × {replicas} replicas an update"
+    return micro * steps * replicas, why
+
+
+def _prompts(samples: int, size: int, group: int) -> list[int]:
+    """Return the numbers of prompts next to those asked for whose samples are a multiple."""
+    step = next(count for count in range(1, size + 1) if count * group % size == 0)
+    return list(multiples_around(samples // group, step))
+
+
+def _devices(settings: RLSettings, top: Part, roles: Roles) -> None:
+    """Roles that work at the same time have devices of their own."""
+    infer = set(settings.actor_infer.devices)
+    ahead = settings.rollout.async_generation_ratio > 0
+    others = {role.name: role.devices for role in (settings.actor_train, settings.reference, settings.critic) if role}
+    for name, devices in others.items():
+        if ahead and infer & set(devices):
+            what = f"async_generation_ratio above 0, and actor_infer shares devices with {name}"
+            why = f"{_numbers(infer & set(devices))}: what runs at the same time cannot take turns on a device"
+            fix = "write async_generation_ratio: 0, or a device_mapping of actor_infer of its own"
+            roles.reader.find(what, top.where("async_generation_ratio"), why, fix)
+    judges = [role.judge for role in settings.rewards.values() if role.judge]
+    for judge in (*judges, *([settings.reward_model] if settings.reward_model else [])):
+        if shared := infer & set(judge.devices):
+            what = f"{judge.name} shares devices with actor_infer"
+            why = f"{_numbers(shared)}: responses are judged while others are still sampled"
+            fix = f"write a device_mapping of {judge.name} of its own"
+            roles.reader.find(what, roles.places.get(judge.name, ""), why, fix)
+
+
+def _models(settings: RLSettings, sampled: Part, roles: Roles) -> None:
+    """The model that samples is the one that is trained."""
+    trained, infer = settings.actor_train.settings.model.model_name_or_path, settings.actor_infer.model_name_or_path
+    if trained and infer and trained != infer:
+        what = f"actor_infer samples with {infer}, and actor_train trains {trained}"
+        fix = f"write pretrain: {trained}, and no model_name_or_path in actor_infer"
+        roles.reader.find(what, sampled.at, "weights go from the one to the other", fix)
+
+
+def _domains(settings: RLSettings, top: Part, trained: Part, roles: Roles) -> None:
+    """Every domain that is trained has a reward, files and a share."""
+    data, keys, reader = settings.data, trained.inner["data_args"], roles.reader
+    if not data.files:
+        fix = "write file_name: [data/problems.jsonl] below data_args"
+        reader.find(f"{keys.name}.file_name is missing", trained.at, "there are no problems to train on", fix)
+    if not settings.rewards and not settings.algorithm.is_pure_opd:
+        reader.find("there are no rewards", fix="write rewards: with one domain at least")
+    where = keys.where("domain_interleave_probs")
+    if not data.domain_shares and len(settings.rewards) > 1:
+        shares = ", ".join(f"{name}: {1 / len(settings.rewards):.2g}" for name in settings.rewards)
+        what = f"{keys.name}.domain_interleave_probs is missing"
+        why, fix = "it says which rewards are trained on, and how much", f"write domain_interleave_probs: {{{shares}}}"
+        reader.find(what, keys.at or trained.at, why, fix)
+    for domain, share in data.domain_shares.items():
+        if domain not in settings.rewards and settings.rewards:
+            what = f"domain_interleave_probs has {domain}, and rewards has not"
+            reader.find(what, where, fix=f"add rewards.{domain}, or take one of: {', '.join(settings.rewards)}")
+        if share < 0:
+            reader.find(f"the share of {domain} is {share:g}", where, "expected a number from 0 to 1")
+    left, counts = settings.rollout.rollout_batch_size, {}
+    for domain, share in [*data.domain_shares.items()][:-1]:
+        counts[domain] = int(share * settings.rollout.rollout_batch_size)
+        left -= counts[domain]
+    if data.domain_shares:
+        counts[[*data.domain_shares][-1]] = left
+    if left < 0:
+        reader.find("shares of domain_interleave_probs are more than 1", where, "the last domain has what is left")
+    if empty := [domain for domain, count in counts.items() if count == 0]:
+        prompts = settings.rollout.rollout_batch_size
+        reader.lines.append(f"{', '.join(empty)}: no prompt of the {prompts} of a step, by domain_interleave_probs")
+    if settings.validation and not settings.validation.data.files:
+        part = top.inner["validation"]
+        fix = "write file_name below data_args, or remove validation"
+        reader.find("validation.data_args.file_name is missing", part.at, "there is nothing to validate on", fix)
+
+
+def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
+    """Responses that are trained on are sampled from what the trainer computes."""
+    generating, keys = settings.actor_infer.generating, sampled.inner["generating_args"]
+    if generating.repetition_penalty != 1:
+        what = f"{keys.key('repetition_penalty')} is {generating.repetition_penalty:g}"
+        why = "the trainer's log-probabilities know of no penalty"
+        roles.reader.find(what, keys.where("repetition_penalty"), why, "write repetition_penalty: 1.0")
+    if not generating.do_sample:
+        what = f"{keys.name} takes the likeliest tokens"
+        why = "all responses of a group would be the same, and have nothing to be judged against"
+        roles.reader.find(what, keys.where("temperature", "do_sample"), why, "write temperature: 1.0 and do_sample: true")
+        return
+    tokens = keys["max_new_tokens"]
+    if tokens is not None and tokens != generating.max_new_tokens:
+        roles.reader.lines.append(
+            f"{keys.key('max_new_tokens')} {tokens}: {generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
+        )
+    cut = [f"top_p {generating.top_p:g}"] if generating.top_p < 1 else []
+    cut += [f"top_k {generating.top_k}"] if generating.top_k else []
+    if cut:
+        corrects = settings.algorithm.train_infer_is_weight.enabled or settings.algorithm.train_infer_filters
+        bound = "train_infer_correction bounds what the cut does" if corrects else "train_infer_correction can bound it"
+        line = f"{' and '.join(cut)} cut what is sampled; log-probabilities are those before the cut: {bound}"
+        roles.reader.lines.append(line)
+    if generating.temperature != 1:
+        roles.reader.lines.append(
+            f"temperature {generating.temperature:g}: the trainer's log-probabilities are at it, too (in ROLL they are at 1)"
+        )
+
+
+def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:
+    """Experts are replayed from an engine that tells them."""
+    replay = settings.actor_train.router_replay
+    if replay and settings.actor_infer.engine == "vllm":
+        what, why = "router_replay R3 with strategy_name vllm", "vLLM does not return which experts it took"
+        fix = "write strategy_name: sglang or builtin in actor_infer, or router_replay: {mode: disable}"
+        roles.reader.find(what, sampled.at, why, fix)
+    if replay and settings.actor_train.packed_tokens_train:
+        what, fix = "router_replay R3 with use_sequence_packing", "remove use_sequence_packing"
+        roles.reader.find(what, roles.places.get("actor_train", ""), "ROLL refuses it, too", fix)
+
+
+def _numbers(devices: set[int]) -> str:
+    listed = sorted(devices)
+    if len(listed) > 4 and listed[-1] - listed[0] == len(listed) - 1:
+        return f"devices {listed[0]} to {listed[-1]}"
+    return f"device{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:8]))}" + (", ..." if len(listed) > 8 else "")

@@ -1,0 +1,1 @@
+"""Keys of a file of reinforcement learning that are not of the engine: names and defaults are ROLL's."""

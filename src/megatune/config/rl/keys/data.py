@@ -1,0 +1,109 @@
+"""Keys of the rows that prompts are made of, and of what scores the responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatune.config.setting import Count, Group
+
+
+class PromptDataKeys(Group):
+    file_name: list[str] = Field(default=[])
+    """Files of problems: json, jsonl, csv, parquet.
+    How: Paths are taken from the folder that the command runs in; dataset_dir is not put before them, as in ROLL.
+    When: Required in actor_train and validation."""
+    domain_interleave_probs: dict[str, float] = Field(default={})
+    """Domain -> share of each step's prompts; the names are those of rewards.
+    How: A domain has the whole part of its share of rollout_batch_size, the last one the rest, so the order matters.
+    When: Required with several rewards."""
+    template: str | None = None
+    """The chat template of prompts: native, qwen2_5, qwen3, chatml, base, empty and others.
+    How: native is the tokenizer's own. Only actor_train's counts; a response is scored as text.
+    When: That of the model: a template that it was not trained with costs accuracy."""
+    tag: str = "tag"
+    """Column of the tag that decides a row's domain.
+    How: See tag_included.
+    When: Where the data has another name for it."""
+    id: str = "id"
+    """Column of the row's id.
+    How: A row without one has its place for an id.
+    When: Where the data has another name for it."""
+    messages: str | None = None
+    """Column of the conversation: a list of messages, or JSON text of one.
+    How: Used where it is there; otherwise prompt.
+    When: messages is usual."""
+    prompt: str | None = None
+    """Column of prompts that are text, used as they are.
+    How: No template is applied.
+    When: With data that is not a conversation."""
+    response: str = "solution"
+    """Column of a reference answer.
+    How: Rewards that compare with one read ground_truth first.
+    When: Where the data has another name for it."""
+    preprocessing_num_workers: Annotated[Count, "processes"] = 1
+    """Processes that read rows.
+    How: It changes no result.
+    When: Raise it for large files."""
+
+
+class RewardKeys(Group):
+    code_url: str | None = None
+    """Address of an HTTP sandbox that runs code.
+    How: With use_local: false.
+    When: For code that must not run on the training machines, which is the safe way."""
+    use_local: bool = True
+    """Run code in limited processes of this machine.
+    How: docs/rl-rewards.md says what that does not protect from.
+    When: false with code_url."""
+    judge_prompt: str | None = None
+    """Name of the prompt of the model that judges.
+    How: One of the built-in ones.
+    When: With llm_judge."""
+    judge_model_type: Literal["api", "inference", "cluster"] | None = None
+    """Where the model is that judges.
+    How: It reads the problem, the reference answer and the response, and its answer is the score.
+    When: api to try, inference for throughput.
+    - api: an HTTP server that speaks OpenAI's protocol, at judge_api_url
+    - inference: on device_mapping of the reward itself
+    - cluster: the role reward_model, which several rewards share"""
+    judge_model_name: str | None = None
+    """The model's name at judge_api_url.
+    How: It is sent with each request.
+    When: With judge_model_type: api."""
+    judge_api_url: str | None = None
+    """Address of the server that judges.
+    How: https://HOST/v1/chat/completions, or what stands before it.
+    When: With judge_model_type: api."""
+    judge_api_key: str | None = None
+    """Key of that server; it is written nowhere.
+    How: ${oc.env:NAME} takes it from a variable, and so it need not be in the file.
+    When: Where the server asks for one."""
+    format_pattern: str | None = None
+    """Regular expression of a well-formed response.
+    How: How many responses match is a metric, and changes no score.
+    When: To watch whether a format is learnt."""
+    reward_type: Literal["soft"] | None = None
+    """Whether nearly right answers of crossthinkqa and multiple choice have a part of the reward.
+    How: null scores 0 or 1.
+    When: soft early in training.
+    - soft: partial scores"""
+    response_length_penalty_coef: float = 0.0
+    """How much long responses of crossthinkqa lose.
+    How: It is subtracted by the share of the length that is used.
+    When: 0 first."""
+
+
+class GroupFilterKeys(Group):
+    type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
+    """Which groups of responses are dropped by their scores, before training.
+    How: filter_args has the bounds. With is_use_additional_prompts others are sampled in their place.
+    When: mean_filter or std_filter with rewards of 0 and 1.
+    - no_filter: none
+    - mean_filter: those whose mean is not between threshold_down and threshold_up
+    - std_filter: those whose standard deviation is not above std_threshold"""
+    filter_args: dict[str, Any] = Field(default={})
+    """The bounds: threshold_up and threshold_down, or std_threshold.
+    How: See type.
+    When: {threshold_up: 0.9, threshold_down: 0.1}, or {std_threshold: 0}."""
