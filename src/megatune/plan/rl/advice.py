@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from megatune.plan.changes.variation import written
 from megatune.plan.estimate import estimate
 from megatune.plan.pages.words import change, size
 from megatune.plan.rl.answer import DeviceGroup, RLAnswer, plan_rl
-from megatune.plan.rl.held import SAMPLE, TRAIN, TRAIN_CRITIC
+from megatune.plan.rl.held import SAMPLE, SYNC, TRAIN, TRAIN_CRITIC
 from megatune.plan.rl.passes import training_case
 from megatune.plan.rl.question import ACTOR, CRITIC
 
@@ -33,8 +34,8 @@ def advice(found: RLAnswer) -> list[str]:
         role = found.question.settings.critic if phase == TRAIN_CRITIC else found.question.settings.actor_train
         if phase in (TRAIN, TRAIN_CRITIC) and role is not None:
             texts += _of_training(found, group, phase, role)
-        elif phase == SAMPLE:
-            texts += _smaller_share(found, group)
+        elif phase in (SAMPLE, SYNC):
+            texts += _smaller_share(found, group, phase)
     return texts or [f"No single change that was tried is enough; what needs less: {_LESS}."]
 
 
@@ -54,17 +55,17 @@ def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRol
         yield f"{name}: {written(changes)}: {size(held + others)} in {phase}{enough}; training {pace}"
 
 
-def _smaller_share(found: RLAnswer, group: DeviceGroup) -> Iterator[str]:
+def _smaller_share(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[str]:
     """Lower the share of the device that the engine takes, if that leaves room for a cache."""
     infer, limit = found.question.settings.actor_infer, found.question.machine.device.memory
     if (key := _SHARES.get(infer.engine)) is None:
         return
-    over = group.total(SAMPLE) - limit
-    share = round(float(infer.config.get(key, 0.9)) - over / limit - 0.01, 2)
+    over = group.total(phase) - limit
+    share = math.floor(100 * (float(infer.config.get(key, 0.9)) - over / limit) - 1) / 100
     after = _with_share(found, key, share) if share > 0 else None
     if after is not None and after.has_cache:
-        held = size(max(each.total(SAMPLE) for each in after.groups))
-        yield f"actor_infer: {key}: {share}: {held} in the rollouts, {after.seconds.rollout.at_once:.0f} at once"
+        held = size(max(each.total(phase) for each in after.groups))
+        yield f"actor_infer: {key}: {share}: {held} in {phase}, {after.seconds.rollout.at_once:.0f} sequences at once"
 
 
 def _room_for_cache(found: RLAnswer) -> Iterator[str]:

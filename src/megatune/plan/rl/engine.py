@@ -17,6 +17,8 @@ TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # vLLM's and SGLang's own defaults.
 _SHARE, _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 0.9, 256, 8192
 _CPU_CACHE, _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", 4
+# Of the memory that is free, what the built-in engine's cache may have: of a device, and of a machine without one.
+_GPU_SHARE, _CPU_SHARE = 0.7, 0.25
 # Captured CUDA graphs; an assumption, vLLM reports 0.5 to 2 GiB at start.
 GRAPHS = 2**30
 
@@ -75,15 +77,18 @@ def engine_memory(
     given = min(-(-samples // role.num_engines), max_running)
     process = CPU_PROCESS if on_cpu else CONTEXT + (COMMUNICATOR if devices > 1 else 0)
     of_token = key_value_bytes(architecture, size) // cache_shards(architecture, devices)
-    if role.engine == "builtin":
-        # It makes room for what it is given, and no more.
+    if role.engine == "builtin":  # it makes room for as many of the longest as it may sample
+        room = _CPU_SHARE * machine.device.memory * machine.gpus_per_node
+        if not on_cpu:
+            room = _GPU_SHARE * (machine.device.memory - weights - process)
+        sequences = max(1, min(given, int(room // (lengths.longest * of_token))))
         return EngineMemory(
             weights=weights,
-            cache=given * lengths.longest * of_token,
-            workspace=8 * given * architecture.vocab_size + _activations(architecture, given, size),
+            cache=sequences * lengths.longest * of_token,
+            workspace=8 * sequences * architecture.vocab_size + _activations(architecture, sequences, size),
             framework=process,
-            sequences=given,
-            cached_tokens=given * lengths.longest,
+            sequences=sequences,
+            cached_tokens=sequences * lengths.longest,
         )
     config = role.config
     asked = min(given, int(config.get("max_num_seqs") or config.get("max_running_requests") or _MAX_NUM_SEQS))

@@ -104,21 +104,23 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
     bucket = _BUCKETS * question.settings.run.model_update_buffer_size_mb * 2**20
 
     def held(passing: StageMemory, trained: StageMemory) -> Held:
-        # Communicators and the device's context stay; weights, gradients and optimizer leave.
-        asleep = {"framework": trained.framework + trained.communication}
+        # Communicators and the device's context stay. Gradients are not kept, so that they need no room elsewhere.
+        stays = {"framework": trained.framework + trained.communication}
         state = {name: size for name in _STATE if (size := getattr(trained, name))}
-        kept = asleep if takes_turns and not on_cpu else {**state, **asleep}
+        moved = {name: size for name, size in state.items() if name != "gradients"}
+        asleep = {**state, **stays} if not takes_turns else {**moved, **stays} if on_cpu else stays
         # For a pass without gradients the weights alone come back.
-        others = {} if takes_turns and not on_cpu else {name: state[name] for name in state if name != "weights"}
-        light = {"weights": trained.weights, **others, **asleep}
+        light = {**asleep, "weights": trained.weights}
         working = {"activations": passing.activations + passing.logits_and_loss, **light}
-        full = {**state, "activations": trained.activations + trained.logits_and_loss + trained.expert_imbalance,
-                **asleep}  # fmt: skip
+        activations = trained.activations + trained.logits_and_loss + trained.expert_imbalance
+        full = {**state, "activations": activations, **stays}
+        if takes_turns and on_cpu:  # copies are made before what was copied is freed
+            full["copies"] = max(0, sum(moved.values()) - activations)
         by_phase = {SYNC: {**light, "buckets": bucket}, REFERENCE_PASS: working, OLD_PASS: working, VALUES: working,
                     TRAIN_CRITIC: full, TRAIN: full}  # fmt: skip
         active = _active(question, role)
-        parts = {phase: by_phase[phase] if phase in active else kept for phase in phases(question)}
-        return Held(role.name, parts, sum(state.values()) if takes_turns else 0)
+        parts = {phase: by_phase[phase] if phase in active else asleep for phase in phases(question)}
+        return Held(role.name, parts, sum(moved.values()) if takes_turns else 0)
 
     return RoleShares(role.name, role.devices, tuple(map(held, forward, training)))
 
@@ -143,9 +145,11 @@ def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
     if role.name != ROLLOUT:
         return RoleShares(role.name, role.devices, (Held(role.name, dict.fromkeys(phases(question), working)),))
     bucket = {"buckets": question.settings.run.model_update_buffer_size_mb * 2**20}
-    update = {**(({**weights, **framework}) if sleeps else working), **bucket}
-    keeps = role.sleep_level == 1  # weights, in main memory, which is a CPU's own
-    asleep = working if not sleeps else {**weights, **framework} if on_cpu and keeps else framework
-    by_phase = {SYNC: update, SAMPLE: working}
+    # Level 1 moves weights to main memory, which is a CPU's own; the built-in engine leaves them where they are.
+    keeps = role.sleep_level == 1
+    stays = keeps and (on_cpu or role.engine == "builtin")
+    asleep = working if not sleeps else {**weights, **framework} if stays else framework
+    offloaded = memory.weights if sleeps and keeps and not stays else 0
+    by_phase = {SYNC: {**working, **bucket}, SAMPLE: working}
     parts = {phase: by_phase.get(phase, asleep) for phase in phases(question)}
-    return RoleShares(ROLLOUT, role.devices, (Held(ROLLOUT, parts, memory.weights if sleeps and keeps else 0),))
+    return RoleShares(ROLLOUT, role.devices, (Held(ROLLOUT, parts, offloaded),))

@@ -29,15 +29,15 @@ def training_case(question: RLQuestion, role: ModelRole, *, longest: bool) -> Ca
     """
     batch = role.settings.batch
     rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-    limits = role.packed_tokens_train, role.dynamic_tokens_train
-    return _case(question, role, rows, batch.per_device_train_batch_size, limits, longest=longest)
+    limit = role.packed_tokens_train or role.dynamic_tokens_train
+    return _case(question, role, rows, batch.per_device_train_batch_size, limit, longest=longest)
 
 
 def forward_case(question: RLQuestion, role: ModelRole, *, longest: bool) -> Case:
     """Return the forward passes over the samples of a step, see `training_case`."""
     rows = -(-question.settings.samples_per_step // dp_size(role))
-    limits = role.packed_tokens_forward, role.dynamic_tokens_forward
-    return _case(question, role, rows, role.infer_batch_size, limits, longest=longest)
+    limit = role.packed_tokens_forward or role.dynamic_tokens_forward
+    return _case(question, role, rows, role.infer_batch_size, limit, longest=longest)
 
 
 def dp_size(role: ModelRole) -> int:
@@ -67,7 +67,7 @@ def _case(
     role: ModelRole,
     samples: int,
     micro_batch: int,
-    limits: tuple[int | None, int | None],
+    limit: int | None,
     *,
     longest: bool,
 ) -> Case:
@@ -75,26 +75,22 @@ def _case(
 
     Args:
         samples: of the process.
-        micro_batch: rows, where `limits` say nothing.
-        limits: tokens of a packed row, and of a micro-batch.
+        micro_batch: rows, where `limit` is None.
+        limit: tokens of a micro-batch.
     """
-    lengths, (packed, dynamic) = question.lengths, limits
-    one = lengths.longest if longest else lengths.mean
-    rows, document = min(micro_batch, samples), None
-    if packed is not None:
-        rows, document, packed = 1, one, max(packed, lengths.longest)
-        count = max(1, math.ceil(samples * lengths.mean / packed))
-        length = float(packed) if longest else samples * lengths.mean / count
-    elif dynamic is not None:
-        rows, length = max(1, int(dynamic // one)), one
-        count = math.ceil(samples / rows)
+    lengths = question.lengths
+    if limit is not None:  # what is bounded by tokens is packed
+        rows, limit = 1, max(limit, lengths.longest)
+        count = max(1, math.ceil(samples * lengths.mean / limit))
+        length = float(limit) if longest else samples * lengths.mean / count
     else:
+        rows = min(micro_batch, samples)
         count = math.ceil(samples / rows)
-        length = one if longest else lengths.mean_longest(rows)
+        length = lengths.longest if longest else lengths.mean_longest(rows)
     changes = {
         "run.stage": "sft",
         "run.num_processes": None,
-        "data.packing": packed is not None,
+        "data.packing": limit is not None,
         "data.cutoff_len": math.ceil(length),
         "batch.per_device_train_batch_size": rows,
         "batch.gradient_accumulation_steps": count,
@@ -105,7 +101,7 @@ def _case(
         settings=settings,
         world_size=len(role.devices),
         machine=question.machine,
-        document_length=document,
+        document_length=None if limit is None else lengths.longest if longest else lengths.mean,
     )
 
 

@@ -28,8 +28,8 @@ from megatune.plan.time import step_time
 OFFLOAD = "offload"
 # Between a device and the main memory of its machine, one way.
 HOST_BANDWIDTH = 12e9
-# Of the object store that weights pass through: one writer, one reader a machine. Measured: 1 GB/s on two busy cores.
-STORE_BANDWIDTH = 4e9
+# Of the object store, which one rank writes weights to; assumed. Two busy cores put and get 1 GB/s.
+STORE_BANDWIDTH = 2e9
 # Of a network's bandwidth, by Ray's objects, which go over TCP; an assumption.
 _TCP_SHARE = 0.3
 
@@ -154,10 +154,9 @@ def sync_seconds(question: RLQuestion) -> float:
 
 def _moves(question: RLQuestion, held: list[RoleShares]) -> float:
     """Return seconds in which what takes turns on the busiest device leaves it, and comes back."""
-    if question.machine.device.generation == "cpu":
-        return 0.0
     of_device = (
         sum(role.on(device).offloaded for role in held if device in role.devices)
         for device in sorted(shared_devices(question))
     )
-    return 2 * max(of_device) / HOST_BANDWIDTH
+    device = question.machine.device
+    return 2 * max(of_device) / (device.bandwidth if device.generation == "cpu" else HOST_BANDWIDTH)
