@@ -101,7 +101,9 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
     trained, sampled = (top.inner[f"{who}_{what}"] for who, what in _actors(pure))
     for part in (trained, sampled):
         if not part.is_written:
-            reader.find(f"the role {part.name} is missing", fix=f"write {part.name}: with device_mapping and strategy_args")
+            reader.find(
+                f"the role {part.name} is missing", fix=f"write {part.name}: with device_mapping and strategy_args"
+            )
     rewards = read_rewards(top.trees.get("rewards", {}), roles)
     if not trained.is_written or not sampled.is_written:
         return None
@@ -115,9 +117,13 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
     if top.inner["reference"].is_written:
         reference = _reference(top, roles, needed=algorithm.enable_reference, has_adapters=has_adapters)
     elif algorithm.enable_reference and not has_adapters:
-        reason = "use_kl_loss" if algorithm.use_kl_loss else "add_token_level_kl" if algorithm.add_token_level_kl else ""
+        reason = (
+            "use_kl_loss" if algorithm.use_kl_loss else "add_token_level_kl" if algorithm.add_token_level_kl else ""
+        )
         what = f"{reason or 'enable_reference'} without the role reference"
-        reader.find(what, top.where(reason or "enable_reference"), "the divergence is from it", "add the role reference")
+        reader.find(
+            what, top.where(reason or "enable_reference"), "the divergence is from it", "add the role reference"
+        )
     critic = _critic(top, roles, algorithm.adv_estimator)
     judge = reward_model(top.inner["reward_model"], roles) if top.inner["reward_model"].is_written else None
     teachers = _teachers(top, roles) if "teacher" in top.trees else {}

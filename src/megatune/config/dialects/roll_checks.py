@@ -131,13 +131,14 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
     if not generating.do_sample:
         what = f"{keys.name} takes the likeliest tokens"
         why = "all responses of a group would be the same, and have nothing to be judged against"
-        roles.reader.find(what, keys.where("temperature", "do_sample"), why, "write temperature: 1.0 and do_sample: true")
+        roles.reader.find(
+            what, keys.where("temperature", "do_sample"), why, "write temperature: 1.0 and do_sample: true"
+        )
         return
     tokens = keys["max_new_tokens"]
     if tokens is not None and tokens != generating.max_new_tokens:
-        roles.reader.lines.append(
-            f"{keys.key('max_new_tokens')} {tokens}: {generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
-        )
+        left = f"{generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
+        roles.reader.lines.append(f"{keys.key('max_new_tokens')} {tokens}: {left}")
     cut = [f"top_p {generating.top_p:g}"] if generating.top_p < 1 else []
     cut += [f"top_k {generating.top_k}"] if generating.top_k else []
     if cut:
@@ -146,9 +147,8 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
         line = f"{' and '.join(cut)} cut what is sampled; log-probabilities are those before the cut: {bound}"
         roles.reader.lines.append(line)
     if generating.temperature != 1:
-        roles.reader.lines.append(
-            f"temperature {generating.temperature:g}: the trainer's log-probabilities are at it, too (in ROLL they are at 1)"
-        )
+        line = f"temperature {generating.temperature:g}: log-probabilities of the trainer are at it, too; in ROLL they"
+        roles.reader.lines.append(f"{line} are at 1")
 
 
 def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:
@@ -167,4 +167,6 @@ def _numbers(devices: set[int]) -> str:
     listed = sorted(devices)
     if len(listed) > 4 and listed[-1] - listed[0] == len(listed) - 1:
         return f"devices {listed[0]} to {listed[-1]}"
-    return f"device{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:8]))}" + (", ..." if len(listed) > 8 else "")
+    return f"device{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:8]))}" + (
+        ", ..." if len(listed) > 8 else ""
+    )

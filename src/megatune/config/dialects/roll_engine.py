@@ -15,7 +15,7 @@ from megatune.config.dialects.roll_ignored import (
     TRAINING_IGNORED,
 )
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
-from megatune.config.dialects.roll_tree import Tree
+from megatune.config.dialects.roll_tree import Tree, data_of
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rules import experts, finetuning, layout, memory, pipeline, quantization, run
@@ -23,9 +23,11 @@ from megatune.config.settings import Settings, all_settings
 from megatune.config.values import Value
 
 KEYS: dict[str, Meaning] = {
-    "dtype": Chooses({"bf16": {"precision.bf16": True}, "fp16": {"precision.fp16": True}, "fp32": {"precision.bf16": False}}),
+    "dtype": Chooses(
+        {"bf16": {"precision.bf16": True}, "fp16": {"precision.fp16": True}, "fp32": {"precision.bf16": False}}
+    ),
     "moe_aux_loss_coef": "experts.moe_aux_loss_coeff",
-}  # fmt: skip
+}
 ROLL = Dialect(name="ROLL", keys=KEYS, not_built={})
 
 _MODEL = (
@@ -141,8 +143,6 @@ def _section(
     refused: Mapping[str, Refused],
 ) -> Iterator[SettingEntry]:
     """Give the entries of a mapping that are settings, by their own names; report or note the others."""
-    from megatune.config.dialects.roll_tree import data_of
-
     for key, node in tree.items():
         dotted, data = f"{above}.{key}", data_of(node)
         if data is None:
@@ -166,7 +166,9 @@ def _adapters(entries: list[SettingEntry], part: Part, reader: Reader, *, trains
     target = next((entry for entry in entries if entry.key == "lora_target"), None)
     for entry in entries:
         if entry.key in (*_LORA, "lora_target") and (target is None or not trains):
-            why = "adapters are on with lora_target, as in ROLL" if trains else f"{part.name} has no adapters of its own"
+            why = (
+                "adapters are on with lora_target, as in ROLL" if trains else f"{part.name} has no adapters of its own"
+            )
             reader.ignore(f"{part.name}.model_args.{entry.key}", why)
         elif entry is target and entry.value.text == "all-linear":
             yield replace(entry, value=Value("all", "all"))

@@ -63,9 +63,13 @@ def rollout_part(top: Part, reader: Reader) -> RolloutPart:
     val_prompt, val_whole = top["val_prompt_length"], top["val_sequence_length"]
     if (val_prompt is None) != (val_whole is None):
         written, other = (
-            ("val_prompt_length", "val_sequence_length") if val_whole is None else ("val_sequence_length", "val_prompt_length")
+            ("val_prompt_length", "val_sequence_length")
+            if val_whole is None
+            else ("val_sequence_length", "val_prompt_length")
         )
-        reader.find(f"{written} without {other}", top.where(written), "ROLL takes both or neither", f"write {other}, too")
+        reader.find(
+            f"{written} without {other}", top.where(written), "ROLL takes both or neither", f"write {other}, too"
+        )
         val_prompt = val_whole = None
     if val_prompt is not None and val_whole <= val_prompt:
         what = f"val_sequence_length {val_whole} leaves no token beside val_prompt_length {val_prompt}"

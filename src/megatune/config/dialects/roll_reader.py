@@ -1,4 +1,4 @@
-"""Reads the mappings of a file by their sections: values of the right type, and everything that is wrong with places."""
+"""Reads the mappings of a file by their sections: values of the right type, and what is wrong with its place."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class Reader:
         for key, node in tree.items():
             dotted, where = part.key(key), place_of(node)
             is_null = isinstance(node, SettingEntry) and node.value.data is None
-            if (refused := section.refused.get(key)) is not None and not is_null:
-                if self._refuses(refused, key, dotted, node):
-                    continue
+            refused = section.refused.get(key)
+            if refused is not None and not is_null and self._refuses(refused, key, dotted, node):
+                continue
             if key in infos:
                 if not is_null:
                     given[key] = (infos[key], node)
@@ -172,7 +172,8 @@ class Reader:
                 elif value is not None or infos[key].optional:
                     own[key] = coerce(Value(value), infos[key])
             for key in _wrong(group, own):
-                self._wrong_value(f"{dotted}.{key}", key, infos[key], SettingEntry(key, Value(own.pop(key)), place_of(node), ""), None)  # fmt: skip
+                wrong = SettingEntry(key, Value(own.pop(key)), place_of(node), "")
+                self._wrong_value(f"{dotted}.{key}", key, infos[key], wrong, wrong.value.data)
             rows.append(group(**own).model_dump())
         return rows
 

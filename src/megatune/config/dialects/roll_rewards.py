@@ -109,9 +109,7 @@ def _judge(part: Part, roles: Roles) -> InferRole | None:
     if kind == "inference":
         tokens = part.inner["generating_args"]["max_new_tokens"] or _JUDGE_TOKENS
         return roles.infer_role(part, part.name, None, roles.generating(part, tokens))
-    if (kind == "cluster" and "reward_model" not in roles.top.inner) or (
-        kind == "cluster" and not roles.top.inner["reward_model"].is_written
-    ):
+    if kind == "cluster" and not roles.top.inner["reward_model"].is_written:
         where = part.where("judge_model_type")
         find(f"{part.name} has judge_model_type: cluster without the role reward_model", where, fix="add reward_model")
     if kind == "api":

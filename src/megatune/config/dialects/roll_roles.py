@@ -42,7 +42,7 @@ class Roles:
     def model_role(self, part: Part, name: str, default_model: str | None, *, trains: bool) -> ModelRole | None:
         """Make a role with a model of our engine; None where its strategy is not one."""
         strategy = self._strategy(part, ("megatron_train",) if trains else ("megatron_infer", "hf_infer"), trains)
-        self._worker_class(part, name)
+        self._worker_class(part)
         if strategy is None:
             return None
         if strategy == "hf_infer":
@@ -79,7 +79,7 @@ class Roles:
     def infer_role(self, part: Part, name: str, default_model: str | None, generating: Generating) -> InferRole | None:
         """Make a role that samples; None where its strategy is none that does."""
         strategy = self._strategy(part, ("vllm", "sglang", "hf_infer", "builtin"), False)
-        self._worker_class(part, name)
+        self._worker_class(part)
         if strategy is None:
             return None
         for key in part.trees.get("training_args", {}):
@@ -89,7 +89,8 @@ class Roles:
         if model is None:
             self._no_model(part, name)
         tree = part.inner["strategy_args"].trees.get("strategy_config", {})
-        own = self.reader.read({key: node for key, node in tree.items() if key in SAMPLER.names}, SAMPLER, f"{part.name}.strategy_args.strategy_config")  # fmt: skip
+        ours = {key: node for key, node in tree.items() if key in SAMPLER.names}
+        own = self.reader.read(ours, SAMPLER, f"{part.name}.strategy_args.strategy_config")
         config = {key: data_of(node) for key, node in tree.items() if key not in SAMPLER.names}
         engine = cast(Literal["builtin", "vllm", "sglang"], strategy.replace("hf_infer", "builtin"))
         if engine == "builtin":
@@ -143,7 +144,10 @@ class Roles:
             why = f"{part.name} {'trains' if trains else 'does not train'}: expected {' or '.join(valid)}"
             self.reader.find(what, strategy.where("strategy_name"), why, f"write strategy_name: {valid[0]}")
         elif not any(finding.what.startswith(strategy.key("strategy_name")) for finding in self.reader.findings):
-            what, fix = f"{part.name} has no strategy_args.strategy_name", f"write strategy_args: {{strategy_name: {valid[0]}}}"
+            what, fix = (
+                f"{part.name} has no strategy_args.strategy_name",
+                f"write strategy_args: {{strategy_name: {valid[0]}}}",
+            )
             self.reader.find(what, part.at, f"it says what computes {part.name}", fix)
         return None
 
@@ -165,6 +169,10 @@ class Roles:
                 "ddp_timeout": max(1, round(part["backend_timeout"] * 60)),
             }
         )
+        parallel = settings.parallel
+        if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+            self.reader.ignore(f"{part.name}.sequence_parallel", "tensor_model_parallel_size is 1")
+            parallel = parallel.model_copy(update={"sequence_parallel": False})
         batch = settings.batch.model_copy(update={"per_device_eval_batch_size": part["infer_batch_size"]})
         if not trains:
             steps = settings.parallel.pipeline_model_parallel_size
@@ -174,10 +182,22 @@ class Roles:
         data = settings.data.model_copy(
             update={"cutoff_len": max(2, self.lengths.sequence_length), "packing": part["use_sequence_packing"]}
         )
-        grad_norm = {"max_grad_norm": self.top["max_grad_norm"]}
-        optimizer = settings.optimizer.model_copy(update=grad_norm if trains else {})
-        update = {"model": model, "run": run, "batch": batch, "data": data, "optimizer": optimizer}
-        return settings.model_copy(update=update)
+        optimizer = settings.optimizer.model_copy(update={"max_grad_norm": self.top["max_grad_norm"]} if trains else {})
+        if optimizer.lr_scheduler_type == "constant" and (optimizer.warmup_steps or optimizer.warmup_ratio):
+            self.reader.lines.append(
+                f"{part.name}: lr_scheduler_type constant with a warm-up is constant_with_warmup, as in ROLL's Megatron"
+            )
+            optimizer = optimizer.model_copy(update={"lr_scheduler_type": "constant_with_warmup"})
+        return settings.model_copy(
+            update={
+                "model": model,
+                "run": run,
+                "batch": batch,
+                "data": data,
+                "optimizer": optimizer,
+                "parallel": parallel,
+            }
+        )
 
     def _model(self, settings: Settings, part: Part) -> tuple[Architecture | None, Mapping[str, Any]]:
         if self.model_of is None or not settings.model.model_name_or_path:
@@ -279,9 +299,9 @@ class Roles:
             self.reader.find(f"{replay.key('mode')} is R2", replay.where("mode"), why, "write mode: R3, or disable")
         return replay["mode"] == "R3"
 
-    def _worker_class(self, part: Part, name: str) -> None:
+    def _worker_class(self, part: Part) -> None:
         path = part["worker_cls"]
-        if path and path.rpartition(".")[2] not in _ACTORS:
+        if path and not part.name.startswith("rewards.") and path.rpartition(".")[2] not in _ACTORS:
             fix = "remove worker_cls"
             self.reader.find(f"{part.name}.worker_cls is {path}", part.where("worker_cls"), "roles are built in", fix)
 
@@ -324,10 +344,12 @@ class Roles:
         if part.name not in ("actor_infer", "student_infer") or not isinstance(config.get(key), int):
             return
         longest = max(self.lengths.sequence_length, self.lengths.val_sequence_length or 0)
-        if config[key] < longest:
-            what = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
-            why = "a prompt and its response would not fit"
-            self.reader.find(what, place_of(tree[key]), why, f"write {key}: {longest}")
+        if config[key] <= self.lengths.prompt_length:
+            what = f"{part.name}: {key} {config[key]} leaves no token beside prompt_length {self.lengths.prompt_length}"
+            self.reader.find(what, place_of(tree[key]), "responses would be empty", f"write {key}: {longest}")
+        elif config[key] < longest:
+            said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
+            self.reader.lines.append(f"{said}: longer responses are cut there")
 
     def _envs(self, part: Part) -> dict[str, str]:
         top = environment(self.top["system_envs"])

@@ -95,14 +95,15 @@ REWARD = Section(
     ignored={**ROLE_IGNORED, **REWARD_IGNORED},
     refused={**ROLE_REFUSED, **REWARD_REFUSED},
 )
+_OF_ROLES = (*ROLE_IGNORED, *_infos((RoleKeys,)), "model_args", "strategy_args", "training_args")
 VALIDATION = Section(
     (),
     {"data_args": PROMPT_DATA, "generating_args": GENERATING},
     ignored={
+        **dict.fromkeys(_OF_ROLES, "validation is sampled by actor_infer"),
         "eval_steps": "the top level's eval_steps is meant, as in ROLL",
-        **dict.fromkeys((*ROLE_IGNORED, *_infos((RoleKeys,)), "model_args", "strategy_args", "training_args"), "validation is sampled by actor_infer"),
     },
-)  # fmt: skip
+)
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "reward_model", "student_train", "student_infer")
 TOP = Section(
     (RunKeys, RolloutKeys, AlgorithmKeys),
@@ -119,9 +120,11 @@ TOP = Section(
             (DatasetFilterKeys,),
             ignored=dict.fromkeys(("min_difficulty", "max_difficulty"), "it has no effect in ROLL either"),
         ),
-        "train_infer_correction": Section((), {"is_weight": Section((IsWeightKeys,))}, {"filters": CorrectionFilterKeys}),
+        "train_infer_correction": Section(
+            (), {"is_weight": Section((IsWeightKeys,))}, {"filters": CorrectionFilterKeys}
+        ),
     },
     ignored=TOP_IGNORED,
     refused=TOP_REFUSED,
-)  # fmt: skip
+)
 SAMPLER = Section((SamplerKeys,))

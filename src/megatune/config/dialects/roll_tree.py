@@ -204,11 +204,7 @@ def _override(word: str, reading: Reading) -> None:
         tree[parts[-1]] = SettingEntry(dotted, Value(None, ""), word, "override")
     else:
         made = _Nodes("", reading, where=word).node(node, dotted, word)
-        below = tree.get(parts[-1])
-        if isinstance(below, dict) and isinstance(made, dict):
-            _merge(below, made)
-        else:
-            tree[parts[-1]] = made
+        _merge(tree, {parts[-1]: made})
 
 
 @dataclass(slots=True)
@@ -253,14 +249,15 @@ class _Resolver:
             items = tuple(self._value(item, entry, above) for item in value.items)
             return Value([item.data for item in items], items=items)
         if isinstance(value.data, dict):
-            found = {key: self._value(Value(each, each if isinstance(each, str) else None), entry, above).data
-                     for key, each in value.data.items()}  # fmt: skip
-            return Value(found)
+            data = {}
+            for key, each in value.data.items():
+                data[key] = self._value(Value(each, each if isinstance(each, str) else None), entry, above).data
+            return Value(data)
         if "${" not in (value.text or ""):
             return value
         if (whole := _REFERENCE.fullmatch(value.text or "")) is not None:
-            found = self._lookup(whole[1], entry, above)
-            return Value(data_of(found)) if isinstance(found, dict) else found
+            there = self._lookup(whole[1], entry, above)
+            return Value(data_of(there)) if isinstance(there, dict) else there
 
         def say(match: re.Match[str]) -> str:
             found = self._lookup(match[1], entry, above)

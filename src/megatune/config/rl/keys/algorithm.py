@@ -77,8 +77,8 @@ class AlgorithmKeys(Group):
     - k3: exp(−d) − 1 + d, never negative"""
     init_kl_coef: NonNegative = 0.2
     """β, the weight of the divergence in each token's reward.
-    How: It enters only with add_token_level_kl. ROLL loads a reference and runs it for every value above 0 nevertheless;
-    here no reference is run that nothing needs.
+    How: It enters only with add_token_level_kl. ROLL loads a reference and runs it for every value above 0
+    nevertheless; here no reference is run that nothing needs.
     When: 0 with verifiable rewards and short runs."""
     target_kl: Positive | None = None
     """The divergence that β is steered to. null keeps init_kl_coef.

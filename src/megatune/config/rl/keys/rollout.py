@@ -1,4 +1,4 @@
-"""Keys of rollouts: how many prompts and responses a step has, how long they are, and how far sampling may run ahead."""
+"""Keys of rollouts: how many prompts and responses a step has, how long they are, how far sampling runs ahead."""
 
 from __future__ import annotations
 
