@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
-    from megatune.config.rl.settings import ModelRole, RLSettings
+    from megatune.architecture import Architecture
+    from megatune.config.rl.settings import RLSettings
+    from megatune.config.settings import Settings
     from megatune.plan.case import PlannedModel
     from megatune.plan.machine import Machine
     from megatune.plan.rl.lengths import Lengths
@@ -34,9 +36,6 @@ _NOT_HERE = {
     "figures": "a plan of reinforcement learning is text",
     "launch": "megatune rl starts its own processes, on Ray",
 }
-# Rules about what an update of rows from a data set needs; a role's rows are rollouts.
-_LEFT_OUT = {"data.dataset", "data.cutoff_len", "run.output_dir", "run.stage", "model.model_name_or_path",
-             "run.num_processes"}  # fmt: skip
 # Of what is longest, taken for the mean where no flag says it.
 _MEAN_PROMPT, _MEAN_RESPONSE = 4, 2
 
@@ -72,13 +71,14 @@ class _Reader:
     def __init__(self, options: argparse.Namespace, file: str, words: list[str]) -> None:
         self.options, self.file = options, file
         self.findings: list[Finding] = []
-        self.missing: list[Finding] = []
+        self.missing: dict[Finding, None] = {}
         self.notes: list[str] = []
-        self.overrides = [word for word in words if "=" in word and not word.startswith("--")]
-        for word in words:
-            if word != file and word not in self.overrides:
-                fix = "write overrides as key=value, actor_train.training_args.learning_rate=1e-6"
-                self.findings.append(Finding(f"{word!r} says nothing to a file of reinforcement learning", fix=fix))
+        self.overrides = [word for word in words if "=" in word and not word.startswith("-")]
+        self._known: dict[tuple[str, str | None], PlannedModel | None] = {}
+        others = [word for word in words if word != file and word not in self.overrides]
+        for word in [word for word in others if word.startswith("-")] or others:  # not the values of unknown flags
+            fix = "write overrides as key=value, such as rollout_batch_size=32"
+            self.findings.append(Finding(f"{word!r} says nothing to a file of reinforcement learning", fix=fix))
         for name, why in _NOT_HERE.items():
             if getattr(options, name) is not None:
                 self.findings.append(Finding(f"--{name} with {file}", "", why, f"leave --{name} out"))
@@ -92,62 +92,65 @@ class _Reader:
         from megatune.config.dialects.roll import read_roll
         from megatune.plan.rl.question import RLQuestion
 
-        read = read_roll(self.file, self.overrides)
+        read = read_roll(self.file, self.overrides, self._architecture)
         self.findings += read.findings
         if (settings := read.settings) is None:
-            raise MegatuneError(self.findings, ExitCode.SETTINGS)
+            raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
         models, lengths = self._models(settings), self._lengths(settings)
-        world = 1 + max(max(role.devices) for role in _model_roles(settings))
-        world = max(world, 1 + max(settings.actor_infer.devices))
-        machine = self._found(lambda: self._machine(settings, world))
-        if models is not None:
-            self._check_layouts(settings, models)
+        machine = self._machine(settings)
         if self.findings:
             raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
-        if self.missing or models is None or machine is None:
-            raise MegatuneError(self.missing, ExitCode.INPUT)
-        return RLQuestion(settings=settings, models=models, machine=machine, lengths=lengths,
-                          notes=(*read.lines, *self.notes), file=self.file)  # fmt: skip
+        if self.missing or machine is None:
+            raise MegatuneError([*self.missing], ExitCode.INPUT)
+        return RLQuestion(
+            settings=settings,
+            models=models,
+            machine=machine,
+            lengths=lengths,
+            notes=(*read.lines, *self.notes),
+            file=self.file,
+        )
 
     def _found(self, find: Callable[[], T]) -> T | None:
         try:
             return find()
         except MegatuneError as error:
-            (self.findings if error.exit_code == ExitCode.SETTINGS else self.missing).extend(error.findings)
+            if error.exit_code == ExitCode.SETTINGS:
+                self.findings += error.findings
+            else:
+                self.missing |= dict.fromkeys(error.findings)
             return None
 
-    def _models(self, settings: RLSettings) -> Mapping[str, PlannedModel] | None:
+    def _model(self, name: str, stage: str | None = None) -> PlannedModel | None:
+        from megatune.plan.catalogue import find_model
+
+        if (name, stage) not in self._known:
+            self._known[name, stage] = self._found(lambda: find_model(name, stage=stage))
+        return self._known[name, stage]
+
+    def _architecture(self, settings: Settings) -> tuple[Architecture | None, Mapping[str, Any]]:
+        """Return the numbers of a role's model, for the rules of its layout."""
+        found = self._model(settings.model.model_name_or_path or "", settings.run.stage)
+        return (found.architecture if found else None), {}
+
+    def _models(self, settings: RLSettings) -> dict[str, PlannedModel]:
         """Return the models by role; one that judges and is not known here is left out, with a note."""
         from megatune.plan.catalogue import find_model
 
-        known: dict[tuple[str | None, str | None], PlannedModel] = {}
-        models: dict[str, PlannedModel] = {}
-
-        def find(name: str | None, stage: str | None = None) -> PlannedModel:
-            if (name, stage) not in known:
-                known[name, stage] = find_model(name or "", stage=stage)
-            return known[name, stage]
-
-        missing: dict[Finding, None] = {}
-        for role in _model_roles(settings):
-            try:
-                name = role.settings.model.model_name_or_path
-                models[role.name] = find(name, "rm" if role.name == "critic" else None)
-            except MegatuneError as error:
-                missing |= dict.fromkeys(error.findings)
-        try:
-            models["actor_infer"] = find(settings.actor_infer.model_name_or_path)
-        except MegatuneError as error:
-            missing |= dict.fromkeys(error.findings)
-        judges = (settings.reward_model, *(reward.judge for reward in settings.rewards.values()))
-        for judge in (judge for judge in judges if judge is not None):
-            try:
-                models[judge.name] = find(judge.model_name_or_path)
-            except MegatuneError:
-                name = judge.model_name_or_path
-                self.notes.append(f"{judge.name}: {name} is not known here: its devices are not planned")
-        self.missing += missing
-        return None if missing else models
+        roles = (settings.actor_train, settings.reference, settings.critic, *settings.teachers.values())
+        found = {
+            role.name: self._model(role.settings.model.model_name_or_path or "", role.settings.run.stage)
+            for role in roles
+            if role is not None
+        }
+        found[settings.actor_infer.name] = self._model(settings.actor_infer.model_name_or_path)
+        for judge in (settings.reward_model, *(reward.judge for reward in settings.rewards.values())):
+            if judge is not None:
+                try:
+                    found[judge.name] = find_model(judge.model_name_or_path)
+                except MegatuneError:
+                    self.notes.append(f"{judge.name}: {judge.model_name_or_path} is not known here, and not planned")
+        return {name: model for name, model in found.items() if model is not None}
 
     def _lengths(self, settings: RLSettings) -> Lengths:
         from megatune.plan.rl.lengths import Lengths
@@ -173,16 +176,40 @@ class _Reader:
             return longest / part
         return value
 
-    def _machine(self, settings: RLSettings, world: int) -> Machine:
+    def _machine(self, settings: RLSettings) -> Machine | None:
+        """Return the machines: of the catalogue, or this one."""
+        options, world = self.options, 1 + max(_devices(settings))
+        if options.gpu is not None:
+            return self._found(lambda: self._catalogued(settings, world))
+        from megatune.cli.this_machine import this_machine
+        from megatune.launch.devices import count_gpus
+
+        for name in ("gpus_per_node", "link", "network", "devices"):
+            if getattr(options, name) is not None:
+                self.findings.append(Finding(f"--{name} without --gpu", fix="--gpu KIND, such as --gpu h100-80g"))
+        num_gpus = count_gpus()
+        here = min(world, num_gpus) if num_gpus else world
+        machine, unknown = self._found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
+        if unknown:
+            self.missing[Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE")] = None
+        return machine
+
+    def _catalogued(self, settings: RLSettings, world: int) -> Machine:
         from megatune.plan.calibration import calibration_for
         from megatune.plan.catalogue import find_machine, machine_assumptions
 
-        options = self.options
-        if options.gpu is None:
-            return self._this_machine(world)
-        per_node = int(options.gpus_per_node) if options.gpus_per_node else settings.run.num_gpus_per_node
-        machine = find_machine(options.gpu, gpus_per_node=per_node, link=options.link, network=options.network,
-                               devices_file=options.devices)  # fmt: skip
+        options, asked = self.options, self.options.gpus_per_node
+        if asked is not None and not (asked.isdigit() and int(asked)):
+            finding = Finding(f"--gpus_per_node {asked} is not a whole number of at least 1", fix="--gpus_per_node 8")
+            raise MegatuneError(finding, ExitCode.SETTINGS)
+        per_node = int(asked) if asked else settings.run.num_gpus_per_node
+        machine = find_machine(
+            options.gpu,
+            gpus_per_node=per_node,
+            link=options.link,
+            network=options.network,
+            devices_file=options.devices,
+        )
         self.notes += machine_assumptions(
             machine,
             gpus_per_node=per_node,
@@ -191,28 +218,10 @@ class _Reader:
         )
         return replace(machine, calibration=calibration_for(machine.device.name, options.calibration))
 
-    def _this_machine(self, world: int) -> Machine:
-        from megatune.cli.this_machine import this_machine
-        from megatune.launch.devices import count_gpus
 
-        num_gpus = count_gpus()
-        machine, unknown = this_machine(min(world, num_gpus) if num_gpus else world, num_gpus, self.options.calibration)
-        if machine is None:
-            fix = "--gpu KIND, one of the catalogue or of --devices FILE"
-            raise MegatuneError(Finding(unknown, fix=fix), ExitCode.INPUT)
-        return machine
-
-    def _check_layouts(self, settings: RLSettings, models: Mapping[str, PlannedModel]) -> None:
-        """Check each role's layout against its model."""
-        from megatune.config.rules import check
-        from megatune.plan.rl.passes import layout_of
-
-        for role in _model_roles(settings):
-            laid_out = role.settings.model_copy(update={"parallel": layout_of(role)})
-            for each in check(laid_out, models[role.name].architecture, len(role.devices), invalid=_LEFT_OUT):
-                self.findings.append(replace(each, what=f"{role.name}: {each.what}", where=each.where or self.file))
-
-
-def _model_roles(settings: RLSettings) -> list[ModelRole]:
-    roles = (settings.actor_train, settings.reference, settings.critic, *settings.teachers.values())
-    return [role for role in roles if role is not None]
+def _devices(settings: RLSettings) -> Iterator[int]:
+    """Yield the devices that roles are mapped to."""
+    judges = (settings.reward_model, *(reward.judge for reward in settings.rewards.values()))
+    trained = (settings.actor_train, settings.reference, settings.critic, *settings.teachers.values())
+    for role in (*trained, settings.actor_infer, *judges):
+        yield from role.devices if role is not None else ()

@@ -39,7 +39,7 @@ def show(found: RLAnswer) -> None:
 def pages(found: RLAnswer, width: int = 80) -> Iterator[Page]:
     """Yield what is planned, memory by device and phase, seconds by phase, and what was assumed."""
     yield words_page("", _head(found, width))
-    yield words_page("", columns(_roles(found), left=(0, 1, 2, 3)))
+    yield words_page("", _role_lines(found, width))
     yield words_page("", _memory(found, width))
     if not found.fits:
         yield words_page("What would make it fit", (line for text in advice(found) for line in wrapped(text, width)))
@@ -64,6 +64,7 @@ def _head(found: RLAnswer, width: int) -> Iterator[str]:
     def entry(name: str, text: str) -> list[str]:
         return textwrap.wrap(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
 
+    yield from entry("models", _models(question))
     yield from entry("devices", machine_words(question.machine, question.world_size))
     prompts, group = settings.rollout.rollout_batch_size, settings.rollout.num_return_sequences_in_group
     yield from entry("samples", f"{count(prompts, 'prompt')} × {count(group, 'response')} a step")
@@ -72,19 +73,32 @@ def _head(found: RLAnswer, width: int) -> Iterator[str]:
     yield from entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are cut")
 
 
-def _roles(found: RLAnswer) -> Iterator[list[str]]:
+def _role_lines(found: RLAnswer, width: int) -> Iterator[str]:
+    """A row for each role; where that is too wide, a paragraph."""
     question = found.question
-    yield ["role", "devices", "model", "layout", "batch"]
-    for role in question.model_roles:
-        yield [role.name, device_words(role.devices), _model(question, role.name), *_layout(question, role)]
-    for infer in question.infer_roles:
-        yield [infer.name, device_words(infer.devices), _model(question, infer.name), *_engine(found, infer)]
+    rows = [["role", "devices", "layout", "batch"]]
+    rows += [[role.name, device_words(role.devices), *_layout(question, role)] for role in question.model_roles]
+    rows += [[role.name, device_words(role.devices), *_engine(found, role)] for role in question.infer_roles]
+    lines = list(columns(rows, left=(0, 1, 2, 3)))
+    if max(map(len, lines)) > width:
+        lines = [line for row in rows[1:] for line in wrapped(f"{row[0]}: {'; '.join(row[1:])}", width, "")]
+    yield from lines
 
 
-def _model(question: RLQuestion, name: str) -> str:
-    if (model := question.models.get(name)) is None:
-        return "not known"
-    return f"{model.name.rstrip('/').split('/')[-1]}, {amount(num_parameters(model.architecture))}"
+def _models(question: RLQuestion) -> str:
+    """Write each model with its roles."""
+    roles: dict[str, list[str]] = {}
+    for name in question.devices:
+        model = question.models.get(name)
+        words = (
+            f"{_short(model.name)}, {amount(num_parameters(model.architecture))} parameters" if model else "not known"
+        )
+        roles.setdefault(words, []).append(name)
+    return "; ".join(f"{words} ({', '.join(names)})" for words, names in roles.items())
+
+
+def _short(name: str) -> str:
+    return name.rstrip("/").split("/")[-1]
 
 
 def _layout(question: RLQuestion, role: ModelRole) -> tuple[str, str]:

@@ -53,12 +53,12 @@ class RLQuestion:
         return self.settings.rollout.async_generation_ratio if apart else 0.0
 
     @property
-    def world_size(self) -> int:
-        """Devices of the run: up to the largest that a role is mapped to."""
-        return 1 + max(device for devices in self.devices.values() for device in devices)
-
-    @property
     def devices(self) -> dict[str, tuple[int, ...]]:
         """Devices by role."""
         of_models = {role.name: role.devices for role in self.model_roles}
         return of_models | {role.name: role.devices for role in self.infer_roles}
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the run: up to the largest that a role is mapped to."""
+        return 1 + max(device for devices in self.devices.values() for device in devices)
