@@ -147,7 +147,7 @@ class _Reader:
         for judge in (settings.reward_model, *(reward.judge for reward in settings.rewards.values())):
             if judge is not None:
                 try:
-                    found[judge.name] = find_model(judge.model_name_or_path)
+                    found[judge.name] = find_model(judge.model_name_or_path, asks_hub=False)
                 except MegatuneError:
                     self.notes.append(f"{judge.name}: {judge.model_name_or_path} is not known here, and not planned")
         return {name: model for name, model in found.items() if model is not None}
