@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from activation_cases import CASES
+from measured_memory import measure_log_probs
 
 from megatune.cli.main import main
 from megatune.errors import ExitCode
@@ -216,3 +218,16 @@ def test_machines_are_the_catalogue_s(file: Path, capsys: pytest.CaptureFixture[
     assert main(["plan", str(file), "--gpu", "h200", "--gpus_per_node", "4"]) == ExitCode.DONE
     assert "2 nodes of 4" in capsys.readouterr().out
     assert find_machine("h200").device.memory > find_machine("h100").device.memory
+
+
+@pytest.mark.parametrize("name", ["dense: tp2 pp2 sp, bf16", "experts: ep2, fp32", "dense: packed, 2 rows, bf16"])
+def test_forward_passes_hold_what_is_planned(pool, name: str) -> None:
+    """At least, and a little more: a layer is planned as if it freed nothing on the way."""
+    one = CASES[name]
+    peaks = pool.run(one.layout.world_size, measure_log_probs, one.architecture, one.settings)
+    stages = forward_memory(one.case)
+    ranks = one.layout.world_size // len(stages)
+    for stage, held in enumerate(stages):
+        measured = max(peaks[stage * ranks : (stage + 1) * ranks])
+        planned = held.activations + held.logits_and_loss + held.communication
+        assert 0.98 <= planned / measured <= 1.3, f"stage {stage}: {planned / measured:.2f}"

@@ -119,11 +119,13 @@ def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple) -> Sta
     passes = [layer_memory(shapes, sparse, ()) for sparse in kinds]
     if any(chunk.embedding for chunk in chunks):
         passes.append(embedding(shapes).memory)
-    bare = inputs(shapes).kept + shapes.hidden + max(memory.kept + memory.forward for memory in passes)
+    # A layer counts with all that it saves for a backward pass, of which some is freed on the way.
+    before = inputs(shapes).kept + shapes.hidden
+    bare = before + max(memory.kept + memory.forward for memory in passes)
     logits = 0
     if any(chunk.loss for chunk in chunks):
         last = chain(operator.memory for operator in head(shapes))
-        logits = max(0, inputs(shapes).kept + last.kept + last.forward - bare)
+        logits = max(0, before + last.kept + last.forward - bare)
     factor = case.machine.calibration.activations
     return StageMemory(
         stage=stage,
