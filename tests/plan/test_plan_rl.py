@@ -148,6 +148,17 @@ def test_the_advice_makes_it_fit() -> None:
     assert "gpu_memory_utilization" in advice(tight)[0]
 
 
+def test_fewer_rows_at_once_are_advised_where_a_forward_pass_does_not_fit() -> None:
+    question = question_of(ROWS[0])
+    reference = replace(question.settings.reference, packed_tokens_forward=None, infer_batch_size=512)  # type: ignore[type-var]
+    found = plan_rl(replace(question, settings=replace(question.settings, reference=reference)))
+    assert found.fullest[1] == REFERENCE_PASS
+    (text,) = advice(found)
+    size = int(text.split("infer_batch_size: ")[1].split(":")[0])
+    fewer = replace(question.settings, reference=replace(reference, infer_batch_size=size))
+    assert plan_rl(replace(question, settings=fewer)).fits
+
+
 def test_more_sequences_at_once_cost_less_each_until_the_cache_is_full() -> None:
     totals = [plan_rl(question_of(replace(COLOCATED, group=group))).seconds.rollout for group in (8, 16, 32, 128)]
     assert all(a.decode < b.decode < 2 * a.decode for a, b in itertools.pairwise(totals[:3]))

@@ -14,7 +14,7 @@ from megatune.plan.pages.words import change, size
 from megatune.plan.rl.answer import DeviceGroup, RLAnswer, plan_rl
 from megatune.plan.rl.held import SAMPLE, SYNC, TRAIN, TRAIN_CRITIC
 from megatune.plan.rl.passes import training_case
-from megatune.plan.rl.question import ACTOR, CRITIC
+from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE
 
 _SHARES = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 # Changes that are asked for, and that are said; those of the length of samples are not a role's own.
@@ -36,6 +36,8 @@ def advice(found: RLAnswer) -> list[str]:
             texts += _of_training(found, group, phase, role)
         elif phase in (SAMPLE, SYNC):
             texts += _smaller_share(found, group, phase)
+        else:
+            texts += _smaller_batch(found, group, phase)
     return texts or [f"No single change that was tried is enough; what needs less: {_LESS}."]
 
 
@@ -66,6 +68,20 @@ def _smaller_share(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[
     if after is not None and after.has_cache:
         held = size(max(each.total(phase) for each in after.groups))
         yield f"actor_infer: {key}: {share}: {held} in {phase}, {after.seconds.rollout.at_once:.0f} sequences at once"
+
+
+def _smaller_batch(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[str]:
+    """Halve the rows that pass forward together until they fit."""
+    limit, settings = found.question.machine.device.memory, found.question.settings
+    busy = max(group.held, key=lambda held: held.parts[phase].get("activations", 0)).role
+    role = next((each for each in found.question.model_roles if each.name == busy), None)
+    while role is not None and busy in (ACTOR, REFERENCE, CRITIC) and role.infer_batch_size > 1:
+        role = replace(role, infer_batch_size=role.infer_batch_size // 2)
+        after = plan_rl(replace(found.question, settings=replace(settings, **{busy: role})))
+        held = max(each.total(phase) for each in after.groups)
+        if held <= limit:
+            yield f"{busy}: infer_batch_size: {role.infer_batch_size}: {size(held)} in {phase}"
+            return
 
 
 def _room_for_cache(found: RLAnswer) -> Iterator[str]:

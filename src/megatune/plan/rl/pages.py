@@ -156,7 +156,7 @@ def _group_lines(found: RLAnswer, group: DeviceGroup, unit: Unit, width: int) ->
         rows.append(["  total", *(unit.of(group.total(phase)) for phase in names)])
     lines = list(columns(rows))
     if max(map(len, lines)) + 2 > width:
-        lines = list(columns(zip(*rows, strict=True)))
+        lines = list(columns([[cell.strip() for cell in row] for row in zip(*rows, strict=True)]))
     yield from lines
 
 
