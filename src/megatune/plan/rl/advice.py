@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from megatune.config.rl.settings import ModelRole
 from megatune.plan.changes.fixes import savings
@@ -77,7 +78,8 @@ def _smaller_batch(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[
     role = next((each for each in found.question.model_roles if each.name == busy), None)
     while role is not None and busy in (ACTOR, REFERENCE, CRITIC) and role.infer_batch_size > 1:
         role = replace(role, infer_batch_size=role.infer_batch_size // 2)
-        after = plan_rl(replace(found.question, settings=replace(settings, **{busy: role})))
+        changes: dict[str, Any] = {busy: role}
+        after = plan_rl(replace(found.question, settings=replace(settings, **changes)))
         held = max(each.total(phase) for each in after.groups)
         if held <= limit:
             yield f"{busy}: infer_batch_size: {role.infer_batch_size}: {size(held)} in {phase}"
