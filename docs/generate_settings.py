@@ -1,12 +1,18 @@
-"""Writes settings.md and settings.zh.md, which are `megatune explain --all`: `python docs/generate_settings.py`."""
+"""Writes settings.md, which is `megatune explain --all`, rl-settings.md, and both in Chinese."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from megatune.plan.explain.rl import rl_page
 from megatune.plan.explain.settings import settings_page
 
-DOCUMENTS = {"settings.md": settings_page, "settings.zh.md": lambda: settings_page("zh")}
+DOCUMENTS = {
+    "settings.md": settings_page,
+    "settings.zh.md": lambda: settings_page("zh"),
+    "rl-settings.md": rl_page,
+    "rl-settings.zh.md": lambda: rl_page("zh"),
+}
 
 
 def render(name: str) -> str:

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
     """
+    from megatune.plan.explain.rl import explain_rl_key, knows_rl
     from megatune.plan.explain.settings import knows, settings_page
     from megatune.plan.explain.words import language_of
     from megatune.plan.run.record import PLAN_NAME
@@ -79,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
     subject, *words = args.words
     if knows(subject):
         return _key(subject, words, args, language)
+    if knows_rl(subject):
+        print(explain_rl_key(subject, language))
+        return ExitCode.DONE
     path = Path(subject)
     if path.is_dir() or path.name == PLAN_NAME:
         return _run_folder(path if path.is_dir() else path.parent)
@@ -106,9 +110,15 @@ def _key(key: str, words: list[str], args: argparse.Namespace, language: Languag
 
 
 def _file(name: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
+    from megatune.config.dialects.roll import is_rl_file, read_roll
     from megatune.config.load import load
+    from megatune.plan.explain.rl import explain_rl_file
     from megatune.plan.explain.settings import explain_file
 
+    if is_rl_file(name):
+        read = read_roll(name, words)
+        print(explain_rl_file(name, read, language))
+        return ExitCode.SETTINGS if read.findings else ExitCode.DONE
     loaded = load(name, words)
     text, findings = explain_file(name, loaded, _ground(loaded, args), language)
     print(text)

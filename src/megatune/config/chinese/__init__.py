@@ -1,6 +1,7 @@
 """Settings in Chinese, read from the YAML files of this folder where Chinese is asked for.
 
-A file `TOPIC.yaml` has the texts of settings by "group.name"; `phrases.yaml` units, and why keys are refused.
+A file `TOPIC.yaml` has the texts of settings by "group.name", and `rl/TOPIC.yaml` those of reinforcement learning;
+`phrases.yaml` units, and why keys are refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ class Translation(NamedTuple):
 def translations() -> dict[str, Translation]:
     """Read the texts of all settings, by "group.name"."""
     files = (path for path in sorted(Path(__file__).parent.glob("*.yaml")) if path.stem != "phrases")
+    return {path: Translation(**texts) for file in files for path, texts in _read(file).items()}
+
+
+@cache
+def rl_translations() -> dict[str, Translation]:
+    """Read the texts of the keys of reinforcement learning, by "group.name" of `config.rl.pages`."""
+    files = sorted((Path(__file__).parent / "rl").glob("*.yaml"))
     return {path: Translation(**texts) for file in files for path, texts in _read(file).items()}
 
 

@@ -139,16 +139,6 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
     if tokens is not None and tokens != generating.max_new_tokens:
         left = f"{generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
         roles.reader.lines.append(f"{keys.key('max_new_tokens')} {tokens}: {left}")
-    cut = [f"top_p {generating.top_p:g}"] if generating.top_p < 1 else []
-    cut += [f"top_k {generating.top_k}"] if generating.top_k else []
-    if cut:
-        corrects = settings.algorithm.train_infer_is_weight.enabled or settings.algorithm.train_infer_filters
-        bound = "train_infer_correction bounds what the cut does" if corrects else "train_infer_correction can bound it"
-        line = f"{' and '.join(cut)} cut what is sampled; log-probabilities are those before the cut: {bound}"
-        roles.reader.lines.append(line)
-    if generating.temperature != 1:
-        line = f"temperature {generating.temperature:g}: log-probabilities of the trainer are at it, too; in ROLL they"
-        roles.reader.lines.append(f"{line} are at 1")
 
 
 def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:

@@ -160,8 +160,13 @@ REWARD_REFUSED: dict[str, Refused] = {
 }
 
 _CHECKPOINT = "a checkpoint is written in the one form of this program"
+_OF_MEGATRON = (
+    *("masked_softmax_fusion", "bias_dropout_fusion", "moe_permute_fusion", "attention_softmax_in_fp32"),
+    *("use_precision_aware_optimizer", "deterministic_mode", "batch_p2p_comm", "align_grad_reduce"),
+    *("align_param_gather", "microbatch_group_size_per_vp_stage"),
+)
 STRATEGY_IGNORED: dict[str, str] = {
-    **{key: why for key, (_, why) in MEGATRON_IGNORED.items()},
+    **{key: MEGATRON_IGNORED[key][1] for key in _OF_MEGATRON},
     "variable_seq_lengths": _ROW,
     "calculate_per_token_loss": "loss_agg_mode says what a loss is divided by",
     "delay_grad_reduce": "when gradients are exchanged is decided by overlap_grad_reduce",

@@ -10,7 +10,7 @@ from megatune.config.dialects.roll_schema import REWARD
 from megatune.config.dialects.roll_tree import Tree
 from megatune.config.rl.settings import GroupFilter, InferRole, RewardRole
 
-# ROLL's classes, and what they are here.
+# ROLL's classes, and what they are here; `format` and `length` are this program's own.
 KINDS = {
     "MathRuleRewardWorker": "math_rule",
     "CodeSandboxRewardWorker": "code_sandbox",
@@ -18,14 +18,23 @@ KINDS = {
     "CrossThinkQARuleRewardWorker": "crossthinkqa",
     "LLMJudgeRewardWorker": "llm_judge",
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+    "GeneralValRuleRewardWorker": "general_val",
 }
-_NOT_BUILT = ("DetectionRewardWorker", "VideoR1RewardWorker", "GeneralValRuleRewardWorker", "RemoteRewardSystemWorker")
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "math_rule": ("format_pattern",),
+    "code_sandbox": ("use_local", "code_url"),
+    "general_rule": (),
+    "crossthinkqa": ("reward_type", "response_length_penalty_coef"),
+    "llm_judge": ("judge_prompt", "judge_model_type", "judge_model_name", "judge_api_url", "judge_api_key"),
+    "multiple_choice": (),
+    "general_val": (),
+    "format": ("format_pattern",),
+    "length": ("arguments",),
+    "python": ("arguments",),
+}
+_ALL_ARGUMENTS = tuple(dict.fromkeys(name for names in _ARGUMENTS.values() for name in names))
 _JUDGE_TOKENS = 1024
 _BOUNDS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",), "no_filter": ()}
-_ARGUMENTS = (
-    *("code_url", "use_local", "judge_prompt", "judge_model_type", "judge_model_name", "judge_api_url"),
-    *("judge_api_key", "format_pattern", "reward_type", "response_length_penalty_coef"),
-)
 
 
 def read_rewards(trees: Tree, roles: Roles) -> dict[str, RewardRole]:
@@ -54,13 +63,12 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
     if not part["tag_included"]:
         why = "a row's tag says which reward scores it"
         roles.reader.find(f"{part.name} has no tag_included", part.at, why, f"write tag_included: [{domain}]")
-    arguments = {name: part[name] for name in _ARGUMENTS if name in part.places or part[name] is not None}
+    arguments = _arguments(kind, part, roles)
     judge = None
     if kind == "llm_judge":
         judge = _judge(part, roles)
         tokens = part.inner["generating_args"]["max_new_tokens"] or _JUDGE_TOKENS
         arguments["generating"] = roles.generating(part, tokens)
-        arguments["template"] = part.inner["data_args"]["template"]
         arguments["judge_model_type"] = part["judge_model_type"] or "api"
     else:
         for name in ("strategy_args", "generating_args", "training_args", "device_mapping"):
@@ -90,9 +98,11 @@ def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
         roles.reader.find(f"{part.name} has no worker_cls", part.at, "it says what scores", fix)
         return "math_rule", None
     name = path.rpartition(".")[2]
+    if path in _ARGUMENTS:
+        return path, None
     if name in KINDS and (path == name or path.startswith("roll.")):
         return KINDS[name], None
-    if name in _NOT_BUILT or path.startswith("roll."):
+    if path.startswith("roll."):
         fix = f"one of {', '.join(KINDS)}, or a function of your own"
         roles.reader.find(f"{part.name}.worker_cls {name} is not built", part.where("worker_cls"), fix=fix)
         return "math_rule", None
@@ -102,6 +112,17 @@ def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
         roles.reader.find(f"{part.name}.worker_cls is {path!r}", part.where("worker_cls"), "no function's path", fix)
         return "python", None
     return "python", f"{module}:{attribute}"
+
+
+def _arguments(kind: str, part: Part, roles: Roles) -> dict[str, Any]:
+    """Return what a reward is made with; what other kinds take does nothing to it."""
+    found: dict[str, Any] = {}
+    for name in _ALL_ARGUMENTS:
+        if name in _ARGUMENTS[kind]:
+            found |= part[name] if name == "arguments" else {name: part[name]} if name in part.places else {}
+        elif name in part.places:
+            roles.reader.ignore(part.key(name), f"{kind} does not take it")
+    return found
 
 
 def _judge(part: Part, roles: Roles) -> InferRole | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megatune.config.dialects.roll import ReadRL
 from megatune.config.dialects.roll_schema import TOP
 from megatune.config.dialects.roll_tree import Tree
 from megatune.config.values import shown
-from megatune.errors import is_secret_name
 
 _ORIGIN_COLUMN = 64
+_SECRET = re.compile(r"(_|^)(key|token|password|secret)$", re.IGNORECASE)  # api_key, HF_TOKEN; not max_new_tokens
 
 
 def run_yaml(read: ReadRL) -> str:
@@ -26,7 +27,7 @@ def run_yaml(read: ReadRL) -> str:
 
 def _lines(tree: Tree, indent: str) -> Iterator[str]:
     for key, node in tree.items():
-        if is_secret_name(key.upper()):
+        if _SECRET.search(key):
             continue
         if isinstance(node, dict):
             yield f"{indent}{shown(key, quoted=True)}:" if node else f"{indent}{shown(key, quoted=True)}: {{}}"

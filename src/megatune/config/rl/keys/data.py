@@ -84,15 +84,21 @@ class RewardKeys(Group):
     """Regular expression of a well-formed response.
     How: How many responses match is a metric, and changes no score.
     When: To watch whether a format is learnt."""
-    reward_type: Literal["soft"] | None = None
-    """Whether nearly right answers of crossthinkqa and multiple choice have a part of the reward.
-    How: null scores 0 or 1.
+    reward_type: Literal["loose", "soft", "strict"] | None = None
+    """What crossthinkqa gives for a right letter without a box, or a wrong one in it. null is soft.
+    How: A right letter in a box is 1, a wrong one without is -1.
     When: soft early in training.
-    - soft: partial scores"""
+    - loose: the letter alone counts
+    - soft: ± 0.5
+    - strict: the box is needed"""
     response_length_penalty_coef: float = 0.0
-    """How much long responses of crossthinkqa lose.
-    How: It is subtracted by the share of the length that is used.
+    """How much short responses of crossthinkqa lose.
+    How: It multiplies a penalty from -0.5 at 100 tokens to 0 at 400.
     When: 0 first."""
+    arguments: dict[str, Any] = Field(default={})
+    """What a class of your own is made with, or max_tokens and window of worker_cls: length.
+    How: They are keyword arguments; timeout is how many seconds one response may take.
+    When: With worker_cls of your own."""
 
 
 class GroupFilterKeys(Group):

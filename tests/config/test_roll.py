@@ -1,0 +1,225 @@
+"""ROLL's files: what they say is what a run gets, and everything that is wrong is said at once, with its place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatune.config.dialects.roll import ReadRL, is_rl_file, read_roll
+from megatune.config.dialects.roll_devices import read_devices
+from megatune.config.dialects.roll_yaml import run_yaml
+
+FILES = Path(__file__).with_name("roll_files")
+STRATEGY = "actor_train.strategy_args.strategy_config"
+PACKED = "actor_train.sequence_packing_args.max_packed_sequence_length_train"
+CORRECTION = "train_infer_correction"
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Read a text as run.yaml."""
+    monkeypatch.chdir(tmp_path)
+
+    def read_text(text: str, *overrides: str) -> ReadRL:
+        (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+        return read_roll("run.yaml", overrides)
+
+    return read_text
+
+
+SMALL = """\
+pretrain: M
+response_length: 64
+prompt_length: 32
+rollout_batch_size: 4
+num_return_sequences_in_group: 4
+adv_estimator: grpo
+actor_train:
+  device_mapping: list(range(0,2))
+  training_args: {per_device_train_batch_size: 1, gradient_accumulation_steps: 8, learning_rate: 1e-6}
+  data_args: {template: native, messages: messages, file_name: [a.jsonl]}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 1}}
+actor_infer:
+  device_mapping: "[0]"
+  generating_args: {temperature: 1.0, top_p: 1.0, top_k: -1}
+  strategy_args: {strategy_name: builtin}
+rewards:
+  math: {worker_cls: MathRuleRewardWorker, tag_included: [math]}
+"""
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_files_are_what_their_facts_say(path):
+    """Each file begins with facts as comments: `# actor_infer.devices_per_engine = 2`."""
+    found = read_roll(path)
+    assert found.findings == ()
+    settings = found.settings
+    facts = re.findall(r"^# ([\w.\[\]'\-]+) = (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert facts
+    for place, value in facts:
+        assert eval(f"settings.{place}", {"settings": settings}) == eval(value), place
+
+
+def test_small_file(read):
+    found = read(SMALL)
+    settings = found.settings
+    assert found.findings == ()
+    assert settings is not None
+    assert settings.data.domain_shares == {"math": 1.0}
+    assert settings.algorithm.norm_mean_type == settings.algorithm.norm_std_type == "group"
+    assert settings.actor_infer.generating.max_new_tokens == 64
+    assert settings.actor_infer.generating.top_k == 0
+    engine = settings.actor_train.settings
+    assert (engine.precision.bf16, engine.data.cutoff_len, engine.run.num_processes) == (True, 96, 2)
+    assert engine.optimizer.max_steps == 500 * 16 // 16
+    assert not settings.algorithm.recompute_old_log_probs
+
+
+def test_a_file_that_was_read_is_written_as_one_that_says_the_same(read):
+    words = ("seed=7", "actor_infer.generating_args.max_new_tokens=9", "tracker_kwargs={api_key: hush, project: p}")
+    first = read(SMALL.replace("pretrain: M", "pretrain: ${reward_pretrain}"), "reward_pretrain=M", *words)
+    text = run_yaml(first)
+    assert "hush" not in text
+    assert "max_new_tokens: 9" in text
+    assert re.search(r"^seed: 7 +# override$", text, re.MULTILINE)
+    assert re.search(r"template: native +# run.yaml:10$", text, re.MULTILINE)
+    again = read(text)
+    assert again.findings == ()
+    assert again.settings.rewards == first.settings.rewards
+    assert again.settings.actor_train == first.settings.actor_train
+    assert again.settings.actor_infer == first.settings.actor_infer
+
+
+def test_everything_wrong_is_said_at_once_with_its_line(read):
+    text = SMALL.replace("messages: messages", "mesages: messages").replace("builtin", "vlm")
+    text = text.replace("list(range(0,2))", "list(range(0,x))").replace(
+        "rollout_batch_size: 4", "rollout_batch_sise: 4"
+    )
+    found = read(text + "  code: {worker_cls: roll.x.DetectionRewardWorker, tag_included: [math], use_local: 3}\n")
+    said = [str(finding) for finding in found.findings]
+    places = [finding.where for finding in found.findings]
+    assert found.settings is None
+    for line, part in (
+        (4, "did you mean rollout_batch_size?"),
+        (8, "list(range(0,8))"),
+        (10, "did you mean actor_train.data_args.messages?"),
+        (15, "write strategy_name: vllm"),
+        (18, "rewards.code.use_local is 3"),
+        (18, "DetectionRewardWorker is not built"),
+    ):
+        assert any(part in text and place == f"run.yaml:{line}" for text, place in zip(said, places, strict=True)), part
+    assert any("the tag 'math' is in tag_included of rewards.math and rewards.code" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("rollout_batch_size=3",), "12 samples, not a multiple of 16"),
+        ((f"{STRATEGY}.tensor_model_parallel_size=3",), "2 devices, not a multiple of the 3"),
+        (("actor_infer.strategy_args.strategy_name=megatron_infer",), "expected vllm or sglang or hf_infer or builtin"),
+        (("actor_train.strategy_args.strategy_name=fsdp2_train",), "write strategy_name: megatron_train"),
+        (("async_generation_ratio=1",), "actor_infer shares devices with actor_train"),
+        (("async_generation_ratio=0.5",), "between 0 and 1"),
+        (("use_kl_loss=true",), "use_kl_loss without the role reference"),
+        (("adv_estimator=gae",), "without the role critic"),
+        (("adv_estimator=gigpo",), "agentic pipeline"),
+        (("sequence_length=32",), "leaves no token"),
+        (("~response_length",), "response_length is missing"),
+        (("val_prompt_length=9",), "val_prompt_length without val_sequence_length"),
+        (("actor_infer.generating_args.temperature=0",), "takes the likeliest tokens"),
+        (("actor_infer.generating_args.repetition_penalty=1.1",), "know of no penalty"),
+        (("actor_infer.generating_args.num_beams=2",), "searched"),
+        (("actor_train.data_args.domain_interleave_probs={mat: 1}",), "take one of: math"),
+        (("actor_train.use_sequence_packing=true", f"{PACKED}=50"), "less than sequence_length 96"),
+        (("actor_train.use_dynamic_batching_in_train=true",), "without max_tokens_per_microbatch_in_train"),
+        (("actor_train.router_replay.mode=R2",), "write mode: R3"),
+        (("force_disable_old_logprobs_recompute=true", f"{CORRECTION}.is_weight.enabled=true"), f"with {CORRECTION}"),
+        ((f"{CORRECTION}.filters=[{{enable: true}}]",), "did you mean train_infer_correction.filters.enabled?"),
+        ((f"{STRATEGY}.tensor_model_paralel_size=1",), f"did you mean {STRATEGY}.tensor_model_parallel_size?"),
+        ((f"{STRATEGY}.overlap_param_gather=true",), "ROLL refuses it, too"),
+        (
+            ("rewards.math.query_filter_config={type: std_filter, filter_args: {threshold_up: 1}}",),
+            "takes std_threshold",
+        ),
+        (("rewards.math.worker_cls=LLMJudgeRewardWorker",), "has no judge_api_url"),
+        (("actor_infer.model_args.model_name_or_path=Other",), "actor_train trains M"),
+        (("exp_name=${nobody}",), "there is no key nobody"),
+        (("exp_name=${exp_name}",), "refers to itself"),
+        (("actor_train.training_args.lr_scheduler_type=cosin",), "write lr_scheduler_type: cosine"),
+    ],
+    ids=lambda value: value[-1].partition("=")[0].rpartition(".")[2] if isinstance(value, tuple) else None,
+)
+def test_what_is_wrong_is_named_with_what_helps(read, words, part):
+    found = read(SMALL, *words)
+    assert part in "\n".join(map(str, found.findings))
+    assert all(finding.where or finding.fix for finding in found.findings)
+
+
+def test_reference_is_run_only_where_something_needs_it(read):
+    reference = (
+        "reference: {device_mapping: '[0, 1]', strategy_args: {strategy_name: megatron_infer, strategy_config: null}}\n"
+    )
+    idle = read(SMALL + reference)
+    assert idle.settings.reference is None
+    assert "reference is not loaded" in "\n".join(idle.lines)
+    assert read(SMALL + reference, "use_kl_loss=true").settings.reference.name == "reference"
+    assert read(SMALL + reference, "add_token_level_kl=true").settings.algorithm.recompute_old_log_probs
+    adapters = read(SMALL + reference, "use_kl_loss=true", "actor_train.model_args.lora_target=all-linear")
+    assert adapters.settings.reference is None
+    assert adapters.settings.algorithm.enable_reference
+    assert adapters.settings.actor_train.settings.finetuning.lora_target == ["all"]
+
+
+def test_defaults_of_hydra(read, tmp_path):
+    (tmp_path / "base.yaml").write_text("seed: 3\nsave_steps: 9\nsystem_envs: {A: '1', B: '2'}\n", encoding="utf-8")
+    own = "defaults: [base@_here_, ../x/deepspeed_zero2@_here_]\nsave_steps: 5\nsystem_envs: {B: '3'}\n"
+    found = read(own + SMALL)
+    assert found.findings == ()
+    assert (found.settings.run.seed, found.settings.run.save_steps) == (3, 5)
+    assert found.settings.run.system_envs == {"A": "1", "B": "3"}
+    assert found.origins["seed"] == "base.yaml:1"
+    assert "DeepSpeed" in "\n".join(found.lines)
+    missing = read("defaults: [nobody@_here_, a/b]\n" + SMALL)
+    assert [finding.where for finding in missing.findings] == ["run.yaml:1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("list(range(0,4))", (0, 1, 2, 3)),
+        ("[6, 7]", (6, 7)),
+        ("list(range(0,2))+list(range(8,10))", (0, 1, 8, 9)),
+        ("list([6,7,14])", (6, 7, 14)),
+        ("list(range(0, 2 * 2, 2))", (0, 2)),
+        ([1, 2], (1, 2)),
+    ],
+)
+def test_device_mappings(text, devices):
+    assert read_devices(text) == devices
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').getpid()",
+        "list(range(10**9))",
+        "[0, 0]",
+        "[-1]",
+        "list(range(0,",
+        "[x for x in (1,)]",
+        "[1.5]",
+        "()()",
+    ],
+)
+def test_device_mappings_are_not_run(text):
+    with pytest.raises(ValueError, match=r".+"):
+        read_devices(text)
+
+
+def test_files_of_rl_are_told_from_others(tmp_path):
+    (tmp_path / "sft.yaml").write_text("stage: sft\nmodel_name_or_path: x\n", encoding="utf-8")
+    assert not is_rl_file(tmp_path / "sft.yaml")
+    assert not is_rl_file(tmp_path / "nothing.yaml")
+    assert all(is_rl_file(path) for path in FILES.glob("*.yaml"))
