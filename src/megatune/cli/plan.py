@@ -122,13 +122,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _rl_file(words: list[str]) -> str | None:
     """Return the first file among the words, if it describes reinforcement learning."""
-    from megatune.config.dialects.roll import is_rl_file
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_options(parser)
     _, rest = parser.parse_known_args(words)
     file = next((word for word in rest if word.endswith((".yaml", ".yml")) and "=" not in word), None)
-    return file if file is not None and is_rl_file(file) else None
+    if file is None:
+        return None
+    from megatune.config.dialects.roll import is_rl_file
+
+    return file if is_rl_file(file) else None
 
 
 def _write(found: Answer, options: argparse.Namespace) -> None:
