@@ -87,10 +87,10 @@ def shares(question: RLQuestion) -> list[RoleShares]:
 
 
 def shared_devices(question: RLQuestion) -> frozenset[int]:
-    """Return devices that several roles take turns on."""
+    """Return devices that models and rollouts take turns on; judges are always ready."""
     seen: set[int] = set()
     twice: set[int] = set()
-    for devices in question.devices.values():
+    for devices in (*(role.devices for role in question.model_roles), question.settings.actor_infer.devices):
         twice |= seen & set(devices)
         seen |= set(devices)
     return frozenset(twice)
