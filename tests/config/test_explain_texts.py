@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from megatune.config.chinese import phrases, translations
+from megatune.config.chinese import phrases, rl_translations, translations
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.rl.pages import rl_keys
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import describe
 from megatune.config.settings import all_settings
@@ -91,3 +92,18 @@ def test_chinese_is_imported_only_when_asked_for():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split("\n")[:2] == ["[]", "True"]
+
+
+@pytest.mark.parametrize("info", rl_keys().values(), ids=lambda info: info.path)
+def test_keys_of_reinforcement_learning_are_complete_in_both_languages(info):
+    test_english_is_complete(info)
+    text = rl_translations()[info.path]
+    assert text.english == info.digest
+    assert list(text.values) == list(info.texts.values)
+    for each in (text.what, text.how, text.when):
+        assert each.endswith("。"), each
+        assert not re.search(r"[\u4e00-\u9fff][,;:]|[,;:][\u4e00-\u9fff]", each), each
+
+
+def test_no_key_of_reinforcement_learning_is_made_up():
+    assert rl_translations().keys() == {info.path for info in rl_keys().values()}

@@ -1,7 +1,7 @@
 """Settings in Chinese, read from the YAML files of this folder where Chinese is asked for.
 
-A file `TOPIC.yaml` has the texts of settings by "group.name", and `rl/TOPIC.yaml` those of reinforcement learning;
-`phrases.yaml` units, and why keys are refused.
+A file `TOPIC.yaml` has the texts of settings by "group.name"; `phrases.yaml` units, and why keys are refused. Those of
+reinforcement learning are in the folder `rl`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def translations() -> dict[str, Translation]:
 @cache
 def rl_translations() -> dict[str, Translation]:
     """Read the texts of the keys of reinforcement learning, by "group.name" of `config.rl.pages`."""
-    files = sorted((Path(__file__).parent / "rl").glob("*.yaml"))
+    files = (path for path in sorted((Path(__file__).parent / "rl").glob("*.yaml")) if path.stem != "phrases")
     return {path: Translation(**texts) for file in files for path, texts in _read(file).items()}
 
 
@@ -47,6 +47,17 @@ def phrases(kind: str) -> dict[str, str]:
         kind: "types", "units", "refusals" (the reasons) or "fixes".
     """
     found: dict[str, str] = _read(Path(__file__).with_name("phrases.yaml"))[kind]
+    return found
+
+
+@cache
+def rl_phrases(kind: str) -> dict[str, str]:
+    """Read phrases of reinforcement learning by their English text.
+
+    Args:
+        kind: "units" or "reasons", why keys are refused or do nothing.
+    """
+    found: dict[str, str] = _read(Path(__file__).parent / "rl" / "phrases.yaml")[kind]
     return found
 
 

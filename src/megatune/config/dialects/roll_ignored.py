@@ -29,7 +29,6 @@ TOP_IGNORED: dict[str, str] = {
     "is_num_return_sequences_expand": "every response is a request of its own",
     "router_args": "which engine samples a prompt changes no result",
     "transfer_backend": "samples travel as Ray's objects",
-    "user_defined_rollout_loop_cls": "prompts are sampled once; hooks for tools are not built",
     "reward": _NO_EFFECT,
     "pure_opd_pipeline_type": "the pipeline is that of this verb",
     **dict.fromkeys(
@@ -70,6 +69,11 @@ TOP_REFUSED: dict[str, Refused] = {
     "profiler_memory": Refused("no profiler runs beside roles", off=(False,)),
     "save_logging_board_dir": Refused(
         "log-probabilities of tokens are in what rollout_dump_dir writes", fix="write rollout_dump_dir: FOLDER"
+    ),
+    "user_defined_rollout_loop_cls": Refused(
+        "prompts are sampled once; hooks for tools are not built",
+        off=("roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",),
+        fix="remove user_defined_rollout_loop_cls",
     ),
     "is_offload_optimizer_states_in_train_step": Refused(
         "the optimizer's state stays on the device, or on the host for the whole run",

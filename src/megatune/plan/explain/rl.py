@@ -12,7 +12,7 @@ from megatune.config.dialects.roll_tree import data_of, entries_of
 from megatune.config.rl.pages import PAGES, find_key
 from megatune.config.setting import SettingInfo, describe
 from megatune.config.values import shown
-from megatune.plan.explain.words import Language, Texts, Words, columns_of, refusal_texts, words_of, wrapped
+from megatune.plan.explain.words import Language, Texts, Words, columns_of, words_of, wrapped
 
 _REFUSED: dict[str, Mapping[str, Refused]] = {
     "": known.TOP_REFUSED,
@@ -96,10 +96,10 @@ def rl_texts(info: SettingInfo, language: Language) -> Texts:
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(*info.texts[:3], info.expected + unit, info.texts.values)
-    from megatune.config.chinese import phrases, rl_translations
+    from megatune.config.chinese import phrases, rl_phrases, rl_translations
 
-    text = rl_translations()[info.path]
-    unit = f"（单位：{phrases('units')[info.unit].removeprefix('个').strip()}）" if info.unit else ""
+    text, units = rl_translations()[info.path], {**phrases("units"), **rl_phrases("units")}
+    unit = f"（单位：{units[info.unit].removeprefix('个').strip()}）" if info.unit else ""
     return Texts(text.what, text.how, text.when, info.expected_in(phrases("types")) + unit, text.values)
 
 
@@ -122,8 +122,7 @@ def _refused_rows(words: Words, language: Language) -> Iterator[str]:
     for above, keys in _REFUSED.items():
         for key, refused in keys.items():
             values = ", ".join(f"`{shown(value)}`" for value in refused.values or ()) or words.every_other
-            why, _ = refusal_texts(refused.why, refused.fix, language)
-            yield f"| `{f'{above}.{key}' if above else key}` | {values} | {why} |\n"
+            yield f"| `{f'{above}.{key}' if above else key}` | {values} | {_reason(refused.why, language)} |\n"
 
 
 def _ignored_rows(language: Language) -> Iterator[str]:
@@ -133,7 +132,15 @@ def _ignored_rows(language: Language) -> Iterator[str]:
         for key, why in keys.items():
             reasons.setdefault(why, []).append(f"`{key}`")
         for why, names in reasons.items():
-            yield f"| {f'`{above}`' if above else ''} | {', '.join(names)} | {refusal_texts(why, '', language)[0]} |\n"
+            yield f"| {f'`{above}`' if above else ''} | {', '.join(names)} | {_reason(why, language)} |\n"
+
+
+def _reason(why: str, language: Language) -> str:
+    if language == "en":
+        return why
+    from megatune.config.chinese import rl_phrases
+
+    return rl_phrases("reasons")[why]
 
 
 _HEADINGS: dict[Language, dict[str, str]] = {
@@ -154,15 +161,17 @@ Every key of a file of `megatune rl`, by where it stands; the names are ROLL's. 
 listed is refused, with the nearest name.
 
 A file may name others in `defaults`, as Hydra does, and refer to keys with `${a.b}`, or to a variable of the
-environment with `${oc.env:NAME}`. On a command line `a.b.c=value` comes after the file, and `~a.b.c` takes a key out of it.
+environment with `${oc.env:NAME}`. On a command line `a.b.c=value` comes after the file, and `~a.b.c` takes a key out of
+it.
 
 `megatune explain KEY` says the same of one key, `megatune explain FILE.yaml` goes through a file. This page is written
 by `python docs/generate_settings.py`; [rl-settings.zh.md](rl-settings.zh.md) has it in Chinese.
 """,
     "zh": """# 强化学习的设置
 
-`megatune rl` 的文件里的全部键，按所在位置列出，名称与 ROLL 相同。ROLE 是 `actor_train`、`actor_infer`、`reference`、
-`critic`、`reward_model`、教师或某个奖励；DOMAIN 是 `rewards` 下自取的名称。没有列出的键会被拒绝，并给出最接近的名称。
+`megatune rl` 的文件里的全部键，按所在位置列出，名称与 ROLL 相同。ROLE 是 `actor_train`、`actor_infer`、
+`reference`、`critic`、`reward_model`、教师或某个奖励；DOMAIN 是 `rewards` 下自取的名称。
+没有列出的键会被拒绝，并给出最接近的名称。
 
 文件可以像 Hydra 那样在 `defaults` 里引用其他文件，用 `${a.b}` 引用键，用 `${oc.env:NAME}` 引用环境变量。命令行上的
 `a.b.c=value` 在文件之后生效，`~a.b.c` 去掉一个键。

@@ -76,17 +76,17 @@ class AlgorithmKeys(Group):
     - full: the same as kl: the whole distribution is not kept
     - k3: exp(−d) − 1 + d, never negative"""
     init_kl_coef: NonNegative = 0.2
-    """β, the weight of the divergence in each token's reward.
+    """The weight β of the divergence in each token's reward.
     How: It enters only with add_token_level_kl. ROLL loads a reference and runs it for every value above 0
     nevertheless; here no reference is run that nothing needs.
     When: 0 with verifiable rewards and short runs."""
     target_kl: Positive | None = None
     """The divergence that β is steered to. null keeps init_kl_coef.
-    How: β rises while the divergence is above, and falls while it is below.
+    How: It rises while the divergence is above, and falls while it is below.
     When: In long runs with add_token_level_kl."""
     kl_horizon: Annotated[Count, "samples"] = 10000
     """How slowly target_kl steers β: over this many samples.
-    How: β changes by at most 20 % of samples / kl_horizon a step.
+    How: A step changes it by at most 20 % of samples / kl_horizon.
     When: Leave it."""
     add_token_level_kl: bool = False
     """Subtract β times the divergence from each token's reward.

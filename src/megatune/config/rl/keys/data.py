@@ -78,7 +78,7 @@ class RewardKeys(Group):
     When: With judge_model_type: api."""
     judge_api_key: str | None = None
     """Key of that server; it is written nowhere.
-    How: ${oc.env:NAME} takes it from a variable, and so it need not be in the file.
+    How: Written as ${oc.env:NAME} it comes from a variable, and need not be in the file.
     When: Where the server asks for one."""
     format_pattern: str | None = None
     """Regular expression of a well-formed response.
@@ -112,4 +112,4 @@ class GroupFilterKeys(Group):
     filter_args: dict[str, Any] = Field(default={})
     """The bounds: threshold_up and threshold_down, or std_threshold.
     How: See type.
-    When: {threshold_up: 0.9, threshold_down: 0.1}, or {std_threshold: 0}."""
+    When: For instance {threshold_up: 0.9, threshold_down: 0.1}, or {std_threshold: 0}."""

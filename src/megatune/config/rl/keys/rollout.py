@@ -93,7 +93,7 @@ class GeneratingKeys(Group):
     top_k: Annotated[int, Field(ge=-1), "tokens"] = 50
     """Sample among this many likeliest tokens; -1 or 0 takes all.
     How: As for top_p.
-    When: -1 in training, for the same reason."""
+    When: Write -1 in training, for the same reason."""
     max_new_tokens: Annotated[Count, "tokens"] | None = None
     """The longest answer of a model that judges. null is 1024.
     How: Of actor_infer and validation it is what sequence_length leaves beside prompt_length, whatever stands here, as
