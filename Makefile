@@ -12,12 +12,13 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo demo-rl lint format test clean
+.PHONY: help install demo demo-rl lint format test test-all clean
 
 help:
 	@echo "make demo     fine-tune a small model on the CPU, and ask it who it is"
 	@echo "make demo-rl  teach a small model two-digit addition by rewards, on the CPU"
-	@echo "make test     lint and all tests"
+	@echo "make test     lint and the tests, of products of cases as many as hold every value"
+	@echo "make test-all the same with every case"
 	@echo "make install  install into $(VENV)"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff write the format that lint checks"
@@ -54,6 +55,9 @@ format: install
 	$(BIN)/ruff format .
 
 test: lint
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --covering
+
+test-all: lint
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:

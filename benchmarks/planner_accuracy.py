@@ -11,6 +11,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from planner import published_rl
 from planner.fit import efficiency_set, fitted, generations, halves
 from planner.memory import GIB, PUBLISHED, predicted
 from planner.predict import Prediction, predict
@@ -24,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_output_flag(parser)
     arguments = parser.parse_args()
-    text = "\n\n".join((_speeds(), _memory()))
+    text = "\n\n".join((_speeds(), _memory(), _reinforcement()))
     finish_text("planner-accuracy", "Predicted and published speed and memory", text, arguments.output)
 
 
@@ -131,6 +132,22 @@ def _memory() -> str:
         )
     header = ("run", "published GiB", "predicted GiB", "difference", "what explains it")
     return "\n\n".join(("## Memory of the fullest device", markdown_table(header, lines)))
+
+
+def _reinforcement() -> str:
+    lines, errors = [], []
+    for row in published_rl.ROWS:
+        found, error = published_rl.error(row)
+        errors.append(error)
+        phases = found.seconds.phases
+        parts = (f"{phases[name]:.0f}" for name in ("rollout", "reference", "old log-probs", "train", "offload"))
+        planned = found.seconds.total - phases["sync"]
+        lines.append((row.name, f"{row.gpus}", *parts, f"{row.seconds:.0f}", f"{planned:.0f}", f"{100 * error:+.0f} %"))
+    header = ("run", "H100", "rollout", "reference", "old", "train", "offload", "published s", "predicted s", "error")
+    median = f"Median error {100 * statistics.median(map(abs, errors)):.0f} %, of seconds of a step without sync: "
+    median += "theirs takes some seconds, ours goes through Ray's objects and takes longer (docs/plan-rl.md)."
+    source = f"Source: {published_rl.SOURCE}."
+    return "\n\n".join(("## Steps of reinforcement learning", median, source, markdown_table(header, lines)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import left_out
 from hypothesis import settings
 from model_sizes import MakeModel, model_class, tiny_config
 from pool import RankPool
@@ -33,8 +34,16 @@ settings.load_profile("megatune")
 _LONGEST = ("test_train.py", "test_verify.py", "test_run.py", "test_plan_activations.py", "test_plan_parameters.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of tests over products only as many cases as hold every value, and none marked extended"
+    parser.addoption("--covering", action="store_true", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first; the Makefile tells xdist to keep this order."""
+    if config.getoption("--covering"):
+        config.hook.pytest_deselected(items=(out := left_out(items)))
+        items[:] = [item for item in items if item not in set(out)]
     items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
 
 

@@ -20,7 +20,7 @@ NEEDED_BY = {
     "accelerate": "transformers",
     "liger-kernel": "transformers.integrations.liger",
 }
-BROUGHT_BY_USERS = {"vllm"}  # of which there is a build for each device
+BROUGHT_BY_USERS = {"vllm", "sglang", "langdetect"}  # engines have a build for each device; a rule of one reward
 TOOLS = {"pytest-xdist", "ruff", "mypy"}  # of the Makefile
 
 

@@ -38,6 +38,7 @@ def test_both_sides_compute_the_same_losses_and_a_failing_one_costs_its_line_onl
     assert "\n- Transformers (failing): ValueError" in text
 
 
+@pytest.mark.extended
 def test_both_sides_compute_the_same_losses_of_pictures() -> None:
     from gpu_training import MEGATUNE
     from training.case import TRANSFORMERS, Case

@@ -30,6 +30,7 @@ ROUND_TRIPS = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "layout"), [(family, layout) for family, layouts in ROUND_TRIPS.items() for layout in layouts]
 )
@@ -100,6 +101,7 @@ def test_the_bias_of_the_router_stays_fp32(pool, model_dir, tmp_path, precision)
     assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in expected.items()}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("family", "one", "other"),

@@ -14,6 +14,7 @@ from megatune.errors import ExitCode, MegatuneError
 ALL = {**LAYOUTS, **MORE_LAYOUTS}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("one", "other"),

@@ -21,6 +21,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES, load_architecture
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [*LAYOUTS, "tp4 sp", "pp4"])
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
 def test_round_trip_keeps_every_bit(pool, model_dir, tmp_path, family, tied, layout):

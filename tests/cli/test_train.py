@@ -194,6 +194,7 @@ def test_killed_in_a_step_and_resumed(run_file: Path, whole: dict[str, bytes], t
     assert (first.first_step, second.outcome, second.first_step) == (0, "finished", 6)
 
 
+@pytest.mark.extended
 def test_killed_inside_a_save_and_resumed(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     process = start("train", run_file, cache=tmp_path)
     list(lines_until(process, "model "))

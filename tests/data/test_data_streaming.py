@@ -110,6 +110,7 @@ def epoch_of(stream: Iterator[Block]) -> Iterator[list[str]]:
         texts += [text for row in rows for text in row]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_epochs_are_the_data_sets_mixed(strategy: str, datasets: list[str], tmp_path: Path) -> None:
     mixing = STRATEGIES[strategy]

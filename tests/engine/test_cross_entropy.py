@@ -202,6 +202,7 @@ def test_vocabulary_is_split_over_ranks(pool, tp_size, vocabulary, sequence_para
     pool.run(tp_size, split_over_ranks, tp_size, sequence_parallel, vocabulary)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2 vpp2", "dp2, grad overlap"])
 def test_model_learns_the_same_with_and_without_fusion(pool, model_dir, layout, tied):

@@ -51,6 +51,7 @@ def overflow(model: Path, settings: Settings, part: str) -> tuple[dict[str, floa
     return start, after, norms
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("part", ["experts", "others"])
 @pytest.mark.parametrize("layout", ["1", "ep2", "ep2 dp2, whole optimizer", "ep2 pp2"])
 def test_an_overflow_in_one_part_scales_all(pool, model_dir, layout, part):

@@ -231,6 +231,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "tied", "selection", "layout"), CASES)
 def test_frozen_weights_stay_and_the_others_are_trained(
     pool, model_dir, plain_steps, tmp_path, family, tied, selection, layout
@@ -292,6 +293,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", EXPERTS)
 @pytest.mark.parametrize(
     ("family", "selection"),
@@ -374,6 +376,7 @@ PICTURE_CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "selection", "layout"), PICTURE_CASES)
 def test_parts_of_vision_language_models(pool, model_dir, plain_steps, tmp_path, family, selection, layout):
     settings = settings_of(PICTURES[layout], selection)

@@ -239,6 +239,7 @@ def check(pool: Any, layout: Layout, boundaries: tuple[int, ...], *case: Any) ->
         assert max(found.values()) < 1e-6, found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rope", [PLAIN, YARN], ids=["plain", "yarn"])
 @pytest.mark.parametrize("q_lora_rank", [None, 28])

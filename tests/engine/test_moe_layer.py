@@ -164,6 +164,7 @@ def check(pool: Any, family: str, case: Case, rows: Rows, **arguments: Any) -> N
         assert answer.reported == pytest.approx(reported, rel=1e-5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("family", "dispatcher"), [*((family, "alltoall") for family in FAMILIES), ("qwen2_moe", "allgather")]
@@ -172,6 +173,7 @@ def test_layers_equal_those_of_transformers(pool, family, dispatcher, layout):
     check(pool, family, Case(LAYOUTS[layout], {"moe_token_dispatcher_type": dispatcher}), rows_for(LAYOUTS[layout]))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
 @pytest.mark.parametrize(

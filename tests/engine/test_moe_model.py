@@ -48,6 +48,7 @@ def norm_and_losses(
     return norm, losses, later
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("coeff", [0.0, 2.0], ids=["", "aux_loss"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_have_one_norm_in_every_layout(pool, model_dir, layout, coeff):

@@ -134,6 +134,7 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
     return {"output": relative(output, expected), "hidden": relative(grad, expected_grad)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pads", [False, True], ids=["", "pads"])
 @pytest.mark.parametrize("factor", [0.6, 8.0])
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

@@ -89,6 +89,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ["normal", "zeros", "ties"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)

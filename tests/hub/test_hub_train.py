@@ -126,6 +126,7 @@ def test_a_run_fetches_what_it_needs_and_resumes_without_the_hub(hub: Hub, tmp_p
     assert (tmp_path / "out" / "checkpoint-4" / "tokenizer.json").is_file()
 
 
+@pytest.mark.extended
 def test_adapters_go_on_beside_the_commit_that_they_began_with(hub: Hub, tmp_path: Path) -> None:
     """Their checkpoint has no model: the base comes from the hub's cache, at the run's own commit, or once more."""
     lora = "finetuning_type=lora", "lora_rank=4", "merge_lora=true"
@@ -148,6 +149,7 @@ def test_adapters_go_on_beside_the_commit_that_they_began_with(hub: Hub, tmp_pat
     assert sent(hub).count(WEIGHTS) == 1
 
 
+@pytest.mark.extended
 def test_of_torchruns_ranks_one_fetches(hub: Hub, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatune")
     code, output = finish(start(hub, tmp_path, "tensor_model_parallel_size=2", module=torchrun))
@@ -157,6 +159,7 @@ def test_of_torchruns_ranks_one_fetches(hub: Hub, tmp_path: Path) -> None:
     assert len([path for path in hub.asked if path.startswith("api/models/")]) == 2  # the commit, and its list of files
 
 
+@pytest.mark.extended
 def test_machines_with_other_versions_of_a_model(hub: Hub, tmp_path: Path) -> None:
     port, processes = str(find_free_port()), []
     for rank, revision in enumerate(("main", "v1")):

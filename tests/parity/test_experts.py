@@ -50,6 +50,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", OTHERS)
 def test_layouts_of_dense_models_agree(pool, model_dir, reference, table, tmp_path, layout):
     model = model_dir("mixtral")

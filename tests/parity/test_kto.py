@@ -170,6 +170,7 @@ def truth(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     return make
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize(
     ("loss", "layout", "size", "lora"),

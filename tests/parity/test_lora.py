@@ -123,6 +123,7 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return make
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "tied", "kind", "layout"), CASES)
 def test_adapters_agree(
     pool: Any, adapted: Any, table: Any, tmp_path: Path, family: str, tied: bool, kind: str, layout: str
@@ -243,6 +244,7 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> None:
     save_adapters(folder, assembly.parameters, architecture, place, settings.finetuning)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "tied", "kind", "layout", "ratio"),
     [

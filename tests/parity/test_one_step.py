@@ -156,6 +156,7 @@ def assert_same_steps(pool, plain_steps, model_dir, layout: Layout, family, tied
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= TOLERANCES[optimizer]}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize(
     ("family", "tied", "layout"),
@@ -169,6 +170,7 @@ def test_one_step_equals_plain_transformers(pool, plain_steps, model_dir, tmp_pa
     assert_same_steps(pool, plain_steps, model_dir, LAYOUTS[layout], family, tied, optimizer, 1, tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize(
     "layout",
@@ -179,6 +181,7 @@ def test_one_step_in_other_layouts(pool, plain_steps, model_dir, tmp_path, layou
     assert_same_steps(pool, plain_steps, model_dir, MORE_LAYOUTS[layout], "qwen3", False, optimizer, 1, tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
 @pytest.mark.parametrize(
     "layout", ["1", "ep2", "ep2 allgather", "ep2 etp1 tp2 sp", "ep2 pp2", "ep4 dp4", "ep2 pp2 vpp2"]
@@ -192,6 +195,7 @@ def test_one_step_of_experts_with_the_usual_epsilon(pool, plain_steps, model_dir
     assert_same_steps(pool, plain_steps, model_dir, EXPERT_LAYOUTS[layout], "qwen3_moe", False, "adam", 1, tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "optimizer", "num_steps"),
     [
@@ -210,6 +214,7 @@ def test_steps_of_other_families_of_experts(pool, plain_steps, model_dir, tmp_pa
     assert_same_steps(pool, plain_steps, model_dir, layout, family, False, optimizer, num_steps, tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("layout", ["cp2 p2p", "cp2 tp2 sp", "cp2 pp2"])
 def test_one_step_under_context_parallelism(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
@@ -223,6 +228,7 @@ def test_three_steps_of_experts_with_every_overlap(pool, plain_steps, model_dir,
     assert_same_steps(pool, plain_steps, model_dir, layout, "qwen3_moe", False, optimizer, 3, tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
 @pytest.mark.parametrize("layout", ["tp2 sp", "tp2 pp2 dp2 sp", "tp2 pp2 vpp2"])
 def test_three_steps_in_a_row(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
@@ -237,6 +243,7 @@ def test_three_steps_with_every_overlap(pool, plain_steps, model_dir, tmp_path, 
     assert_same_steps(pool, plain_steps, model_dir, layout, "qwen3", True, optimizer, 3, tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "dp2, whole optimizer, grad overlap", "tp2 pp2 dp2 sp"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_one_step_with_pictures(pool, plain_steps, model_dir, tmp_path, family, layout):

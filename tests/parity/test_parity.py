@@ -98,6 +98,7 @@ def test_data_parallel_rank_without_trained_tokens_agrees(pool, model_dir, refer
 # bound would say less: bf16 has 8 bits of mantissa, 0.4 % a rounding, and how they add up depends on the model.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2 vpp2", "tp2 pp2 dp2 sp"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, table, tmp_path, family, layout):

@@ -94,6 +94,7 @@ def check(answers: list[tuple[float, dict[str, float]]], folder: Path, expected:
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= GRADIENT}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "losses", "layout", "size", "ld_alpha"), CASES)
 def test_pairs_agree(
     pool: Any, truth: Truth, tmp_path: Path, family: str, losses: str, layout: str, size: int, ld_alpha: float | None

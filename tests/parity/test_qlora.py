@@ -218,6 +218,7 @@ def test_steps_leave_the_base_as_it_is(family, name, pool, model_dir):
     pool.run(ALL[name].world_size, train_in_layout, model_dir(family), settings)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("family", "name"),

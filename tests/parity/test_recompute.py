@@ -66,6 +66,7 @@ def assert_no_bit_changes(pool, model_dir, kept: Kept, family: str, layout: Layo
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2"])
 def test_recompute_changes_no_bit(pool, model_dir, kept, layout, recompute):
@@ -92,6 +93,7 @@ BALANCED_LAYOUTS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", SPARSE)
 @pytest.mark.parametrize("layout", BALANCED_LAYOUTS)
 def test_recompute_of_experts_changes_no_bit(pool, model_dir, kept, layout, recompute):

@@ -99,6 +99,7 @@ def truth(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     return make
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("name", "layout", "size"), CASES)
 def test_rewards_agree(pool: Any, truth: Truth, tmp_path: Path, name: str, layout: str, size: int) -> None:
     model, pairs, pad, expected = truth(name)

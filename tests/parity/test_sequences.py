@@ -25,6 +25,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layout):
     model = model_dir(family)

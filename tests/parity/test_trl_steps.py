@@ -69,12 +69,14 @@ def check(pool: Any, truth: tuple[Case, Steps], layout: str, size: int, bound: f
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= bound}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize("losses", LOSSES)
 def test_losses(pool: Any, truth: Truth, tmp_path: Path, losses: str, optimizer: str) -> None:
     check(pool, truth(losses, optimizer), "1", 2, OPTIMIZER[optimizer][1], tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize(
     ("losses", "layout"),

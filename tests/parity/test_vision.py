@@ -106,6 +106,7 @@ def samples_of(model: Path, content: str) -> list[Sample]:
     return random_samples(301, LENGTHS, pictures=CONTENTS[content], vision=load_architecture(model).vision)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "layout", "content"), cases())
 def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layout, content):
     model = model_dir(family, num_hidden_layers=NUM_LAYERS)
@@ -121,6 +122,7 @@ def test_every_content_is_seen_in_every_family():
     assert seen == {(family, content) for family in OF_FAMILY for content in CONTENTS}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("layout", ["tp2 sp", "dp2, overlaps", "pp2 vpp2", "cp2 tp2 sp, packed"])
 def test_text_alone_agrees(pool, model_dir, reference, tmp_path, family, layout):

@@ -18,7 +18,7 @@ from megatune.data.scored_tokens import SCORED
 from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.layers.quantized import QuantizedMatrix
-from megatune.engine.model import build_model
+from megatune.engine.model import Chunk, build_model
 from megatune.objectives.language_model import CrossEntropy
 from megatune.objectives.reward import Reward
 
@@ -29,6 +29,26 @@ GRID = (1, 16, 16)  # patches of an image
 def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings, images: int = 0) -> int:
     """On every rank: a step's most live bytes, with random weights, every token trained, and so many images a row;
     of a reward model rows are pairs."""
+    model = _built(architecture, settings, trainable)
+    count = settings.batch.gradient_accumulation_steps
+    batches = [_batch(architecture, settings, images, index) for index in range(count)]
+    with LiveBytes() as found:
+        step.forward_backward(model, batches, Reward() if architecture.num_labels else CrossEntropy())
+    return found.peak
+
+
+def measure_log_probs(architecture: Architecture, settings: Settings) -> int:
+    """On every rank: the most live bytes of log-probabilities of all tokens, with random weights."""
+    model = _built(architecture, settings, FinetuningSettings())
+    count = settings.batch.gradient_accumulation_steps
+    batches = [_batch(architecture, settings, 0, index) for index in range(count)]
+    with LiveBytes() as found:
+        step.token_log_probs(model, batches)
+    return found.peak
+
+
+def _built(architecture: Architecture, settings: Settings, trainable: FinetuningSettings) -> list[Chunk]:
+    """Build a model of random weights."""
     build(settings.parallel, seed=0, timeout=settings.run.ddp_timeout)
     # A frozen language model alone is refused; it is frozen below.
     is_frozen = architecture.vision is None and trainable.freeze_language_model
@@ -43,11 +63,7 @@ def measure_step(architecture: Architecture, settings: Settings, trainable: Fine
                     matrix.allocate(matrix.shape[-1], matrix.form.num_statistics(matrix.shape))
     if is_frozen:
         _freeze(model)
-    count = settings.batch.gradient_accumulation_steps
-    batches = [_batch(architecture, settings, images, index) for index in range(count)]
-    with LiveBytes() as found:
-        step.forward_backward(model, batches, Reward() if architecture.num_labels else CrossEntropy())
-    return found.peak
+    return model
 
 
 def _freeze(model: Sequence[torch.nn.Module]) -> None:

@@ -31,6 +31,7 @@ def predicted(one: Measured, stage: int) -> int:
     return kept.activations + kept.logits_and_loss + work.communication
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_bytes_are_those_that_are_measured(pool, table, name):
     one = CASES[name]

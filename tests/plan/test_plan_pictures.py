@@ -12,8 +12,9 @@ from megatune.plan.answer import Answer, answer
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.pages import terminal
 from megatune.plan.pages.figures import FRONTIER_NAME, PIPELINE_NAME, draw, frontier_figure, pipeline_figure
+from megatune.plan.pages.page import as_text
 from megatune.plan.pages.terminal import view
-from megatune.plan.pages.whole import as_text, pages
+from megatune.plan.pages.whole import pages
 from megatune.plan.pages.words import amount, bytes_unit, columns, duration, plain, seconds_unit
 from megatune.plan.question import Question
 

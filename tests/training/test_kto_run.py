@@ -154,6 +154,7 @@ def test_values_are_those_of_transformers_and_wrong_ones_stop_the_run(
         run(pool, 1, again, tmp_path)
 
 
+@pytest.mark.extended
 def test_answers_with_unreadable_pictures_are_left_out(pool: RankPool, tmp_path: Path) -> None:
     """Of the loss, and of z; the file is counted once in a step."""
     model, data = make_model(tmp_path, "qwen3_vl").folder, tmp_path / "data"

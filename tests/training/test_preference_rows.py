@@ -100,6 +100,7 @@ def test_streamed_pairs_train_as_prepared_ones(
         assert other == pytest.approx(one, rel=2e-4, abs=2e-5)
 
 
+@pytest.mark.extended(False)
 @pytest.mark.parametrize("packing", [False, True])
 def test_pairs_with_unreadable_pictures_are_left_out(packing: bool, pool: RankPool, tmp_path: Path) -> None:
     """A loss over all pairs but those, as of data without them; the file is named once."""

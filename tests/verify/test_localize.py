@@ -103,6 +103,7 @@ def test_altered_weight_is_located(pool, model_dir, tmp_path, pattern, place):
     assert found.first.error > 1e-4
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("pattern", "place"),
     [
@@ -136,6 +137,7 @@ def test_altered_weight_is_located_in_every_layout(pool, model_dir, tmp_path, la
     assert all(one.error < 2e-6 for one in found.places[:5])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("pattern", "place"),
     [

@@ -26,6 +26,10 @@ A model's folder, config.json or name is searched for its best layout:
     megatune plan Qwen3-30B-A3B --gpus 32 --gpu h100-80g
     megatune plan ./my-model --gpus 8 --gpu a100-80g --seq 4096 --global_batch 64 --output best.yaml
 
+ROLL's file of reinforcement learning is planned role by role: what shares a device, and the seconds of each phase.
+
+    megatune plan rlvr.yaml --gpu h100-80g --response_tokens 1500
+
 Settings are those of train, as key=value or --key value; a layout, batch or recomputation among them is planned as it
 is, as in a file. Keys of LoRA can be planned, too: lora_rank, lora_target. Without --gpu the plan is for this machine.
 
@@ -65,6 +69,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("document_length", "L", "tokens of the mean document of a packed row (those of the row)")
     add("image_tokens", "N", "tokens of a row that stand for pictures (one image of image_max_pixels)")
     add("dataset_tokens", "N", "tokens of the whole run, such as 1B or 250M: says how long they take")
+    add("prompt_tokens", "N", "tokens of the mean prompt of an RL file (a quarter of the longest)")
+    add("response_tokens", "N", "tokens of the mean response of an RL file (half of the longest)")
     add("top", "N", "layouts to list (10)")
     add("output", "FILE.yaml", "write the best layout as a settings file for megatune train")
     add("figures", "DIR", "draw memory against time, and the pipeline, as PNG files in this folder")
@@ -83,6 +89,10 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatune.config.dialects.llamafactory import LLAMAFACTORY
 
+    if (file := _rl_file(args.words)) is not None:
+        from megatune.cli.plan_rl import run as run_rl
+
+        return run_rl(file, args.words, _add_options)
     options, words, findings = split_words(args.words, _add_options, LLAMAFACTORY)
     if options.calibrate:
         given = [words.source, *words.overrides, *words.flags]
@@ -108,6 +118,19 @@ def run(args: argparse.Namespace) -> int:
         show(found, options.top)
     _write(found, options)
     return ExitCode.DONE if found.fits else ExitCode.OUT_OF_MEMORY
+
+
+def _rl_file(words: list[str]) -> str | None:
+    """Return the first file among the words, if it describes reinforcement learning."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    _, rest = parser.parse_known_args(words)
+    file = next((word for word in rest if word.endswith((".yaml", ".yml")) and "=" not in word), None)
+    if file is None:
+        return None
+    from megatune.config.dialects.roll import is_rl_file
+
+    return file if is_rl_file(file) else None
 
 
 def _write(found: Answer, options: argparse.Namespace) -> None:

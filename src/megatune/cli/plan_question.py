@@ -81,6 +81,10 @@ class QuestionReader:
 
     def _numbers(self) -> None:
         """Turn flags that are numbers into numbers."""
+        for name in ("prompt_tokens", "response_tokens"):
+            if getattr(self.options, name) is not None:
+                why, fix = "only a file of reinforcement learning has prompts and responses", f"leave --{name} out"
+                self.findings.append(Finding(f"--{name}", "", why, fix))
         for name in _EXAMPLES:
             setattr(self.options, name, self._number(name, whole=name not in ("document_length", "dataset_tokens")))
         self.options.top = 10 if self.options.top is None else self.options.top

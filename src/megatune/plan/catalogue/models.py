@@ -38,13 +38,19 @@ def _plain(name: str) -> str:
 
 
 def find_model(
-    name_or_path: str | Path, revision: str = MAIN, cache_dir: str | None = None, *, stage: str | None = None
+    name_or_path: str | Path,
+    revision: str = MAIN,
+    cache_dir: str | None = None,
+    *,
+    stage: str | None = None,
+    asks_hub: bool = True,
 ) -> PlannedModel:
     """Find a model by its folder, its config.json, its published name, with or without the organisation, "-Instruct"
     and the like, or its id on a hub, of which config.json is fetched.
 
     Args:
         revision, cache_dir: as `hub.models.open_model` takes them; another revision than the default asks the hub.
+        asks_hub: whether a hub is asked at all.
         stage: of which the model that is trained is returned, see `families.as_trained`; None returns it as it is.
 
     Raises:
@@ -59,7 +65,7 @@ def find_model(
         config, where = _read_file(path), str(path)
     elif (repository := _BY_NAME.get(_plain(name))) is not None and revision == MAIN:
         config, where = _published()[repository][1], repository
-    elif not is_hub_id(name):
+    elif not asks_hub or not is_hub_id(name):
         raise _unknown(name)
     else:
         try:

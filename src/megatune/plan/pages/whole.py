@@ -1,19 +1,16 @@
-"""All of an answer, page after page, printed with colours on a terminal and in plain ASCII elsewhere."""
+"""All of an answer, page after page."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from megatune.plan.answer import Answer
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.pages import terminal
 from megatune.plan.pages.document import standing_notes
+from megatune.plan.pages.page import Page, show_pages, words_page
 from megatune.plan.pages.tables import (
     comparison_lines,
     distinct,
@@ -25,13 +22,11 @@ from megatune.plan.pages.tables import (
     too_large_lines,
     wrapped,
 )
-from megatune.plan.pages.terminal import Line, StyledText
 from megatune.plan.pages.words import (
     amount,
     count,
     layout_words,
     machine_words,
-    plain,
     recompute_words,
     row_words,
     size,
@@ -43,17 +38,10 @@ from megatune.plan.question import Question
 _LESS_MEMORY = "more devices, a smaller --seq, optimizer_cpu_offload=true, --trainable lora"
 
 
-class Page(NamedTuple):
-    """Lines under a heading, "" for none."""
-
-    heading: str
-    lines: list[Line]
-
-
 def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     """Yield what the user asked for, then what could be better, then what was assumed."""
     question, result, own = found.question, found.result, found.own
-    yield _words("", _head(found, width))
+    yield words_page("", _head(found, width))
     if own is not None:
         yield from _plan(own, question, width)
         if not own.fits:
@@ -61,38 +49,34 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
             lines = [line for fix in found.fixes for line in wrapped(str(fix), width)]
             no = "No change of one or two settings is enough. Another layout may be (see below); what needs less: "
             lines += [] if enough else wrapped(f"{no}{_LESS_MEMORY}.", width)
-            yield _words("What would make it fit" if enough else "What helps most", lines)
-        yield _words("Is there a better layout?", _better(found, own, width))
+            yield words_page("What would make it fit" if enough else "What helps most", lines)
+        yield words_page("Is there a better layout?", _better(found, own, width))
         if found.is_better:
             lines = list(ranked_lines(distinct(result.ranked, min(top, 5)), width))
-            yield _words("The fastest layouts that fit", lines)
+            yield words_page("The fastest layouts that fit", lines)
     else:
-        yield _words("", _searched(found, top, width))
+        yield words_page("", _searched(found, top, width))
         if (best := found.best) is not None:
             place = distinct(result.ranked, len(result.ranked)).index(best) + 1
             why = "the fastest" if place == 1 else f"number {place}, the first that is not tight"
-            yield _words("", [f"Recommended: {layout_words(best.case)}, {why}."])
+            yield words_page("", [f"Recommended: {layout_words(best.case)}, {why}."])
             yield from _plan(best, question, width, f"{layout_words(best.case)}. ")
-    yield _words("", frontier_lines(result, width))
+    yield words_page("", frontier_lines(result, width))
     yield Page("", list(terminal.frontier_lines(result, own, width)))
     if result.best is None:
-        yield _words("", too_large_lines(result, width))
+        yield words_page("", too_large_lines(result, width))
     if own is None:
-        yield _words("", refused_lines(result, width))
-    yield _words("Assumed", _listed((*question.notes, *standing_notes(question)), width))
+        yield words_page("", refused_lines(result, width))
+    yield words_page("Assumed", _listed((*question.notes, *standing_notes(question)), width))
     if question.world_size > 1:
         sparse = question.model.architecture.moe is not None
         policy = (note for note in result.policy if sparse or not note.startswith("experts"))
-        yield _words("Left out of the search", _listed(policy, width))
-
-
-def _words(heading: str, lines: Iterable[str]) -> Page:
-    return Page(heading, [[StyledText(line)] for line in lines])
+        yield words_page("Left out of the search", _listed(policy, width))
 
 
 def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") -> Iterator[Page]:
-    yield _words("", memory_lines(estimate, width, lead))
-    yield _words("", time_lines(estimate, question.dataset_tokens, question.settings.optimizer.max_steps))
+    yield words_page("", memory_lines(estimate, width, lead))
+    yield words_page("", time_lines(estimate, question.dataset_tokens, question.settings.optimizer.max_steps))
     if len(estimate.stages) > 1:
         yield Page("The pipeline", list(terminal.schedule_lines(estimate, width)))
 
@@ -166,27 +150,5 @@ def _listed(notes: Iterable[str], width: int) -> Iterator[str]:
 
 
 def show(found: Answer, top: int) -> None:
-    """Print the pages that have something to say, a blank line between them."""
-    if not sys.stdout.isatty():
-        print("\n\n".join(filter(None, map(as_text, pages(found, top)))))
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    width = min(120, shutil.get_terminal_size().columns)
-    console = Console(width=max(width, 40), highlight=False, no_color=True if os.environ.get("NO_COLOR") else None)
-    narrow = not (sys.stdout.encoding or "").lower().startswith("utf")
-    for number, page in enumerate(page for page in pages(found, top, width) if page.lines):
-        if number:
-            console.print()
-        if page.heading:
-            console.print(Text(page.heading, style="bold"))
-        for line in page.lines:
-            pieces = ((plain(piece.text) if narrow else piece.text, piece.style) for piece in line)
-            console.print(Text.assemble(*pieces), soft_wrap=True)
-
-
-def as_text(page: Page) -> str:
-    """Return a page in ASCII."""
-    lines = [plain("".join(piece.text for piece in line)).rstrip() for line in page.lines]
-    return "\n".join([*([page.heading] if page.heading and lines else []), *lines])
+    """Print the pages that have something to say."""
+    show_pages(lambda width: pages(found, top, width))
