@@ -1,5 +1,5 @@
 # make demo: fine-tune a small model on this machine's CPU, and ask it who it is.  make demo-rl: improve one by rewards.
-# make test: every check.
+# make test: lint and tests.
 # Both need python3 (3.11 or 3.12) with venv, and nothing else; they install into .venv what is missing there.
 
 PYTHON ?= python3
