@@ -32,6 +32,8 @@ from megatune.training.storage.files import OutputLock, write_atomically, writin
 from megatune.training.storage.store import clean_partials, finalize_model
 from megatune.training.trackers import check_installed
 
+_BYTES_OF_A_TOKEN = 64  # its number, log-probabilities, advantage, return, value, masks and weights
+
 
 def start(settings: RLSettings, run_yaml: str) -> int:
     """Run to the end, or until somebody asks to stop.
@@ -56,10 +58,10 @@ def start(settings: RLSettings, run_yaml: str) -> int:
         problems, validation = _read(settings, load_tokenizer(source))
         print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
         run, run_dir = settings.run, output_dir / "launch"
-        devices, nodes, limit = devices_of(settings), run.num_gpus_per_node, run.rpc_timeout
+        sizes = {"devices_per_node": run.num_gpus_per_node, "bytes_in_flight": _bytes_in_flight(settings)}
         with (
             RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool,
-            Cluster(run_dir, devices, devices_per_node=nodes, call_limit=limit) as cluster,
+            Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster,
         ):
             return drive(settings, source, problems, validation, start_roles(cluster, settings), pool)
 
@@ -100,8 +102,15 @@ def drive(
         print(f"stopped on request after step {progress.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
     finalize_model(output_dir / f"checkpoint-{progress.step}", output_dir)
-    print(f"the model is in {output_dir}", flush=True)
+    what = "adapter" if settings.actor_train.settings.finetuning.finetuning_type == "lora" else "model"
+    print(f"the {what} is in {output_dir}", flush=True)
     return ExitCode.DONE
+
+
+def _bytes_in_flight(settings: RLSettings) -> int:
+    """Return how large the objects are that are under way at once: four buckets of weights, and a step's samples."""
+    samples = settings.samples_per_step * settings.rollout.sequence_length * _BYTES_OF_A_TOKEN
+    return 4 * settings.run.model_update_buffer_size_mb * 2**20 + samples
 
 
 def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:

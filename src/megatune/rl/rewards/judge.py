@@ -131,7 +131,7 @@ def read_judgement(said: str, is_number: bool) -> float:
     found = (_SCORE if is_number else _YES_OR_NO).findall(said.rpartition(END_OF_THINK)[2])
     if not found or (is_number and float(found[-1]) > 10):
         expected = "'Score: 0' to 'Score: 10'" if is_number else "YES or NO"
-        raise RewardError(f"the judge says neither {expected}: {said[:200]!r}")
+        raise RewardError(f"expected {expected} of the judge, which says {said[:200]!r}")
     return float(found[-1]) / 10 if is_number else float(found[-1].lower() == "yes")
 
 
