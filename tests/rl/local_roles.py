@@ -10,6 +10,7 @@ from typing import Any
 from digits import problems
 
 from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.engine import groups
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.cluster.weights import Sync
@@ -19,6 +20,7 @@ from megatune.rl.pipeline.run import drive
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.pool import RewardPool
+from megatune.rl.worker import training
 
 _CONTEXT = 64
 
@@ -59,9 +61,15 @@ def _sync(trainer: LocalGroup, engines: LocalGroup, version: int, *, num_tensors
     return Sync(num_tensors, 1, 1, time.monotonic() - began)
 
 
+def _built_once(*args: Any, **options: Any) -> groups.RankCoordinates:
+    """Build the groups of the first model; those of the others, in processes of their own in a run, are the same."""
+    return groups.place() if groups.parallel_state.is_initialized() else groups.build(*args, **options)
+
+
 def run(settings: RLSettings, model: Path) -> int:
     """On one rank of the pool: run to the end."""
     weights.sync_weights = _sync
+    training.build = _built_once
     run_dir = Path(settings.run.output_dir) / "launch"
 
     def model_group(host: Any, role: ModelRole | None) -> ModelGroup | None:
@@ -75,7 +83,7 @@ def run(settings: RLSettings, model: Path) -> int:
         EngineGroup(settings.actor_infer, LocalGroup(engine)),
         policy,
         model_group(hosts.frozen, settings.reference),
-        None,
+        model_group(hosts.critic, settings.critic),
         {},
         {},
     )

@@ -54,7 +54,7 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(FILE.format(folder=tmp_path))
     words = [sys.executable, "-m", "megatune", "rl", str(tmp_path / "run.yaml")]
     done = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280
+        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()

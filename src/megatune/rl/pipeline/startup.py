@@ -179,10 +179,12 @@ def load_roles(roles: Roles, turns: Turns, settings: RLSettings) -> tuple[Path |
     # A command that is given again and again goes on, also the first time, when there is nothing to go on with.
     chosen, notes = roles.policy.group.call("find_checkpoint", None if asked is True else asked)[0]
     checkpoint = None if chosen is None else Path(chosen)
-    _refuse_later(Path(settings.run.output_dir), checkpoint)
+    _refuse_later(settings, checkpoint)
     turns.load(roles.policy, chosen)
     if roles.critic is not None:
-        own = None if checkpoint is None else str(checkpoint.parent / "critic" / checkpoint.name)
+        beside = False if checkpoint is None else str(checkpoint.parent / "critic" / checkpoint.name)
+        own, more = roles.critic.group.call("find_checkpoint", beside)[0]
+        notes = [*notes, *more]
         turns.load(roles.critic, own)
     for model in roles.models:
         if model.ready is None:
@@ -191,7 +193,12 @@ def load_roles(roles: Roles, turns: Turns, settings: RLSettings) -> tuple[Path |
     return checkpoint, [*notes, *said]
 
 
-def _refuse_later(output_dir: Path, resumed: Path | None) -> None:
+def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:
+    """Refuse a folder with checkpoints beyond where the run begins. What an automatic resume passed over is damaged,
+    and is replaced when the run comes to it."""
+    output_dir = Path(settings.run.output_dir)
+    if resumed is not None and settings.run.resume_from_checkpoint is True:
+        return
     step = 0 if resumed is None else checkpoint_step(resumed) or 0
     if resumed is not None and resumed.parent.resolve() != output_dir.resolve():
         step = 0

@@ -51,10 +51,38 @@ def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "dump" / "step-000004.jsonl").read_text().splitlines()]
     assert len(lines) == 80
     assert sum(line["score"] for line in lines) / 80 == pytest.approx(_curve(whole)[-1][1])
+    # A damaged checkpoint is passed over, and replaced.
+    (parts / "checkpoint-4/model.safetensors").write_bytes(weights[0][:-1])
+    pool.run(1, run, _settings(model, parts, 4, save_steps=2, resume_from_checkpoint=True), model, limit=LIMIT)
+    assert (parts / "checkpoint-4/model.safetensors").read_bytes() == weights[0]
     mocked = {**recorded, "rollout_mock": "mock"}
     pool.run(1, run, _settings(model, again, 4, **mocked), model, limit=LIMIT)
     assert _curve(again) == _curve(whole)
     assert (again / "model.safetensors").read_bytes() == weights[0]
+
+
+def test_a_run_with_a_critic_resumes_exactly(pool, model, tmp_path):
+    def of(output: Path, steps: int, **changes: Any) -> RLSettings:
+        found = _settings(model, output, steps, **changes)
+        engine = found.actor_train.settings
+        own = engine.model_copy(update={"run": engine.run.model_copy(update={"output_dir": str(output / "critic")})})
+        return replace(
+            found,
+            critic=ModelRole("critic", (0,), own, training=True, infer_batch_size=80),
+            algorithm=replace(found.algorithm, adv_estimator="gae", norm_mean_type=None, norm_std_type=None),
+        )
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    pool.run(1, run, of(whole, 3, save_steps=2), model, limit=LIMIT)
+    pool.run(1, run, of(parts, 2), model, limit=LIMIT)
+    pool.run(1, run, of(parts, 3, resume_from_checkpoint=True), model, limit=LIMIT)
+    assert _curve(parts) == _curve(whole)
+    for name in ("model.safetensors", "critic/checkpoint-3/model.safetensors"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+    path = parts / "critic/checkpoint-3/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(AssertionError, match="critic/checkpoint-3"):
+        pool.run(1, run, of(parts, 4, resume_from_checkpoint=True), model, limit=LIMIT)
 
 
 def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(pool, model, tmp_path):
