@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-Value = tuple[str, object]
+Value = tuple[str, str]
 
 
 def covering(cases: Sequence[frozenset[Value]]) -> list[int]:
@@ -30,7 +30,7 @@ def values_of(item: pytest.Item) -> frozenset[Value]:
         return frozenset()
     found: set[Value] = set()
     for name, value in callspec.params.items():
-        parts = re.split(r"[:,]\s*", value) if isinstance(value, str) else [callspec.indices[name]]
+        parts = re.split(r"[:,]\s*", value) if isinstance(value, str) else [repr(value)]
         found.update((name, part) for part in parts)
     return frozenset(found)
 

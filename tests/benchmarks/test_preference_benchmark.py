@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.extended
 def test_both_sides_compute_the_same_losses() -> None:
     from preference import engines, measure, section
     from training.pairs import PairCase

@@ -108,6 +108,7 @@ def resave(model: Path, folder: Path, out: Path, settings: Settings, apart: bool
         filesystem_async._results_queue = None
 
 
+@pytest.mark.extended("mixtral")
 @pytest.mark.parametrize(
     ("family", "ranks", "parallel", "apart"),
     [

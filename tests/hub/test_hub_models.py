@@ -328,6 +328,7 @@ for words in json.load(sys.stdin):
 """
 
 
+@pytest.mark.extended
 def test_the_verbs_take_an_id(hub: Hub, tmp_path: Path) -> None:
     data = ["--dataset", "identity", "--dataset_dir", str(DEMO), "--template", "qwen3_nothink"]
     sets = ["--model_name", "Tuna", "--model_author", "us"]

@@ -199,7 +199,7 @@ def of_layouts(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
     }
 
 
-@pytest.mark.extended(4)
+@pytest.mark.extended(4, 2)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
 def test_state_of_every_rank_is_planned_to_the_byte(pool, world_size):
     assert_planned(pool, world_size, of_layouts(world_size))
@@ -239,7 +239,7 @@ def of_freezing(world_size: int) -> dict[str, tuple[Architecture, Settings]]:
     return found
 
 
-@pytest.mark.extended(4)
+@pytest.mark.extended(4, 2)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_state_of_frozen_models_is_planned_to_the_byte(pool, world_size):
     assert_planned(

@@ -39,6 +39,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.float().eval()(input_ids=torch.arange(5, 25)[None]).logits
 
 
+@pytest.mark.extended("qwen3_moe_lora_sft")
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_trains_and_its_adapter_is_peft_s(
     name: str, pool: RankPool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.extended("tp2 sp cp2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_crashed_run_ends_as_if_nothing_had_happened(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
     world_size, layout = LAYOUTS[name]
@@ -43,6 +44,7 @@ def test_a_crashed_run_ends_as_if_nothing_had_happened(name: str, pool: RankPool
     assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in range(1, 10)]
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_in_another_layout(pool: RankPool, model: Path, tmp_path: Path) -> None:
     whole = settings_of(model, tmp_path / "whole", **PACKED)
     assert pool.run(1, train, whole, tmp_path) == [0]

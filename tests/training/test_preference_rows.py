@@ -64,6 +64,7 @@ def logged(pool: RankPool, world_size: int, settings: Settings, folder: Path) ->
     return [[record[name] for name in EQUAL] for _, record in sorted(records.items())]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("loss", [{}, {"ld_alpha": 0.5}], ids=["sigmoid", "ld_alpha"])
 @pytest.mark.parametrize("layout", [{}, {"context_parallel_size": 2}], ids=["1", "cp2"])
 def test_packed_pairs_train_as_others(
@@ -100,7 +101,7 @@ def test_streamed_pairs_train_as_prepared_ones(
         assert other == pytest.approx(one, rel=2e-4, abs=2e-5)
 
 
-@pytest.mark.extended(False)
+@pytest.mark.extended
 @pytest.mark.parametrize("packing", [False, True])
 def test_pairs_with_unreadable_pictures_are_left_out(packing: bool, pool: RankPool, tmp_path: Path) -> None:
     """A loss over all pairs but those, as of data without them; the file is named once."""

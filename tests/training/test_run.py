@@ -58,6 +58,7 @@ SAME_LAYOUT = {
 }
 
 
+@pytest.mark.extended("bf16, pp2 dp2, overlaps")
 @pytest.mark.parametrize("name", SAME_LAYOUT)
 def test_a_crashed_run_ends_as_if_nothing_had_happened(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
     world_size, parallel, changes = SAME_LAYOUT[name]
@@ -87,6 +88,7 @@ OTHER_LAYOUTS = {
 }
 
 
+@pytest.mark.extended("tp2 pp2 to dp2", "dp4 to pp2 vpp2")
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
 def test_a_run_goes_on_in_another_layout(
     name: str, pool: RankPool, model: Path, straight: Path, tmp_path: Path

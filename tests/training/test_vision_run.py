@@ -87,7 +87,7 @@ SAME_LAYOUT: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.extended("ep2, packed, recomputed")
+@pytest.mark.extended("ep2, packed, recomputed", "tp2 sp dp2, overlaps, bf16")
 @pytest.mark.parametrize("name", SAME_LAYOUT)
 def test_a_crashed_run_ends_as_if_nothing_had_happened(
     name: str, pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
