@@ -40,6 +40,23 @@ def test_a_target_that_must_not_be_forked_is_imported_by_each_rank(launch):
     assert run.report()["start_method"] == "exec"
 
 
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_run_goes_on_in_its_log_when_its_output_is_lost(launch, hangs_up):
+    run = launch("say_much", nproc=1, payload={"lingers": hangs_up})
+    assert run.process.stdout.readline() == "line 0 of 0\n"
+    run.process.stdout.close()
+    stderr, run.process.stdout, run.process.stderr = run.process.stderr, None, None
+    if hangs_up:  # a closed terminal takes both away, and the kernel and the shell say so to the process
+        stderr.close()
+        run.wait_for_step(0)
+        run.process.send_signal(signal.SIGHUP)
+        run.process.send_signal(signal.SIGHUP)
+    else:
+        assert "stdout is lost (Broken pipe): the run goes on" in stderr.read()
+    assert run.finish()[0] == (ExitCode.STOPPED if hangs_up else ExitCode.DONE)
+    assert (run.run_dir / "logs" / "rank-0.log").read_text().endswith("line 4999 of 0\nthe last line\n")
+
+
 def test_sigterm_has_the_ranks_save_and_stop(launch):
     run = launch("run_on", nproc=3)
     run.wait_for_step(0, 1, 2)

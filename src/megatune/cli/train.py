@@ -78,7 +78,9 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     """
     from megatune.cli.secrets import use_secrets
     from megatune.config.load import dump
+    from megatune.launch.context import log_path
     from megatune.launch.devices import count_gpus
+    from megatune.launch.output import outlive_reader
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
@@ -109,6 +111,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         "case": checked.planned.case if checked.planned else None,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
+    outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
     if first and (said := [*lines(loaded), *checked.lines]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"

@@ -251,17 +251,22 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def outcome_text(outcome: Outcome) -> str:
+    """Return the findings, below the end of a traceback that is no user's fault."""
+    lines = [f"megatune: {finding}" for finding in outcome.findings]
+    if outcome.kind == "failed" and outcome.traceback and outcome.exit_code == ExitCode.INTERNAL:
+        frames = outcome.traceback.rstrip().removesuffix(outcome.summary).splitlines()
+        lines[:0] = frames[-TRACEBACK_LINES:]
+    return "\n".join(lines)
+
+
 def print_outcome(outcome: Outcome) -> None:
-    """Print the findings on stderr, below the end of a traceback that is no user's fault."""
+    """Print the findings on stderr."""
     file = sys.stderr
     if outcome.findings and file.isatty():
         print(file=file)  # rank 0 may have been in the middle of a line
-    if outcome.kind == "failed" and outcome.traceback and outcome.exit_code == ExitCode.INTERNAL:
-        frames = outcome.traceback.rstrip().removesuffix(outcome.summary).splitlines()
-        print("\n".join(frames[-TRACEBACK_LINES:]), file=file)
-    for finding in outcome.findings:
-        print(f"megatune: {finding}", file=file)
-    file.flush()
+    if text := outcome_text(outcome):
+        print(text, file=file, flush=True)
 
 
 def _rank_entry(state: RankState) -> dict[str, Any]:
