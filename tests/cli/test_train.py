@@ -226,8 +226,17 @@ def test_in_a_terminal_that_is_closed_it_saves_and_goes_on_later(
     process.send_signal(signal.SIGHUP)
     assert process.wait(LIMIT) == 75
     assert "stopped on request after step" in log.read_text()
-    code, output = megatune("train", run_file, cache=tmp_path)
+    workers = f"dataloader_num_workers={len(os.sched_getaffinity(0)) + 1}"  # torch warns of more than cores
+    code, output = megatune("train", run_file, workers, cache=tmp_path)
     assert code == 0, output
+    assert tensors(tmp_path / "out") == whole
+    assert "dataloader_num_workers: null in the run before" in output
+    assert "This DataLoader" not in output
+    # Once more, in a folder where all is done.
+    code, output = megatune("train", run_file, workers, "learning_rate=0.5", cache=tmp_path)
+    assert code == 0, output
+    told = output.index("changed    learning_rate: 0.001 in the run before, 0.5 now")
+    assert told < output.index("12 steps done of 12, so nothing is left to train")
     assert tensors(tmp_path / "out") == whole
 
 

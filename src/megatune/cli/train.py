@@ -85,6 +85,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
     from megatune.plan.run.trouble import ran_out_of_memory
+    from megatune.training.rerun import rerun_lines
     from megatune.training.source import RunModel
     from megatune.training.storage.files import OutputLock
     from megatune.training.trackers import check_installed
@@ -112,7 +113,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
-    if first and (said := [*lines(loaded), *checked.lines]):
+    if first and (said := [*lines(loaded), *checked.lines, *rerun_lines(settings, payload["run_yaml"])]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"

@@ -226,10 +226,12 @@ def _finish(trainer: Trainer, output_dir: Path) -> Path:
 
 
 def _quiet() -> None:
-    """Silence Transformers' progress bars and advice about generation, which say nothing about this run."""
+    """Silence what libraries say that is not about this run: Transformers' progress bars and advice about generation,
+    and how many data workers torch would have taken, of the cores it sees."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
