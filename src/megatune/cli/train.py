@@ -108,6 +108,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         settings = _with_repository(settings)
     payload = {
         "settings": settings,
+        "given": loaded.settings,
         "run_yaml": dump(settings, {**checked.origins, **model.origins}),
         "case": checked.planned.case if checked.planned else None,
     }

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from megatune.config.settings import Settings
+from megatune.config.values import shown
 from megatune.training.storage.store import list_checkpoints
 
 # They say where to begin, not how to train.
@@ -33,7 +34,7 @@ def rerun_lines(settings: Settings, run_yaml: str) -> list[str]:
     anew = "overwrite_output_dir: true starts anew; another output_dir keeps both"
     return [
         f"resume     goes on from {begins}, with other settings from there on ({anew})",
-        *(f"changed    {key}: {_shown(then[key])} in the run before, {_shown(now[key])} now" for key in changed),
+        *(f"changed    {key}: {shown(then[key])} in the run before, {shown(now[key])} now" for key in changed),
     ]
 
 
@@ -60,7 +61,3 @@ def _values(text: str) -> dict[str, Any]:
     except yaml.YAMLError:
         return {}  # somebody else's run.yaml
     return content if isinstance(content, dict) else {}
-
-
-def _shown(value: object) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

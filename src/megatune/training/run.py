@@ -42,6 +42,7 @@ from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_
 from megatune.training.reference import open_reference
 from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
 from megatune.training.run_schedule import RunSchedule
+from megatune.training.same_settings import check_same_settings
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
 
@@ -50,8 +51,9 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     """Run the target that `launch` starts in every rank.
 
     Args:
-        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
-            "model_dir", where the launcher put the files of a model on a hub.
+        payload: "settings", valid ones; "given", as they were before this machine's model and hub completed them;
+            "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None; "model_dir", where the launcher
+            put the files of a model on a hub.
 
     Returns:
         DONE or STOPPED.
@@ -65,6 +67,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
     groups.join(*ranks, *address, timeout=settings.run.ddp_timeout)
     try:
+        check_same_settings(payload["given"])
         return _train(context, settings, payload["run_yaml"], payload.get("case"), payload.get("model_dir"))
     finally:
         groups.leave()
