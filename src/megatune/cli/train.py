@@ -106,15 +106,16 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     first = place.rank == 0 if place else world is not None and world.node_rank == 0
     if settings.checkpoint.push_to_hub and first:
         settings = _with_repository(settings)
+    run_yaml = dump(settings, {**checked.origins, **model.origins})
     payload = {
         "settings": settings,
         "given": loaded.settings,
-        "run_yaml": dump(settings, {**checked.origins, **model.origins}),
+        "run_yaml": run_yaml,
         "case": checked.planned.case if checked.planned else None,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
-    if first and (said := [*lines(loaded), *checked.lines, *rerun_lines(settings, payload["run_yaml"])]):
+    if first and (said := [*lines(loaded), *checked.lines, *rerun_lines(settings, run_yaml)]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"

@@ -66,6 +66,7 @@ def run_joined(
 
     with rank_log(context, parts_forks=True) as log:
         follow_stops(context)
+        context.terminal = 2 if context.local_rank == 0 else None
         context.beat("start", 0)
         code = run_target(target, payload, context, log, tell_failure)
         end_unless_well(code)
@@ -82,6 +83,8 @@ def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, 
     context = RankContext(env, request.run_dir, request.stop_file)
     context.beat("start", 0)
     with rank_log(context) as log:
+        if local_rank == 0:
+            context.terminal = os.dup(terminal[1])
         redirect_output(log, terminal, to_terminal=env.rank == 0)
         code = run_target(request.target, request.payload, context, log)
         end_unless_well(code)

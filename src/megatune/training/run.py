@@ -46,6 +46,8 @@ from megatune.training.same_settings import check_same_settings
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
 
+_JOIN_GRACE = 60.0  # seconds
+
 
 def train(context: RankContext, payload: dict[str, Any]) -> int:
     """Run the target that `launch` starts in every rank.
@@ -62,10 +64,11 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         MegatuneError: whatever keeps the run from starting or continuing, with its exit code.
     """
     settings: Settings = payload["settings"]
-    context.beat("join", 0, limit=settings.run.ddp_timeout)
+    # Who waits in vain says so itself, a moment later: with what was waited for, and where.
+    context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
-    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout)
+    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=context.announce)
     try:
         check_same_settings(payload["given"])
         return _train(context, settings, payload["run_yaml"], payload.get("case"), payload.get("model_dir"))

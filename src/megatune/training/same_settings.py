@@ -52,14 +52,7 @@ def check_same_settings(settings: Settings) -> None:
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """[0, 1, 2, 5] -> "ranks 0 to 2, 5 (host a)"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    numbers = ", ".join(" to ".join(map(str, run)) for run in runs)
     names = sorted({hosts[rank] for rank in ranks})
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     hosts_named = f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names[:3])}{more}"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers} ({hosts_named})"
+    return f"{groups.named(ranks)} ({hosts_named})"
