@@ -15,7 +15,7 @@ from typing import Any
 from megatune.errors import ExitCode, Finding
 from megatune.launch.context import log_path
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
-from megatune.launch.processes import RankProcesses, RankState
+from megatune.launch.processes import RankProcesses, RankState, process_state
 from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
@@ -181,14 +181,6 @@ def find_hung(living: list[RankState], activities: dict[int, RankActivity]) -> R
         return not activity.stopped, bool(activity.stack), activity.in_collective, step, moment
 
     return min(living, key=order)
-
-
-def process_state(pid: int) -> str:
-    """Return the kernel's letter for what a process does (R, S, D, T, Z), "?" where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"
 
 
 def main_stack(log: Path, offset: int) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -89,7 +90,8 @@ def run_ranks(
 def _counted_signals() -> Iterator[Counter[int]]:
     """Count Ctrl-C and SIGTERM, by number, instead of obeying them.
 
-    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more.
+    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more. Ctrl-Z stops this
+    process alone, and says so: ranks that were stopped in a collective operation would not go on well.
     """
     counts: Counter[int] = Counter()
 
@@ -99,10 +101,18 @@ def _counted_signals() -> Iterator[Counter[int]]:
         else:
             counts[number] += 1
 
+    def pause(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nmegatune: the run goes on in the background; `fg` comes back to it\n")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     # A shell starts background jobs with SIGINT ignored, and `nohup` all with SIGHUP ignored; they are to stay so.
-    handled = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    numbers = [each for each in handled if signal.getsignal(each) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, count) for number in numbers}
+    handlers = {signal.SIGINT: count, signal.SIGTERM: count, signal.SIGHUP: count, signal.SIGTSTP: pause}
+    previous = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield counts
     finally:
