@@ -10,7 +10,7 @@ against them. On a CPU three runs were off by 22 % in the median, and by 18 % wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatune.plan.case import Case
 from megatune.plan.memory import StageMemory
@@ -22,6 +22,48 @@ MEMORY_UNCERTAINTIES = {"dense": 0.25, "experts": 0.4, "cpu": 0.25}
 _UNMEASURED = 0.25  # more on devices of other generations: no run on them was compared with
 _FITTED_GENERATIONS = ("ampere", "hopper")
 _CALIBRATED = 0.8  # of memory's uncertainty is left where factors were fitted to runs on the machine
+
+ModelClass = Literal["dense", "experts", "lora", "vision"]
+
+
+class Bound(NamedTuple):
+    """What nine of ten published runs of a class of models respect.
+
+    Attributes:
+        memory: they hold at most 1 + memory times what is planned.
+        time: they take between 1 / (1 + time) of what is planned and 1 + time times it.
+    """
+
+    memory: float
+    time: float
+
+
+BOUNDS: dict[ModelClass, Bound] = {
+    "dense": Bound(0.35, 0.3),
+    "experts": Bound(0.4, 1.5),
+    "lora": Bound(0.35, 0.3),
+    "vision": Bound(0.4, 1.5),
+}
+
+
+def model_class(case: Case) -> ModelClass:
+    """Return what bounds are stated for: experts before pictures, pictures before adapters."""
+    architecture = case.model.architecture
+    if architecture.moe is not None:
+        return "experts"
+    if architecture.vision is not None:
+        return "vision"
+    return "lora" if case.settings.finetuning.finetuning_type == "lora" else "dense"
+
+
+def memory_bound(case: Case) -> float:
+    """Return how far the memory of a run may lie above its plan: 0.3 means that nine of ten hold at most 1.3 times."""
+    return BOUNDS[model_class(case)].memory
+
+
+def time_bound(case: Case) -> float:
+    """Return how far a step may lie from its plan: with 0.3 nine of ten take 1 / 1.3 of it to 1.3 times it."""
+    return BOUNDS[model_class(case)].time
 
 
 def regime_of(case: Case) -> Regime:
