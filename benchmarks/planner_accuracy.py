@@ -15,7 +15,8 @@ from planner import published_rl
 from planner.fit import efficiency_set, fitted, generations, halves
 from planner.memory import GIB, PUBLISHED, predicted
 from planner.predict import Prediction, predict
-from planner.published import LEFT_OUT, ROWS, Row
+from planner.published import LEFT_OUT, ROWS
+from planner.row import Row
 from reporting import add_output_flag, finish_text, markdown_table
 
 from megatune.plan.time.efficiency import EFFICIENCIES

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from megatune.plan.time.efficiency import EFFICIENCIES
 from planner.predict import case_of, predict
-from planner.published import ROWS, Row
+from planner.published import ROWS
+from planner.row import Row
 
 
 def generations() -> dict[str, list[Row]]:

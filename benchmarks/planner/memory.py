@@ -10,7 +10,8 @@ from megatune.plan.case import Case
 from megatune.plan.memory import StageMemory, stage_memory
 from megatune.plan.memory.parameters import stage_parameters
 from planner.predict import case_of
-from planner.published import BALANCED, ROWS, Row
+from planner.published import ROWS
+from planner.row import BALANCED, Row
 
 GIB = 2**30
 
