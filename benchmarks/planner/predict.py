@@ -12,7 +12,6 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import GROUPS, Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.catalogue.devices import Peaks
 from megatune.plan.machine import Machine
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.time import StepTime, step_time
@@ -65,20 +64,16 @@ def case_of(row: Row) -> Case:
 
 @cache
 def machine_of(device: str) -> Machine:
-    """From the catalogue; torchtitan's H100 by its page: 2.4 TB/s, and limited to 500 W of 700, for which it
-    names a peak "between SXM and NVL". The NVL's is taken: what is sustained under a limit is less than any peak."""
+    """From the catalogue; torchtitan's H100 by its page: 2.4 TB/s, and limited to 500 W of 700."""
     if device != "h100-96g":
         return find_machine(device)
     machine = find_machine("h100-80g")
     return dataclasses.replace(
         machine,
         device=dataclasses.replace(
-            machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), flops=_PEAKS
+            machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), watts=500
         ),
     )
-
-
-_PEAKS = Peaks({"bfloat16": 835e12})
 
 
 def _settings(row: Row, architecture: Architecture) -> Settings:
