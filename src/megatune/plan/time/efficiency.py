@@ -79,12 +79,14 @@ def _attention_seconds(rates: Rates, attention: Attention, backward: bool) -> fl
 
 
 class Seconds(NamedTuple):
-    """Seconds of one layer and micro-batch, on one rank.
+    """Seconds of one layer and micro-batch, on one rank, as its device computes.
 
     Attributes:
         recompute: forward seconds by module.
         weight_gradient: seconds of weight gradients behind each exchange of the backward pass, in which it hides.
         attention: forward, of core attention alone: exchanges of a ring hide in it.
+        launches: operators that the host launches forward, and backward.
+        relaunches: of the forward pass, by module.
     """
 
     forward: float
@@ -92,6 +94,8 @@ class Seconds(NamedTuple):
     recompute: dict[str, float]
     weight_gradient: float
     attention: float
+    launches: tuple[int, int]
+    relaunches: dict[str, int]
 
 
 @lru_cache(maxsize=4096)
@@ -115,14 +119,14 @@ def vision_seconds(shapes: Shapes, rates: Rates, images: Images) -> Seconds:
 
 
 def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True) -> Seconds:
-    """Sum all operators: as long as the device computes, or the host launches.
+    """Sum all operators.
 
     Args:
-        both_ways: the backward pass launches, too.
+        both_ways: the backward pass launches, too: twice as many.
     """
-    launch, launches = rates.efficiency.launch, 0
     forward = backward = weight_gradient = attention = 0.0
     recompute: dict[str, float] = {}
+    relaunches: dict[str, int] = {}
     for operator in operators:
         once = kernel_seconds(rates, operator.forward)
         weight = kernel_seconds(rates, operator.weight_gradient)
@@ -130,11 +134,11 @@ def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True)
         attention += once if operator.module == "core_attn" else 0.0
         weight_gradient += weight
         backward += kernel_seconds(rates, operator.backward, backward=True) + weight
-        launches += operator.launches
-        again = max(once, operator.launches * launch)
-        recompute[operator.module] = recompute.get(operator.module, 0.0) + again
-    forward, backward = max(forward, launches * launch), max(backward, 2 * launches * launch if both_ways else 0.0)
-    return Seconds(forward, backward, recompute, weight_gradient, attention)
+        recompute[operator.module] = recompute.get(operator.module, 0.0) + once
+        relaunches[operator.module] = relaunches.get(operator.module, 0) + operator.launches
+    launches = sum(relaunches.values())
+    both = launches, 2 * launches if both_ways else 0
+    return Seconds(forward, backward, recompute, weight_gradient, attention, both, relaunches)
 
 
 def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> float:
