@@ -70,9 +70,7 @@ def machine_of(device: str) -> Machine:
     machine = find_machine("h100-80g")
     return dataclasses.replace(
         machine,
-        device=dataclasses.replace(
-            machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), watts=500
-        ),
+        device=dataclasses.replace(machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), watts=500),
     )
 
 
@@ -153,7 +151,8 @@ def _cut(name: str, layers: int, **more: Any) -> PlannedModel:
 def _latent(layers: int, heads: int, vocabulary: int, ffn: int, shared: int) -> PlannedModel:
     """DeepSeek-V2-Lite's shape, and Moonlight's."""
     shape = find_model("DeepSeek-V3").architecture
-    assert shape.moe is not None and shape.mla is not None
+    assert shape.moe is not None
+    assert shape.mla is not None
     experts = dataclasses.replace(
         shape.moe, num_experts=64, router_topk=6, moe_ffn_hidden_size=1408, shared_expert_intermediate_size=shared,
         num_groups=0, group_topk=0,

@@ -254,9 +254,7 @@ class _Rank(NamedTuple):
         if not self.images.recomputed:
             return parts
         again, host = computed.recompute["vision"], self._launching(computed.relaunches["vision"])
-        return parts._replace(
-            recompute=self.calibration.compute * again, host_backward=parts.host_backward + host
-        )
+        return parts._replace(recompute=self.calibration.compute * again, host_backward=parts.host_backward + host)
 
     def _launching(self, launches: float) -> float:
         """Return seconds that the host takes for so many operators."""
