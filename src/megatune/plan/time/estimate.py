@@ -283,7 +283,8 @@ class _Rank(NamedTuple):
         called = exchange.calls[1] + again * exchange.calls[0]
         if layer.gradient == "none":
             seconds, again, computing, exchanging = seconds._replace(backward=0.0), 0.0, 0.0, 0.0
-            exchange = Exchange(*((forward, 0.0) for forward, _ in exchange[:3]), calls=(exchange.calls[0], 0))
+            tensor, context, expert, calls = exchange
+            exchange = Exchange((tensor[0], 0.0), (context[0], 0.0), (expert[0], 0.0), (calls[0], 0))
             relaunched, called = -seconds.launches[1], 0
         compute, communication = self.calibration.compute, self.calibration.communication
         return _Parts(
