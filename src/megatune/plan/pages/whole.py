@@ -25,6 +25,7 @@ from megatune.plan.pages.tables import (
 from megatune.plan.pages.words import (
     amount,
     count,
+    host_words,
     layout_words,
     machine_words,
     recompute_words,
@@ -76,6 +77,8 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
 
 def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") -> Iterator[Page]:
     yield words_page("", memory_lines(estimate, width, lead))
+    if host := host_words(estimate):
+        yield words_page("", wrapped(f"{host}.", width, ""))
     yield words_page("", time_lines(estimate, question.dataset_tokens, question.settings.optimizer.max_steps))
     if len(estimate.stages) > 1:
         yield Page("The pipeline", list(terminal.schedule_lines(estimate, width)))

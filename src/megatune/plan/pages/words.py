@@ -240,6 +240,17 @@ def reference_words(planned: Estimate) -> str:
     return f"before the first step the reference computes all rows {times}, without gradients: about {rows}"
 
 
+def host_words(planned: Estimate) -> str:
+    """Say how much of the host's memory the optimizer takes; "" where it takes none."""
+    each = max(stage.host for stage in planned.stages)
+    if not each:
+        return ""
+    case = planned.case
+    ranks = min(case.machine.gpus_per_node, case.world_size)
+    whole = f", {size(ranks * each)} on a machine of {ranks}" if ranks > 1 else ""
+    return f"in the host's memory {size(each)} of optimizer state a process{whole}"
+
+
 def picture_words(case: Case) -> str:
     """Say which pictures rows are taken to hold; "" for a language model."""
     tokens, image = case.picture_tokens, case.tokens_of_picture

@@ -23,6 +23,7 @@ from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import (
     fullest,
+    host_words,
     largest_part,
     layout_words,
     parts,
@@ -154,6 +155,8 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
         f"plan       {fullest(planned)} ({parts(planned.fullest)}); about {seconds(time.total)} a step"
         f" ±{percent(time.uncertainty)}{fitted}"
     )
+    if host := host_words(planned):
+        yield f"plan       {host}"
     if reference := reference_words(planned):
         yield f"plan       {reference}"
     if pictures := picture_words(case):
