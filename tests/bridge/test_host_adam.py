@@ -95,7 +95,9 @@ def held(model: Path, settings: Settings) -> tuple[set[bool], set[bool]]:
     the model's own."""
     assembly = assemble(model, settings)
     of_model = {local.parameter.untyped_storage().data_ptr() for local in assembly.parameters}
-    masters = {shard.main.untyped_storage().data_ptr() in of_model for shard in main_shards(assembly.optimizer).values()}
+    masters = {
+        shard.main.untyped_storage().data_ptr() in of_model for shard in main_shards(assembly.optimizer).values()
+    }
     groups = (group for part in assembly.optimizer.chained_optimizers for group in part.optimizer.param_groups)
     return masters, {param.untyped_storage().data_ptr() in of_model for group in groups for param in group["params"]}
 

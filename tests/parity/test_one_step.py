@@ -192,7 +192,8 @@ def test_one_step_of_experts(pool, plain_steps, model_dir, tmp_path, layout, opt
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen3", LAYOUTS["1"]), ("qwen3", LAYOUTS["tp2 pp2 dp2 sp"]), ("qwen3_moe", EXPERT_LAYOUTS["ep2"])],
+    ("family", "layout"),
+    [("qwen3", LAYOUTS["1"]), ("qwen3", LAYOUTS["tp2 pp2 dp2 sp"]), ("qwen3_moe", EXPERT_LAYOUTS["ep2"])],
     ids=["one device", "dense", "experts"],
 )  # fmt: skip
 def test_one_step_on_the_host(pool, plain_steps, model_dir, tmp_path, family, layout):

@@ -101,8 +101,8 @@ class FusedAdam(torch.optim.Optimizer):
         values = {param: self.state[param].get(MASTER, param) for param in params}
         is_ready = {param: all(one.dtype == torch.float32 for one in self._averages(param)) for param in params}
         if ready := [param for param in params if is_ready[param]]:
-            averages = ([self.state[param][name] for param in ready] for name in self.state_dtypes)
-            _update(group, [values[param] for param in ready], [self._gradient(param) for param in ready], *averages)
+            state = ([self.state[param][name] for param in ready] for name in self.state_dtypes)
+            _update(group, [values[param] for param in ready], [self._gradient(param) for param in ready], *state)
         for param in (param for param in params if not is_ready[param]):
             averages = self._averages(param)
             wide = [value.float() for value in averages]

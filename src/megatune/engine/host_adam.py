@@ -41,8 +41,8 @@ class _Slot:
 
     @classmethod
     def of(cls, size: int) -> _Slot:
-        memory = (torch.empty(size, dtype=torch.float32, pin_memory=device.HAS_GPU) for _ in range(2))
-        return cls(*memory, torch.cuda.Event(), torch.cuda.Event())
+        gradient, weight = (torch.empty(size, dtype=torch.float32, pin_memory=device.HAS_GPU) for _ in range(2))
+        return cls(gradient, weight, torch.cuda.Event(), torch.cuda.Event())
 
     def weights(self, values: Tensor) -> Tensor:
         """Return the memory of as many weights of the same dtype."""

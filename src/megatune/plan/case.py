@@ -131,8 +131,8 @@ class Case:
         """Mean and standard deviation of a micro-batch's length, as the slowest replica has it.
 
         A micro-batch is as long as its longest row, with pipeline stages all of a step's are; group_by_length leaves
-        little between them. Packed rows are joined, and padded to nothing. Replicas wait for the one whose micro-batches
-        are longest together, √(2 · ln dp) deviations above the mean.
+        little between them. Packed rows are joined, and padded to nothing. Replicas wait for the one with the longest
+        micro-batches, √(2 · ln dp) deviations above the mean.
         """
         lengths, settings, count = self.lengths, self.settings, self.num_micro_batches
         assert lengths is not None
@@ -164,7 +164,9 @@ class Case:
         """Tokens of a step; without padding where lengths of rows are known."""
         if self.lengths is None:
             return self.global_batch_size * self.row_tokens
-        return round(self.global_batch_size * self.sequences_per_row * min(self.lengths.mean, self.settings.data.cutoff_len))
+        return round(
+            self.global_batch_size * self.sequences_per_row * min(self.lengths.mean, self.settings.data.cutoff_len)
+        )
 
     @property
     def sequences_per_row(self) -> int:

@@ -91,7 +91,7 @@ def optimizer_state(context: Context) -> Iterator[Problem]:
         yield Problem(("optimizer_offload_fraction", "optimizer_cpu_offload"), what, "nothing is offloaded", fix)
     if optimizer.optimizer_cpu_offload and not context.settings.parallel.use_distributed_optimizer:
         what = "optimizer_cpu_offload: true with use_distributed_optimizer: false"
-        why = "each replica would keep all of the state in the host's memory, and the distributed optimizer alone keeps it there"
+        why = "every replica would keep all of the state, and only the distributed optimizer keeps it on the host"
         fix = "remove use_distributed_optimizer: false"
         yield Problem(("optimizer_cpu_offload", "use_distributed_optimizer"), what, why, fix)
 

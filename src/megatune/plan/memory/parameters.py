@@ -269,8 +269,8 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
 
 
 def host_bytes(case: Case, stage: int) -> int:
-    """Return bytes of optimizer state that a rank keeps in the host's memory: averages, and the master weights of 16-bit
-    parameters."""
+    """Return bytes of optimizer state that a rank keeps in the host's memory: averages, and master weights of what is
+    not fp32."""
     rules = Rules.of(case)
     return sum_host_bytes(rules, _closed_parts(rules, stage)) if rules.optimizer.host_fraction else 0
 

@@ -231,6 +231,21 @@ def row_words(case: Case) -> str:
     return f"{row_length(case)} token{'s' * (case.row_tokens != 1)}"
 
 
+def length_words(case: Case) -> str:
+    """Say how long rows are, and what micro-batches of them are padded to."""
+    if (lengths := case.lengths) is None:
+        return f"rows of {row_words(case)}"
+    kind = "packed rows" if case.settings.packing else "answers" if case.sequences_per_row > 1 else "rows"
+    text = f"{kind} of {lengths.mean:,.0f} tokens in the mean, {lengths.longest:,} the longest"
+    if round(lengths.mean) == lengths.longest:
+        text = f"{kind} of {lengths.longest:,} tokens each"
+    text += f" ({lengths.origin})" if lengths.origin else ""
+    padded = case.in_the_mean.sequence_length
+    if case.settings.packing or padded < 1.02 * lengths.mean:
+        return text
+    return f"{text}; micro-batches are padded to {padded:,}"
+
+
 def reference_words(planned: Estimate) -> str:
     """Say what comes before the first step of preference training; "" where nothing does."""
     if not (passes := num_reference_passes(planned.case.settings)):

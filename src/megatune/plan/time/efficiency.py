@@ -24,6 +24,7 @@ from megatune.plan.operators.shapes import Shapes
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
 from megatune.plan.time.host import host_seconds
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """Shares of the data sheet's rates, all of large shapes.
