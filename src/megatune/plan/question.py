@@ -39,6 +39,7 @@ class Question:
     global_batch_size: int
     document_length: float | None = None
     image_tokens: int | None = None
+    largest_picture: int | None = None
     lengths: RowLengths | None = None
     plans_own: bool = False
     dataset_tokens: float | None = None
@@ -61,6 +62,7 @@ class Question:
             global_batch_size=self.global_batch_size,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
+            largest_picture=self.largest_picture,
             lengths=self.lengths,
         )
 

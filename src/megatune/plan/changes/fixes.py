@@ -96,6 +96,7 @@ def searched(before: Estimate) -> Fix | None:
             global_batch_size=case.global_batch_size,
             document_length=case.document_length,
             image_tokens=case.image_tokens,
+            largest_picture=case.largest_picture,
             lengths=case.lengths,
             keep=1,
         )

@@ -27,6 +27,7 @@ from megatune.plan.pages.words import (
     count,
     host_words,
     layout_words,
+    length_words,
     machine_words,
     recompute_words,
     row_words,
@@ -104,6 +105,10 @@ def _head(found: Answer, width: int) -> Iterator[str]:
         yield from entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
+    if question.lengths is not None:
+        yield from entry("batch", rows)
+        yield from entry("lengths", length_words(question.case if found.own is None else found.own.case))
+        return
     tokens = f"{row_words(question.case)} a row"
     is_wide = len(rows) + len(tokens) > width - 11
     yield from (*entry("batch", f"{rows},"), *entry("", tokens)) if is_wide else entry("batch", f"{rows}, {tokens}")

@@ -35,7 +35,7 @@ class SearchRequest:
         world_size: processes of the whole run, one a device.
         settings: what is not searched is taken from them.
         global_batch_size: rows of a step, which every layout keeps; None takes that of the settings on this world.
-        document_length, image_tokens, lengths: as in `Case`.
+        document_length, image_tokens, largest_picture, lengths: as in `Case`.
         keep: how many layouts are ranked.
     """
 
@@ -46,6 +46,7 @@ class SearchRequest:
     global_batch_size: int | None = None
     document_length: float | None = None
     image_tokens: int | None = None
+    largest_picture: int | None = None
     lengths: RowLengths | None = None
     keep: int = 20
 
@@ -67,6 +68,7 @@ class SearchRequest:
             machine=self.machine,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
+            largest_picture=self.largest_picture,
             lengths=self.lengths,
         )
 
