@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,9 @@ from megatune.plan.case import PlannedModel
 from megatune.plan.rows import RowLengths
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from megatune.data.vision import VisionInput
+    from megatune.data.encode import Encoder
 
 _OTHERWISE = "--document_length and --longest_document say otherwise"
-_MOST_HASHED = 10**9  # bytes of files up to which prepared rows are looked for: their name is one of what is in these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +44,22 @@ def stated_rows(settings: Settings, mean: float | None, longest: int | None) -> 
 
 
 def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
-    """Return rows of the data that settings name, as it is prepared, or from a sample of it."""
-    from megatune.data.sampled import not_here, sampled_lengths
+    """Return rows of the data that settings name: as an earlier run had them, or from a sample of it."""
+    from megatune.data.sampled import not_here, sampled_lengths, text_counter
 
     whole = f"rows are taken to be {settings.data.cutoff_len:,} tokens long, cutoff_len"
     try:
+        if (prepared := _prepared(settings)) is not None:
+            return prepared
         if missing := not_here(settings.data):
             return PlannedRows(note=f"{missing} is not in files here: {whole} ({_OTHERWISE})")
-        tokenizer, vision = _input(settings)
-        if tokenizer is None and model.architecture.vision is not None:
+        folder = _model_folder(settings)
+        if model.architecture.vision is None:
+            found = sampled_lengths(settings, None if folder is None else text_counter(folder))
+        elif folder is None:
             return PlannedRows(note=f"no processor of pictures is at hand: {whole} ({_OTHERWISE})")
-        if tokenizer is not None and (prepared := _prepared(settings, tokenizer, vision)) is not None:
-            return prepared
-        found = sampled_lengths(settings, tokenizer, vision)
+        else:
+            found = sampled_lengths(settings, encoder=_encoder(settings, folder))
     except MegatuneError as error:
         return PlannedRows(note=f"the data cannot be looked at ({error.findings[0].what}): {whole} ({_OTHERWISE})")
     if not found.documents:
@@ -68,27 +68,29 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
     rows = found.documents
     if settings.packing:  # but for the last ones, rows are full
         rows = [min(settings.data.cutoff_len, sum(rows)) if found.is_whole else settings.data.cutoff_len]
-    pictures = found.pictures if vision is not None else None
+    lengths = RowLengths.of(rows, found.words, document=weighted, pictures=found.pictures if found.is_exact else None)
+    if not found.is_exact:
+        return PlannedRows(lengths=lengths)
     return PlannedRows(
-        lengths=RowLengths.of(rows, found.words, document=weighted, pictures=pictures),
-        most_pictures=found.most_pictures if vision is not None else None,
-        largest_picture=found.largest_picture if vision is not None else None,
+        lengths=lengths, most_pictures=found.most_pictures, largest_picture=found.largest_picture or None
     )
 
 
-def _input(settings: Settings) -> tuple[PreTrainedTokenizerBase | None, VisionInput | None]:
-    """Return the model's tokenizer and what makes its pictures into tokens, as far as they are here."""
+def _model_folder(settings: Settings) -> Path | None:
+    """Return the folder with the model's tokenizer, as far as it is here."""
     name = settings.model.model_name_or_path
     folder = None if name is None else Path(name).expanduser()
     if name is not None and folder is not None and not folder.is_dir():
         folder = _cached(name, settings.model.model_revision, settings.model.cache_dir)
-    if folder is None or not any((folder / each).is_file() for each in ("tokenizer.json", "tokenizer_config.json")):
-        return None, None
-    from megatune.data.encode import load_tokenizer
+    return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
+
+
+def _encoder(settings: Settings, folder: Path) -> Encoder:
+    from megatune.data.encode import load_tokenizer, make_encoder
     from megatune.data.vision import load_vision_input
 
     tokenizer = load_tokenizer(folder)
-    return tokenizer, load_vision_input(folder, tokenizer, settings.data)
+    return make_encoder(settings, tokenizer, load_vision_input(folder, tokenizer, settings.data))
 
 
 def _cached(name: str, revision: str, cache_dir: str | None) -> Path | None:
@@ -103,25 +105,16 @@ def _cached(name: str, revision: str, cache_dir: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _prepared(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None) -> PlannedRows | None:
-    """Return the rows that an earlier run prepared; None where there are none."""
-    from megatune.data.cache.folder import cache_dir, is_whole
-    from megatune.data.cache.key import prepared_key
-    from megatune.data.prepare import open_prepared
-    from megatune.data.sources import datasets_of
-    from megatune.training.planned_rows import lengths_of
+def _prepared(settings: Settings) -> PlannedRows | None:
+    """Return the rows that a run into the same folder noted, of the same model and data; None where there are none."""
+    from megatune.plan.run.record import PLAN_NAME, read_records
 
-    if sum(file.stat().st_size for source in datasets_of(settings) for file in source.files) > _MOST_HASHED:
+    output = settings.run.output_dir
+    if output is None or not (Path(output).expanduser() / PLAN_NAME).is_file():
         return None
-    key = prepared_key(settings, tokenizer, vision=vision).name
-    named = settings.data.tokenized_path
-    folder = Path(named).expanduser() if named else cache_dir() / "rows" / key
-    if not is_whole(folder, key):
+    case = read_records(Path(output).expanduser())[-1].case
+    same = all(getattr(case.settings, name) == getattr(settings, name) for name in ("data", "model"))
+    if not same or case.lengths is None or case.settings.run.stage != settings.run.stage:
         return None
-    prepared = open_prepared(folder)
-    pictures = prepared.report.train.pictures
-    return PlannedRows(
-        lengths=lengths_of(prepared.train, pictures),
-        most_pictures=pictures.of_row if vision is not None else None,
-        largest_picture=pictures.largest if vision is not None else None,
-    )
+    lengths = replace(case.lengths, origin=f"of all rows, as {output} has them")
+    return PlannedRows(lengths=lengths, most_pictures=case.image_tokens, largest_picture=case.largest_picture)

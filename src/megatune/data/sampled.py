@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Example, PreferencePair, texts
-from megatune.data.encode import Encoder, make_encoder
+from megatune.data.encode import Encoder
 from megatune.data.samples import Sample, read_samples, replacements
 from megatune.data.sources import DATASET_INFO, ONLINE, REMOTE, DatasetSource, datasets_of
 from megatune.data.sources.registry import parse_entry, parse_reference, read_registry
 from megatune.data.workers import encode_all
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from megatune.config.settings import DataSettings, Settings
-    from megatune.data.vision import VisionInput
+
+# Returns the tokens of each text.
+Counter = Callable[[Sequence[str]], Sequence[int]]
 
 # Rows that are encoded: at equal distances, and the longest by their text.
 _EVENLY, _LONGEST = 400, 16
@@ -29,6 +28,8 @@ _MOST_READ = 20_000  # rows of a data set that are looked at
 # Bytes of text in a token, where no tokenizer is at hand: an assumption. Tokenizers of today's models take about four
 # of English, and fewer of code.
 BYTES_OF_A_TOKEN = 4
+# Tokens that a template writes around a message, as ChatML's <|im_start|>user and <|im_end|> with their line breaks.
+_AROUND = 5
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class SampledLengths:
         rows: looked at.
         encoded: of those, with the tokenizer; 0 where texts were counted.
         is_whole: these are all rows.
+        is_exact: with the template's own tokens, too.
         pictures, most_pictures, largest_picture: tokens of pictures of the mean row, of the row with most of them, and
             of the largest picture.
     """
@@ -48,6 +50,7 @@ class SampledLengths:
     rows: int = 0
     encoded: int = 0
     is_whole: bool = True
+    is_exact: bool = False
     pictures: float = 0.0
     most_pictures: int = 0
     largest_picture: int = 0
@@ -58,7 +61,8 @@ class SampledLengths:
         rows = f"{'all' if self.is_whole else 'the first'} {self.rows:,} rows"
         if not self.encoded:
             return f"of {rows}, estimated with {BYTES_OF_A_TOKEN} bytes of text a token"
-        return f"of {rows}" if self.encoded == self.rows else f"of {self.encoded:,} of {rows}, their longest among them"
+        chosen = f"of {rows}" if self.encoded == self.rows else f"of {self.encoded:,} of {rows}, the longest among them"
+        return chosen if self.is_exact else f"{chosen}, about {_AROUND} tokens of the template a message"
 
 
 def not_here(data: DataSettings) -> str:
@@ -80,30 +84,44 @@ def not_here(data: DataSettings) -> str:
     return ""
 
 
+def text_counter(folder: Path) -> Counter | None:
+    """Return what counts tokens with tokenizer.json, without Transformers, which takes seconds to import; None
+    where there is none that can be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # the library raises nothing more special
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda texts: [len(each.ids) for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
 def sampled_lengths(
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vision: VisionInput | None = None,
-    *,
-    seconds: float = 2.0,
+    settings: Settings, count: Counter | None = None, encoder: Encoder | None = None, *, seconds: float = 2.0
 ) -> SampledLengths:
     """Look at rows of all data sets that are trained on.
 
     Args:
-        tokenizer: None where none is at hand.
+        count: None where no tokenizer is at hand.
+        encoder: for exact lengths, pictures included, in place of `count`.
         seconds: after which no more rows are read; those that were read are encoded.
 
     Raises:
         MegatuneError: a data set or template is not there, or cannot be read.
     """
     sources = datasets_of(settings)
-    encoder = make_encoder(settings, tokenizer, vision) if tokenizer is not None else None
-    found = SampledLengths()
-    weights = 0
+    found = SampledLengths(is_exact=encoder is not None)
+    rows = 0
     for source in sources:
-        samples = _read(source, settings, vision is not None, seconds / len(sources), found)
-        weights += _count(samples, settings, encoder, found)
-    found.pictures /= max(weights, 1)
+        has_pictures = encoder is not None and encoder.vision is not None
+        samples = _read(source, settings, has_pictures, seconds / len(sources), found)
+        if encoder is None:
+            _count_texts(samples, settings, count, found)
+        else:
+            rows += _encode(samples, settings, encoder, found)
+    found.pictures /= max(rows, 1)
     return found
 
 
@@ -125,44 +143,55 @@ def _read(
     return samples
 
 
-def _count(samples: Sequence[Sample], settings: Settings, encoder: Encoder | None, found: SampledLengths) -> int:
-    """Add the lengths of some of these rows; return of how many pictures were counted."""
+def _count_texts(samples: Sequence[Sample], settings: Settings, count: Counter | None, found: SampledLengths) -> None:
+    """Add the lengths of rows, by their texts."""
     cutoff, is_text = settings.data.cutoff_len, settings.run.stage == "pt"
-    if encoder is None:
-        lengths = chain.from_iterable(_estimated(sample.example) for sample in samples)
-        found.documents += chain.from_iterable(_pieces(length, cutoff, is_text) for length in lengths)
-        return 0
+    chosen = samples if count is None else _chosen(samples)
+    documents = [list(texts(each)) for sample in chosen for each in _documents(sample.example)]
+    if count is None:
+        lengths = [[len(text.encode()) // BYTES_OF_A_TOKEN for text in document] for document in documents]
+    else:
+        found.encoded += len(chosen)
+        counted = iter(count([text for document in documents for text in document]))
+        lengths = [[next(counted) for _ in document] for document in documents]
+    for each in lengths:
+        around = 1 if is_text else _AROUND * sum(map(bool, each))
+        found.documents += _pieces(sum(each) + around, cutoff, is_text)
+
+
+def _encode(samples: Sequence[Sample], settings: Settings, encoder: Encoder, found: SampledLengths) -> int:
+    """Add the lengths of some of these rows, encoded as training does; return how many there are."""
+    cutoff, is_text = settings.data.cutoff_len, settings.run.stage == "pt"
     chosen = _chosen(samples)
     found.encoded += len(chosen)
-    count = 0
+    rows = 0
     for _, encoded in encode_all(encoder, chosen, 1):
         if isinstance(encoded, RowError):
             continue
-        count += 1
+        rows += 1
         pictures = [picture.num_tokens for document in encoded.documents for picture in document.pictures]
         found.pictures += sum(pictures)
         found.most_pictures = max(found.most_pictures, sum(pictures))
         found.largest_picture = max(found.largest_picture, *pictures, 0)
         for document in encoded.documents:
             found.documents += _pieces(len(document.input_ids), cutoff, is_text)
-    return count
+    return rows
 
 
 def _chosen(samples: Sequence[Sample]) -> list[Sample]:
     """Return rows at equal distances, and the longest."""
     if len(samples) <= _EVENLY + _LONGEST:
         return list(samples)
-    sizes = [sum(_estimated(sample.example)) for sample in samples]
+    sizes = [max(sum(map(len, texts(each))) for each in _documents(sample.example)) for sample in samples]
     longest = sorted(range(len(samples)), key=sizes.__getitem__)[-_LONGEST:]
     evenly = (place * len(samples) // _EVENLY for place in range(_EVENLY))
     return [samples[place] for place in sorted({*evenly, *longest})]
 
 
-def _estimated(example: Example | RowError) -> Iterator[int]:
-    """Yield tokens of each document, by its text."""
+def _documents(example: Example | RowError) -> tuple[Example, ...]:
+    """Return a conversation or text itself, and those of a pair."""
     assert not isinstance(example, RowError)
-    for part in example.conversations() if isinstance(example, PreferencePair) else (example,):
-        yield max(1, sum(len(text.encode()) for text in texts(part)) // BYTES_OF_A_TOKEN)
+    return example.conversations() if isinstance(example, PreferencePair) else (example,)
 
 
 def _pieces(length: int, cutoff: int, is_text: bool) -> Iterator[int]:
