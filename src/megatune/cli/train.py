@@ -107,6 +107,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         "settings": settings,
         "run_yaml": dump(settings, {**checked.origins, **model.origins}),
         "case": checked.planned.case if checked.planned else None,
+        "asked": loaded.without_secrets,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     if first and (said := [*lines(loaded), *checked.lines]):
@@ -150,7 +151,9 @@ def _preflight(
     local = place.nproc_per_node if isinstance(place, World) else place.local_world_size
     machine, unknown = this_machine(local, num_gpus)
     idle = max(0, num_gpus - local)
-    checked = preflight(loaded, place.world_size, problems, machine, idle_gpus=idle, model_dir=model.config_dir)
+    checked = preflight(
+        loaded, place.world_size, problems, machine, idle_gpus=idle, rows_follow=True, model_dir=model.config_dir
+    )
     return replace(checked, lines=(*checked.lines, f"plan       none: {unknown}")) if unknown else checked
 
 

@@ -60,6 +60,12 @@ class Loaded:
         """What a user gave a value, by "group.name"; null, which is the default, is no value."""
         return {path: entry for path, entry in self.entries.items() if entry.value.data is not None}
 
+    @property
+    def without_secrets(self) -> Loaded:
+        """The same, fit to be written to a file."""
+        entries = {path: entry for path, entry in self.entries.items() if path not in self.secrets}
+        return replace(self, entries=entries, secrets={})
+
     def for_world(self, world_size: int | None) -> Loaded:
         """Resolve what needs the number of processes: gradient_accumulation_steps of a global batch.
 
