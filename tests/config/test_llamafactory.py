@@ -232,9 +232,7 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(
-        "finetuning_type: lora\nloraplus_lr_embedding: 1e-5\npure_bf16: true\ntool_format: qwen\n"
-    )
+    path.write_text("finetuning_type: lora\nloraplus_lr_embedding: 1e-5\npure_bf16: true\ntool_format: qwen\n")
     findings = [finding for finding in load(path).check() if finding.where]
     assert "\n".join(map(str, findings)).replace(str(path), "run.yaml") == (
         "run.yaml:2: loraplus_lr_embedding: 1e-5 is not supported\n"

@@ -65,7 +65,11 @@ def test_an_entry_with_nothing_said_is_alpaca(tmp_path: Path) -> None:
         ({"formatting": "query_response", "columns": {"prompt": "q"}}, Columns("q", None, None), Tags()),
         ({"formatting": "query_response"}, Columns(None, None, None), Tags()),
         ({"formatting": "text"}, Columns("text"), Tags()),
-        ({"formatting": None, "subset": None, "num_samples": None, "tags": None, "ranking": False}, Columns(**OFF), Tags()),
+        (
+            {"formatting": None, "subset": None, "num_samples": None, "tags": None, "ranking": False},
+            Columns(**OFF),
+            Tags(),
+        ),
     ],
 )
 def test_what_is_not_listed_is_off_or_keeps_its_default(

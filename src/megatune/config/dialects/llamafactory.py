@@ -24,9 +24,7 @@ _OTHERS: dict[str, Meaning] = {
     "per_gpu_eval_batch_size": "batch.per_device_eval_batch_size",
     "optim": Chooses(
         {
-            **dict.fromkeys(
-                ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), {_OPTIMIZER: "adam"}
-            ),
+            **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), {_OPTIMIZER: "adam"}),
             "sgd": {_OPTIMIZER: "sgd", "optimizer.sgd_momentum": 0.0},  # torch's own default
         }
     ),

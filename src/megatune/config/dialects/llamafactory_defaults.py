@@ -16,7 +16,9 @@ _PACKING = "null packs the texts of stage pt, as there"
 _OVERLAP = "they need a layout with copies to gain anything; its mcore_adapter has them off, too"
 
 DEFAULTS: dict[str, Default] = {
-    "finetuning_type": Default("lora", "on its Megatron path, where LoRA's keys are not read, it trains every parameter"),
+    "finetuning_type": Default(
+        "lora", "on its Megatron path, where LoRA's keys are not read, it trains every parameter"
+    ),
     "do_train": Default(False, "training is what the command does"),
     "template": Default(None, "null is the same: the chat template of the model's tokenizer"),
     "neat_packing": Default(False, _PACKING),

@@ -187,9 +187,19 @@ NOT_BUILT: dict[str, Refused] = {
     **{
         name: Refused(_ACCELERATE, fix="write the settings of the run: its layout is Megatron-Core's")
         for name in (
-            "compute_environment", "distributed_type", "downcast_bf16", "machine_rank", "main_process_ip",
-            "main_process_port", "main_training_function", "num_machines", "rdzv_backend", "same_network", "tpu_env",
-            "tpu_use_cluster", "tpu_use_sudo",
+            "compute_environment",
+            "distributed_type",
+            "downcast_bf16",
+            "machine_rank",
+            "main_process_ip",
+            "main_process_port",
+            "main_training_function",
+            "num_machines",
+            "rdzv_backend",
+            "same_network",
+            "tpu_env",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
         )
     },
     "tool_format": Refused(

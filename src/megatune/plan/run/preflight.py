@@ -91,7 +91,11 @@ def preflight(
         raise refusal
     settings = loaded.settings
     accepted = (f"accepted   {note}" for note in loaded.accepted_notes())
-    lines = (*accepted, *_unsaid(loaded), *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)))
+    lines = (
+        *accepted,
+        *_unsaid(loaded),
+        *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)),
+    )
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
         return Preflight(settings=settings, origins=loaded.origins, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)
