@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError
+from megatune.data.processes import usable_processes
 from megatune.data.samples import LANGUAGE_FIELD, read_samples, replacements
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.sources.detection import ROWS_FOR_DETECTION
@@ -51,6 +52,10 @@ def check_data(settings: Settings, checked: Checked, *, tokenizer: Path | None, 
     """
     if settings.run.stage != "pt" and not {"data.template", "run.stage"} & set(invalid):
         checked.run(lambda: check_template(settings.data.template, tokenizer))
+    if asked := settings.data.preprocessing_num_workers:
+        usable, why = usable_processes(asked)
+        if usable < asked:
+            checked.lines.append(f"data       preprocessing_num_workers {asked}: {usable} are started, as {why}")
     if set(_OF_DATA) & set(invalid):
         return
     for evaluation in (False, True):

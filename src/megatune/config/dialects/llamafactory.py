@@ -7,6 +7,7 @@ from megatune.config.dialects.llamafactory_accepted import ACCEPTED
 from megatune.config.dialects.llamafactory_refused import NOT_BUILT
 
 _OPTIMIZER, _RECOMPUTE = "optimizer.optimizer", "recompute.recompute_granularity"
+_ADAM = {_OPTIMIZER: "adam"}
 
 # Beside the names of our settings, which are LLaMA-Factory's where it has them.
 _OTHERS: dict[str, Meaning] = {
@@ -24,7 +25,10 @@ _OTHERS: dict[str, Meaning] = {
     "per_gpu_eval_batch_size": "batch.per_device_eval_batch_size",
     "optim": Chooses(
         {
-            **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), {_OPTIMIZER: "adam"}),
+            "adamw_torch": _ADAM,
+            "adamw_torch_fused": _ADAM,
+            "adamw_hf": _ADAM,
+            "adamw_apex_fused": _ADAM,
             "sgd": {_OPTIMIZER: "sgd", "optimizer.sgd_momentum": 0.0},  # torch's own default
         }
     ),

@@ -29,7 +29,9 @@ def _of(switch: str, *names: str) -> dict[str, Accepted]:
 
 
 ACCEPTED: dict[str, Accepted] = {
-    "trust_remote_code": Accepted("no code of a repository is ever run: the supported families need none", off=(False,)),
+    "trust_remote_code": Accepted(
+        "no code of a repository is ever run: the supported families need none", off=(False,)
+    ),
     "use_mca": Accepted(_ENGINE, off=(True,)),
     "use_megatron_bridge": Accepted(_ENGINE, off=(False,)),
     **dict.fromkeys(

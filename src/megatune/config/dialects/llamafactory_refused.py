@@ -1,4 +1,4 @@
-"""LLaMA-Factory's keys, or values of them, that this project does not do: each with the reason and what to do instead."""
+"""LLaMA-Factory's keys, or values of them, that are not done here: each with the reason and what to do instead."""
 
 from __future__ import annotations
 
