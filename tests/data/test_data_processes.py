@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import psutil
@@ -16,10 +15,9 @@ from megatune.training.decoding import loader_workers
 
 
 @pytest.fixture(autouse=True)
-def eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
-    yield
 
 
 def test_cores_and_memory_bound_processes(monkeypatch: pytest.MonkeyPatch) -> None:
