@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,9 +60,9 @@ def check_data(settings: Settings, checked: Checked, *, tokenizer: Path | None, 
     if set(_OF_DATA) & set(invalid):
         return
     for evaluation in (False, True):
-        sources = checked.run(lambda evaluation=evaluation: datasets_of(settings, evaluation=evaluation, hubs=False))
+        sources = checked.run(partial(datasets_of, settings, evaluation=evaluation, hubs=False))
         for source in sources or ():
-            names = checked.run(lambda source=source: _first_rows(settings, source))
+            names = checked.run(partial(_first_rows, settings, source))
             if (
                 source.formatting in _NAMED
                 and names
