@@ -69,6 +69,7 @@ class QuestionReader:
         arguments = replace(self.words, flags=[*self.words.flags, *cutoff])
         asked = read_settings(self.file, arguments, self.options.trainable)
         self.findings += asked.loaded.findings
+        self.notes += asked.loaded.accepted_notes()
         model = self._model(asked.loaded.settings)
         loaded = asked.loaded if model is None else self._with_adapters(asked.loaded, model)
         world, machine = self._machine(loaded.settings)

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
     from megatune.plan.run.trouble import ran_out_of_memory
+    from megatune.training.before import check_before
     from megatune.training.source import RunModel
     from megatune.training.storage.files import OutputLock
     from megatune.training.trackers import check_installed
@@ -94,7 +95,8 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     here = place or world
     loaded = loaded.for_world(here.world_size if here else None)
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
-    checked = _preflight(loaded, here, num_gpus, problems, model)
+    before = check_before(loaded.settings, loaded.invalid)
+    checked = _preflight(loaded, here, num_gpus, problems, model, before.errors)
     check_installed(loaded.settings)
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
     assert settings.run.output_dir is not None
@@ -110,7 +112,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         "asked": loaded.without_secrets,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
-    if first and (said := [*lines(loaded), *checked.lines]):
+    if first and (said := [*lines(loaded), *checked.lines, *before.lines]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
@@ -131,17 +133,36 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
 
 
 def _preflight(
-    loaded: Loaded, place: RankEnv | World | None, num_gpus: int, problems: tuple[Finding, ...], model: RunModel
+    loaded: Loaded,
+    place: RankEnv | World | None,
+    num_gpus: int,
+    problems: tuple[Finding, ...],
+    model: RunModel,
+    errors: Sequence[MegatuneError],
 ) -> Preflight:
     """Return everything that can be known before a process is started.
 
     Args:
         place: this process's, or this machine's; None where `problems` say why there is none.
         num_gpus: of this machine.
+        errors: what is wrong with data, weights and folders, said with everything else.
 
     Raises:
-        MegatuneError: SETTINGS, INPUT or what a hub refuses the model with.
+        MegatuneError: SETTINGS, what a hub refuses the model with, or else with the least code of the errors.
     """
+    try:
+        checked = _held_against_machine(loaded, place, num_gpus, problems, model)
+    except MegatuneError as error:
+        errors = [error, *errors]
+    if errors:
+        findings = dict.fromkeys(finding for error in errors for finding in error.findings)
+        raise MegatuneError(findings, min(error.exit_code for error in errors))
+    return checked
+
+
+def _held_against_machine(
+    loaded: Loaded, place: RankEnv | World | None, num_gpus: int, problems: tuple[Finding, ...], model: RunModel
+) -> Preflight:
     from megatune.cli.this_machine import this_machine
     from megatune.launch.world import World
     from megatune.plan.run.preflight import preflight

@@ -87,7 +87,12 @@ def preflight(
     if refusal is not None:
         raise refusal
     settings = loaded.settings
-    lines = (*_unsaid(loaded), *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)))
+    accepted = (f"accepted   {note}" for note in loaded.accepted_notes())
+    lines = (
+        *accepted,
+        *_unsaid(loaded),
+        *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)),
+    )
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
         return Preflight(settings=settings, origins=loaded.origins, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)
