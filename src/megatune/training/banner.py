@@ -56,10 +56,10 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
     )
     masters = _base(settings) + _masters(settings, architecture)
-    kind = "distributed " if shards_optimizer(parallel) else ""
+    kind = "distributed " if shards_optimizer(parallel, settings.optimizer) else ""
     narrow = [name for name in ("exp_avg", "exp_avg_sq") if getattr(settings.optimizer, f"{name}_dtype") == "bf16"]
     averages = f", {' and '.join(narrow)} in bf16" if narrow else ""
-    averages += ", averages on the host" if settings.optimizer.optimizer_cpu_offload else ""
+    averages += _on_host(settings)
     yield f"numbers    {settings.precision.params_dtype}{masters}; {kind}{settings.optimizer.optimizer}{averages}"
     yield f"kernels    {'; '.join(_kernels(settings, architecture))}"
     if kept := _recompute(settings.recompute):
@@ -116,6 +116,15 @@ def _masters(settings: Settings, architecture: Architecture) -> str:
         return ", fp32 master weights and gradients"
     whole = whole_modules(architecture, settings.finetuning)
     return ", fp32 adapters" + (f" and master weights of {', '.join(whole)}" if whole else "")
+
+
+def _on_host(settings: Settings) -> str:
+    optimizer = settings.optimizer
+    if not optimizer.optimizer_cpu_offload:
+        return ""
+    what = "averages" if settings.precision.params_dtype == "float32" else "averages and master weights"
+    share = optimizer.optimizer_offload_fraction
+    return f", {'' if share == 1 else f'{share:.0%} of '}{what} on the host"
 
 
 def _trained(settings: Settings, architecture: Architecture) -> str:
