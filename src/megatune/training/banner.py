@@ -78,9 +78,14 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     if resumed is not None:
         fresh = {"optimizer": settings.run.no_load_optim, "random numbers": settings.run.no_load_rng}
         anew = " and ".join(name for name, is_fresh in fresh.items() if is_fresh)
-        yield f"resume     {resumed}: {trainer.state.step} steps done" + (
-            f", with a fresh start of {anew}" if anew else ""
+        step, last = trainer.state.step, schedule.total_steps
+        left = (
+            ""
+            if step < last
+            else f" of {last}, so nothing is left to train: a larger max_steps, or more epochs, goes on"
         )
+        fresh_start = f", with a fresh start of {anew}" if anew else ""
+        yield f"resume     {resumed}: {step} steps done{left}{fresh_start}"
     if ranks := profiled_ranks(settings):
         first, last = settings.logging.profile_step_start + 1, settings.logging.profile_step_end
         behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""

@@ -42,17 +42,20 @@ from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_
 from megatune.training.reference import open_reference
 from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
 from megatune.training.run_schedule import RunSchedule
+from megatune.training.same_settings import check_same_settings
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
+
+_JOIN_GRACE = 60.0  # seconds
 
 
 def train(context: RankContext, payload: dict[str, Any]) -> int:
     """Run the target that `launch` starts in every rank.
 
     Args:
-        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
-            "asked", what the user wrote, without secrets; "model_dir", where the launcher put the files of a model on a
-            hub.
+        payload: "settings", valid ones; "given", as they were before this machine's model and hub completed them;
+            "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None; "asked", what the user wrote,
+            without secrets; "model_dir", where the launcher put the files of a model on a hub.
 
     Returns:
         DONE or STOPPED.
@@ -61,11 +64,13 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         MegatuneError: whatever keeps the run from starting or continuing, with its exit code.
     """
     settings: Settings = payload["settings"]
-    context.beat("join", 0, limit=settings.run.ddp_timeout)
+    # Who waits in vain says so itself, a moment later: with what was waited for, and where.
+    context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
-    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout)
+    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=context.announce)
     try:
+        check_same_settings(payload["given"])
         plan = payload.get("case"), payload.get("asked")
         return _train(context, settings, payload["run_yaml"], *plan, payload.get("model_dir"))
     finally:
@@ -229,10 +234,12 @@ def _finish(trainer: Trainer, output_dir: Path) -> Path:
 
 
 def _quiet() -> None:
-    """Silence Transformers' progress bars and advice about generation, which say nothing about this run."""
+    """Silence what libraries say that is not about this run: Transformers' progress bars and advice about generation,
+    and how many data workers torch would have taken, of the cores it sees."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
