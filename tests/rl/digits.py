@@ -100,7 +100,6 @@ def settings(
             norm_std_type="group",
             loss_agg_mode="token-mean",
             init_kl_coef=0.0,
-            max_grad_norm=1.0,
         ),
         "data": PromptData(domain_shares={"digits": 1.0}),
         "actor_train": ModelRole("actor_train", devices, engine, training=True, infer_batch_size=80),
