@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from megatune.cli.plan_question import QuestionReader
     from megatune.plan.answer import answer
 
-    question = QuestionReader(options, words, findings).question()
+    question = QuestionReader(options, words, findings=findings).question()
     gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
     try:
         found = answer(question)
