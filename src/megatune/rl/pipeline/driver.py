@@ -42,6 +42,7 @@ class Driver:
     Attributes:
         decode: ids -> text, without special tokens.
         progress: how far the run has come; changed by every step.
+        note: told each phase as it begins, and the step, counted from 1.
     """
 
     settings: RLSettings
@@ -56,9 +57,9 @@ class Driver:
     reports: Reports
     progress: Progress
     stop_requested: Callable[[], bool]
+    note: Callable[[str, int], None]
     _sampler: Sampler = field(init=False)
     _collector: Collector = field(init=False)
-    _phases: Phases = field(default_factory=Phases, init=False)
     _is_held: bool = field(default=False, init=False)
     _synced: bool = field(default=False, init=False)
 
@@ -91,19 +92,17 @@ class Driver:
             self._step(self.progress.step)
             ends = self.stop_requested() or self.progress.step == run.max_steps
             if ends or self.progress.step % run.save_steps == 0:
+                self.note("save", self.progress.step)
                 self._save()
             if ends and self.progress.step < run.max_steps:
                 return "stopped"
         if self.validation is not None and run.rollout_mock != "mock":
             with self._held():
+                self.note("sync", run.max_steps)
                 self.weights.sync(run.max_steps + 1)
+                self.note("validation", run.max_steps)
                 self._validate(run.max_steps)
         return "finished"
-
-    @property
-    def place(self) -> str:
-        """Where the run is, in words."""
-        return f"step {self.progress.step + 1} of {self.settings.run.max_steps}, {self._phases.current}"
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -112,8 +111,7 @@ class Driver:
 
     def _step(self, step: int) -> None:
         """Take one step, counted from 0; the weights that it begins with are version step + 1."""
-        phases, run = Phases(), self.settings.run
-        self._phases = phases
+        phases, run = Phases(lambda phase: self.note(phase, step + 1)), self.settings.run
         sync: Sync | None = None
         if run.rollout_mock == "mock":
             taken = self._replayed(step)

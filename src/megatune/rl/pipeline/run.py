@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.driver import Driver
@@ -63,16 +63,24 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool,
             Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster,
         ):
-            return drive(settings, source, problems, validation, start_roles(cluster, settings), pool)
+            roles = start_roles(cluster, settings)
+            return drive(settings, source, problems, validation, roles, pool, cluster.note)
 
 
 def drive(
-    settings: RLSettings, source: Path, problems: Problems, validation: Problems | None, roles: Roles, pool: RewardPool
+    settings: RLSettings,
+    source: Path,
+    problems: Problems,
+    validation: Problems | None,
+    roles: Roles,
+    pool: RewardPool,
+    note: Callable[[str, int], None] = lambda phase, step: None,
 ) -> int:
     """Load the models of roles that have started, and take all steps; see `start`.
 
     Args:
         source: the folder of the policy that the run began with.
+        note: see `Driver`.
     """
     output_dir, tokenizer = Path(settings.run.output_dir), load_tokenizer(source)
     pool.asks |= asks_of(settings, roles.judges)
@@ -96,6 +104,7 @@ def drive(
             reports=reports,
             progress=progress,
             stop_requested=stop,
+            note=note,
         )
         outcome = _reported(driver, reports, settings)
     if outcome == "stopped":
@@ -121,12 +130,6 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
     outcome: Any = "failed"
     try:
         outcome = driver.run()
-    except MegatuneError as error:
-        if error.exit_code == ExitCode.PROCESS_DIED:  # an actor knows what it did last, and not what the run did
-            raise MegatuneError(
-                [*error.findings, Finding(f"the run was at {driver.place}")], error.exit_code
-            ) from error
-        raise
     finally:
         summary = TrainSummary(
             outcome=outcome, step=driver.progress.step, total_steps=run.max_steps, seconds=time.monotonic() - began

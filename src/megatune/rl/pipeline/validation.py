@@ -44,6 +44,7 @@ def validation_metrics(groups: Sequence[Group], generating: Generating) -> dict[
         "reward": float(np.mean([sample.score for sample in samples])),
         "accuracy": float(np.mean([is_correct(sample.details) for sample in samples])),
         "response_length": float(np.mean(lengths)),
+        "reward_errors": float(sum(not sample.has_score for sample in samples)),
         "truncated": float(np.mean([sample.response.finish == "length" for sample in samples])),
     }
     size = max(1, generating.num_return_sequences)
