@@ -49,11 +49,12 @@ def start(settings: RLSettings, run_yaml: str) -> int:
     """
     output_dir = Path(settings.run.output_dir)
     check_installed(settings.actor_train.settings)
-    with OutputLock(output_dir):
+    stop_file = output_dir / "STOP"
+    with OutputLock(output_dir), asked_to_stop(stop_file) as stop:
         with writing(output_dir):
             clean_partials(output_dir)
             write_atomically(output_dir / "run.yaml", run_yaml)
-            (output_dir / "STOP").unlink(missing_ok=True)
+            stop_file.unlink(missing_ok=True)
         settings, source = with_folders(settings)
         problems, validation = _read(settings, load_tokenizer(source))
         print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
@@ -64,7 +65,7 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster,
         ):
             roles = start_roles(cluster, settings)
-            return drive(settings, source, problems, validation, roles, pool, cluster.note)
+            return drive(settings, source, problems, validation, roles, pool, stop, cluster.note)
 
 
 def drive(
@@ -74,39 +75,39 @@ def drive(
     validation: Problems | None,
     roles: Roles,
     pool: RewardPool,
+    stop_requested: Callable[[], bool] = lambda: False,
     note: Callable[[str, int], None] = lambda phase, step: None,
 ) -> int:
     """Load the models of roles that have started, and take all steps; see `start`.
 
     Args:
         source: the folder of the policy that the run began with.
-        note: see `Driver`.
+        stop_requested, note: see `Driver`.
     """
     output_dir, tokenizer = Path(settings.run.output_dir), load_tokenizer(source)
     pool.asks |= asks_of(settings, roles.judges)
-    turns = Turns(roles.engines, roles.models)
+    turns = Turns(roles.engines, roles.models, list(roles.judges.values()))
     checkpoint, notes = load_roles(roles, turns, settings)
     fixed = fixed_of(settings, problems.by_domain)
     progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
     print("\n".join(notes), end="\n" if notes else "", flush=True)
     reports = Reports(settings, load_architecture(source), output_dir / "launch" / "logs", progress.step)
-    with asked_to_stop(output_dir / "STOP") as stop:
-        driver = Driver(
-            settings=settings,
-            roles=roles,
-            weights=Weights(settings, turns, roles.policy, roles.engines),
-            learner=Learner(settings, turns, roles.policy, roles.reference, roles.critic, roles.teachers),
-            pool=pool,
-            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-            stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
-            problems=problems,
-            validation=validation,
-            reports=reports,
-            progress=progress,
-            stop_requested=stop,
-            note=note,
-        )
-        outcome = _reported(driver, reports, settings)
+    driver = Driver(
+        settings=settings,
+        roles=roles,
+        weights=Weights(settings, turns, roles.policy, roles.engines),
+        learner=Learner(settings, turns, roles.policy, roles.reference, roles.critic, roles.teachers),
+        pool=pool,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
+        problems=problems,
+        validation=validation,
+        reports=reports,
+        progress=progress,
+        stop_requested=stop_requested,
+        note=note,
+    )
+    outcome = _reported(driver, reports, settings)
     if outcome == "stopped":
         print(f"stopped on request after step {progress.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
@@ -154,11 +155,14 @@ def _read(settings: RLSettings, tokenizer: Any) -> tuple[Problems, Problems | No
 
 @contextmanager
 def asked_to_stop(stop_file: Path) -> Iterator[Any]:
-    """Yield a function that says whether somebody asked the run to save and stop: by SIGTERM, or by the file."""
+    """Yield a function that says whether somebody asked the run to save and stop: by SIGTERM, or by the file. A second
+    SIGTERM ends it at once, as Ctrl-C does."""
     asked = False
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
         asked = True
 
     before = signal.signal(signal.SIGTERM, note)

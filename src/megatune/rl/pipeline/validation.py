@@ -25,13 +25,15 @@ def sample_all(
     the same in every validation."""
     size = max(1, sampling.generating.num_return_sequences)
     sampler = Sampler(engines, sampling, max_running)
-    sampler.add(Group(problem, place, place, size) for place, problem in enumerate(problems))
+    mine = {place: Group(problem, place, place, size) for place, problem in enumerate(problems)}
+    sampler.add(mine.values())
     found: dict[int, Group] = {}
     while len(found) < len(problems):
         for group in sampler.pump():
             scorer.submit(group)
         for group in scorer.poll(0.0 if sampler.groups else _WAIT_SECONDS):
-            found[group.number] = group
+            if mine.get(group.number) is group:  # others are left of a step
+                found[group.number] = group
     return [found[place] for place in range(len(problems))]
 
 
