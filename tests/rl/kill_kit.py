@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,6 +251,3 @@ def weights(output: Path) -> dict[str, bytes]:
 def write(file: Path, content: Mapping[str, Any]) -> Path:
     file.write_text(yaml.safe_dump(dict(content), sort_keys=False))
     return file
-
-
-Report = Callable[[Strike, Ended], None]

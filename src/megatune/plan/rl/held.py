@@ -90,7 +90,8 @@ def shared_devices(question: RLQuestion) -> frozenset[int]:
     """Return devices that models, rollouts and judges take turns on."""
     seen: set[int] = set()
     twice: set[int] = set()
-    for devices in (role.devices for role in (*question.model_roles, *question.infer_roles)):
+    samplers = (role.devices for role in question.infer_roles)
+    for devices in (*(role.devices for role in question.model_roles), *samplers):
         twice |= seen & set(devices)
         seen |= set(devices)
     return frozenset(twice)

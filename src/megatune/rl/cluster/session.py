@@ -160,11 +160,12 @@ def package_path(folder: Path) -> str:
 
 
 def _end_processes(folder: Path) -> None:
-    """End what a start that failed has left of Ray's processes."""
-    for child in psutil.Process().children(recursive=True):
+    """End Ray's processes, with all that they have started, where Ray itself does not."""
+    for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if any(str(folder) in word for word in child.cmdline()):
-                child.kill()
+                for process in (*child.children(recursive=True), child):
+                    process.kill()
 
 
 def _not_started(address: str | None, error: Exception) -> Finding:
