@@ -12,6 +12,9 @@ from functools import cache
 # Blocks whose characters are known, with their classes, to every library: letters, signs, CJK, Hangul, emoji.
 _BLOCKS = ((0x0, 0x1100), (0x1200, 0xA000), (0xA000, 0xD7A4), (0xF900, 0xFFF0), (0x1F000, 0x1FB00))
 _CLASS = re.compile(r"\\([pP])\{(\^?\w+)\}|\\([sS])")
+# Outside of classes: what both libraries of expressions read alike, and no groups, which findall would return.
+_READ_ALIKE = re.compile(r"[^.^$(}]|\(\?(?:i?:|[=!])|\}(?!\+)")
+_ESCAPED_LETTER = re.compile(r"\\[A-Za-z0-9](?<![fnrtv])")
 NUM_PROBES = 800
 
 
@@ -35,15 +38,15 @@ def written_out(expression: str) -> str:
             position = match.end()
             continue
         size = 2 if expression[position] == "\\" else 1
-        if size == 1 and expression[position] in "[]":
-            if (expression[position] == "[") == is_in_class:
+        here = expression[position : position + size]
+        if here in "[]":
+            if (here == "[") == is_in_class:
                 raise ValueError(f"a class within a class: {expression}")
             is_in_class = not is_in_class
-        written += expression[position : position + size]
+        elif (not _READ_ALIKE.match(expression, position) and not is_in_class) or _ESCAPED_LETTER.match(here):
+            raise ValueError(f"{here} in {expression}")
+        written += here
         position += size
-    # A group of its own would be in what findall and split return.
-    if re.search(r"(?<!\\)\((?!\?)", written) or "(?P" in written or "(?<" in written:
-        raise ValueError(f"a group: {expression}")
     return written
 
 
@@ -77,7 +80,7 @@ def ranges(characters: str) -> str:
     """Write characters, in ascending order, as the inside of a class of an expression."""
     numbers = [ord(each) for each in characters]
     starts = [number for before, number in zip([-2, *numbers], numbers, strict=False) if number != before + 1]
-    stops = [number for number, after in zip(numbers, [*numbers[1:], sys.maxsize], strict=True) if after != number + 1]
+    stops = [number for number, after in zip(numbers, [*numbers[1:], sys.maxsize], strict=False) if after != number + 1]
     return "".join(rf"\U{start:08x}-\U{stop:08x}" for start, stop in zip(starts, stops, strict=True))
 
 

@@ -27,8 +27,6 @@ CHECKED_TEXTS = 512  # of the data, held against the tokenizer's own
 
 # The words of tokenizers that name no expression, as the library writes it for them.
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# What the two libraries of expressions read otherwise, or what is not worth reading: no tokenizer is known to have it.
-_UNREAD = re.compile(r"(?<!\\)[.$]|(?<![\\\[])\^|[\d,]\}\+|&&|\[:|\\[dDwWbBhHRXGKkgxuAzZ]")
 
 
 class Words:
@@ -112,7 +110,7 @@ class _Tokens(dict[str, "tuple[int, ...]"]):
 def words_of(backend: Any) -> Words | None:
     """Return the words of a tokenizer of the tokenizers library, None where its texts may have other tokens."""
     expressions = _expressions(backend)
-    if expressions is None or any(map(_UNREAD.search, expressions)) or not _added_are_plain(backend):
+    if expressions is None or not _added_are_plain(backend):
         return None
     try:
         words = Words(backend, expressions)
