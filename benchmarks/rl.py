@@ -1,7 +1,7 @@
 """Where the time of a step of reinforcement learning goes: phases, transfers of weights by size, and waiting.
 
-Runs `megatune rl` on random models of several sizes, a trainer and an engine on devices (processes of a CPU) of their own:
-one phase after the other, and for one of the sizes also one step ahead, in turn.
+Runs `megatune rl` on random models of several sizes, a trainer and an engine on devices (processes of a CPU) of their
+own: one phase after the other, and for one of the sizes also one step ahead, in turn.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -67,8 +68,7 @@ def run(folder: Path, hidden: int, steps: int, ratio: int) -> list[Record]:
     if done.returncode:
         sys.exit(done.stdout[-2000:] + done.stderr)
     found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    for path in output.glob("*"):  # metrics alone are read; the same folder is run again
-        subprocess.run(["rm", "-r", str(path)], check=True)
+    shutil.rmtree(output)  # the same run may come again
     return [record for record in found if "reward" in record][FIRST:]
 
 
