@@ -133,6 +133,21 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_a_domain() -> None:
     close(found.advantages, expected)
 
 
+def test_whitened_rewards_are_of_the_tokens_of_a_domain() -> None:
+    """A response's score is the reward of its last token, and the others' is 0; both are whitened, then discounted."""
+    found = run(replace(PLAIN, whiten_rewards=True, gamma=0.9))
+    tokens = [[0.0] * (length - 1) + [score] for length, score in zip(LENGTHS, SCORES, strict=True)]
+    expected = []
+    for number, own in enumerate(tokens):
+        domain = [each for other, values in enumerate(tokens) if DOMAINS[other] == DOMAINS[number] for each in values]
+        center, width = statistics.mean(domain), math.sqrt(statistics.variance(domain) + 1e-8)
+        white = [(value - center) / width for value in own]
+        expected.append(
+            [sum(0.9**place * value for place, value in enumerate(white[start:])) for start in range(len(white))]
+        )
+    close(found.advantages, expected)
+
+
 @pytest.mark.parametrize(("kind", "of"), [
     ("kl", lambda d: d), ("abs", abs), ("mse", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d),
 ])  # fmt: skip

@@ -17,6 +17,7 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowShape
 from megatune.data.encode import Encoded, Encoder, make_encoder
+from megatune.data.processes import usable_processes
 from megatune.data.report import DatasetReport
 from megatune.data.samples import Sample, read_samples, replacements, stream_samples
 from megatune.data.sources import DatasetSource, SourcePosition, datasets_of
@@ -77,7 +78,7 @@ class Pipeline:
         data = self.settings.data
         seed = self.settings.run.seed
         samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, **self._chosen)
-        return encode_all(self.encoder, samples, data.preprocessing_num_workers or 1)
+        return encode_all(self.encoder, samples, self._num_workers)
 
     def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Results:
         """Return the rows of a data set behind a position, of which `taken` come before, encoded."""
@@ -85,12 +86,16 @@ class Pipeline:
         samples = stream_samples(source, after=after, taken=taken, **self._chosen)
         # Data sets that are drawn from in turn are read side by side: they share the processes.
         side_by_side = 1 if data.mix_strategy == "concat" else len(self.training)
-        return encode_all(self.encoder, samples, (data.preprocessing_num_workers or 1) // side_by_side)
+        return encode_all(self.encoder, samples, self._num_workers // side_by_side)
 
     def bad_rows(self, folder: Path, policy: str | None = None) -> BadRows:
         """Return what becomes of bad rows that belong to a folder, by on_bad_row unless another policy is given."""
         data = self.settings.data
         return BadRows(policy or data.on_bad_row, data.truncation_strategy, folder)
+
+    @property
+    def _num_workers(self) -> int:
+        return usable_processes(self.settings.data.preprocessing_num_workers or 1)[0]
 
     @property
     def _chosen(self) -> dict[str, Any]:

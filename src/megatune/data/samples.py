@@ -10,7 +10,6 @@ from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Example, fill_placeholders, texts
 from megatune.data.formats import to_example
-from megatune.data.order import sample_order
 from megatune.data.readers import RawRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -146,6 +145,8 @@ def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
         return
+    from megatune.data.order import sample_order  # numpy, which a look at the first rows does without
+
     # Read twice, so that no more than one row has to be kept.
     num_rows = sum(1 for _ in source.rows())
     if not num_rows:

@@ -149,6 +149,8 @@ def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
     stays = keeps and (on_cpu or role.engine == "builtin")
     asleep = working if not sleeps else {**weights, **framework} if stays else framework
     offloaded = memory.weights if sleeps and keeps and not stays else 0
-    by_phase = {SYNC: {**working, **bucket}, SAMPLE: working} if role.name == ROLLOUT else {SAMPLE: working}
+    # Where devices are shared the cache wakes once the weights are there, and the trainer has left.
+    updated = {**weights, **framework} if sleeps else working
+    by_phase = {SYNC: {**updated, **bucket}, SAMPLE: working} if role.name == ROLLOUT else {SAMPLE: working}
     parts = {phase: by_phase.get(phase, asleep) for phase in phases(question)}
     return RoleShares(role.name, role.devices, (Held(role.name, parts, offloaded),))

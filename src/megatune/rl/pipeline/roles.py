@@ -9,6 +9,7 @@ import numpy as np
 
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.rl.cluster.group import Pending, RoleGroup
+from megatune.rl.rollout.engine import Memory
 from megatune.rl.samples import Request, Response, Rollouts
 from megatune.rl.worker.model import Ready
 from megatune.rl.worker.rows import merged
@@ -60,7 +61,7 @@ class EngineGroup:
 
     def __init__(self, role: InferRole, group: RoleGroup) -> None:
         self.role, self.group = role, group
-        self._asleep = False
+        self._asleep: set[Memory] = set()
         self._submitted: list[Pending] = []
         self._stepping: Pending | None = None
 
@@ -101,13 +102,13 @@ class EngineGroup:
         """Free the devices, as far as sleep_level says."""
         if not self._asleep:
             self.group.call("sleep", self.role.sleep_level)
-            self._asleep = True
+            self._asleep = {"weights", "cache"}
 
-    def wake(self) -> None:
-        """Take the devices again."""
-        if self._asleep:
-            self.group.call("wake")
-            self._asleep = False
+    def wake(self, *parts: Memory) -> None:
+        """Take the devices again, for these parts of an engine or for all of it."""
+        if missing := self._asleep & set(parts or self._asleep):
+            self.group.call("wake", *sorted(missing))
+            self._asleep -= missing
 
 
 class Turns:
@@ -141,7 +142,8 @@ class Turns:
             model.hold(*self._clear_of(model, parts))
 
     def transfer(self, model: ModelGroup) -> None:
-        """Have the model's weights on the devices, and the engines awake."""
+        """Have the model's weights on the devices, and the engines'. Their cache comes back with `sample`, when the
+        model has left: together they would be the most that a step needs."""
         for judge in self._judges_of(model):
             judge.sleep()
         if self._others(model) or self.meets_engines(model) or self._judges_of(model):
@@ -149,7 +151,7 @@ class Turns:
         for other in self._models:
             if other is not model and self.meets_engines(other):
                 other.hold()
-        self._engines.wake()
+        self._engines.wake("weights")
 
     @property
     def judges_take_turns(self) -> bool:
