@@ -152,10 +152,9 @@ def _worse(before: Sequence[float | None], left_out: Sequence[float | None]) -> 
 
 
 def _without(calibration: Calibration, refused: Mapping[str, str]) -> Calibration:
-    """Return the factors without those of a refused fit; neutral ones where all of it was refused."""
-    if len(refused) == len(_FACTORS):
-        return Calibration()
-    return replace(calibration, **{name: getattr(Calibration(), name) for name in _of_factors(refused)})
+    """Return the factors without those of a refused fit; neutral ones where none is left."""
+    kept = replace(calibration, **{name: getattr(Calibration(), name) for name in _of_factors(refused)})
+    return Calibration() if refused and not (kept.of_time or kept.of_memory) else kept
 
 
 def _of_factors(refused: Mapping[str, str]) -> dict[str, str]:
