@@ -129,7 +129,7 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
     errors: dict[tuple[str, str], list[float | None]] = {}
     for of in _FACTORS:
         errors[of, "before"] = [run.error(of, Calibration()) for run in measured]
-        errors[of, "left_out"] = [fit and run.error(of, fit) for run, fit in zip(measured, fits, strict=True)]
+        errors[of, "left_out"] = [run.error(of, fit) if fit else None for run, fit in zip(measured, fits, strict=True)]
     refused = {of: why for of in _FACTORS if (why := _worse(errors[of, "before"], errors[of, "left_out"]))}
     calibration, left = _without(calibration, refused), {**left, **_of_factors(refused)}
     for of in _FACTORS:
@@ -142,7 +142,9 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
 
 def _worse(before: Sequence[float | None], left_out: Sequence[float | None]) -> str:
     """Return why a fit is not kept; "" where it is: it helps runs that it was not made of, or there is no telling."""
-    both = [(abs(old), abs(new)) for old, new in zip(before, left_out, strict=True) if None not in (old, new)]
+    both = [
+        (abs(old), abs(new)) for old, new in zip(before, left_out, strict=True) if old is not None and new is not None
+    ]
     if not both:
         return ""
     old, new = map(statistics.median, zip(*both, strict=True))
