@@ -31,10 +31,10 @@ class Spread(NamedTuple):
 
 
 SPREADS: dict[ModelClass, Spread] = {
-    "dense": Spread(memory_bound=0.25, time=0.15, time_bound=0.45),
-    "experts": Spread(memory_bound=0.4, time=0.4, time_bound=1.45),
+    "dense": Spread(memory_bound=0.25, time=0.15, time_bound=0.4),
+    "experts": Spread(memory_bound=0.4, time=0.4, time_bound=1.05),
     "lora": Spread(memory_bound=0.25, time=0.15, time_bound=0.5),
-    "vision": Spread(memory_bound=0.25, time=1.45, time_bound=1.45),
+    "vision": Spread(memory_bound=0.25, time=1.5, time_bound=1.5),
 }
 _CPU_MEMORY = 0.25
 _UNMEASURED = 0.25  # more on devices of generations that no run was compared with
