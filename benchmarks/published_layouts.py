@@ -22,6 +22,7 @@ from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, layout_words, recompute_words
 from megatune.plan.search import SearchRequest, is_tight, search
 from megatune.plan.time.estimate import TIME_PARTS
+from megatune.plan.uncertainty import SPREADS
 
 ROOT = Path(__file__).parents[1]
 PAGE, EXAMPLES_FOLDER = ROOT / "docs" / "published-layouts.md", ROOT / "examples" / "vision"
@@ -30,13 +31,16 @@ _GIB = 2**30
 # What an example's layout gains or loses is told part by part from this share of its step on.
 _WORTH_TELLING = 0.01
 
+_KINDS = SPREADS["dense"], SPREADS["experts"]
+_FACTORS = [f"{1 + each:.2f}" for each in (*(kind.time for kind in _KINDS), *(kind.time_bound for kind in _KINDS))]
+
 _HEAD = f"""# Published layouts, planned
 
 LLaMA-Factory's Megatron examples, and the run of Qwen3-VL-8B that its users publish, planned by `megatune plan` on
 {GPU} with 8 devices a machine, and held against the fastest layout that its search finds for the same model, devices,
 rows of a step and row length. Every row is taken to be of the full length. Nothing here was measured: of published runs
-two of three lie within a factor of 1.25 of what is planned, and of mixtures of experts within 1.75; differences between
-layouts of one model are surer than that.
+two of three lie within a factor of {_FACTORS[0]} of the planned time, and of mixtures of experts within {_FACTORS[1]};
+nine of ten within {_FACTORS[2]} and {_FACTORS[3]}. Differences between layouts of one model are surer than that.
 """
 
 _WHY = {
