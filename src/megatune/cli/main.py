@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatune import __version__
-from megatune.cli import data, demo_model, explain, export, infer, plan, rl, serve, shims, swift, train, verify
+from megatune.cli import data, demo_model, doctor, explain, export, infer, plan, rl, serve, shims, swift, train, verify
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
-_MODULES = (train, plan, explain, data, verify, infer, serve, export, rl, demo_model, swift, shims)
+_MODULES = (train, plan, explain, data, verify, infer, serve, export, rl, doctor, demo_model, swift, shims)
 
 _NOT_BUILT = {
     "ppo": "PPO is not built; `megatune dpo` trains on pairs of answers, and `megatune rl` is what rewards are for",
-    "doctor": "doctor is not built yet",
 }
 
 _EPILOG = """\
