@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from megatune.config.entry import Arguments
 from megatune.config.load import Loaded, load
-from megatune.config.rules import finetuning
+from megatune.config.rules import finetuning, preference
 from megatune.config.settings import Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.variation import with_settings
@@ -97,5 +97,5 @@ def read_settings(source: str | None, words: Arguments, trainable: str | None = 
     loaded = load(source, words.overrides, words.flags)
     if trainable is not None:
         loaded = replace(loaded, settings=with_settings(loaded.settings, {"finetuning.finetuning_type": trainable}))
-    found = loaded.check_rules(rules=finetuning.RULES)
+    found = loaded.check_rules(rules=(*finetuning.RULES, preference.of_another_stage))
     return Asked(replace(loaded, findings=[*loaded.findings, *found]))
