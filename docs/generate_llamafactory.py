@@ -13,7 +13,7 @@ from megatune.config.settings import all_settings
 from megatune.config.values import shown
 
 PAGE = Path(__file__).with_name("migrate-from-llamafactory.md")
-_KIT = Path(__file__).parents[1] / "tests" / "config" / "llamafactory_kit.py"
+_KIT = Path(__file__).parents[1] / "tests" / "llamafactory_kit.py"
 _WHY = {"architecture": "the model", "template": "the template", "unknown": "every key: it is no file of settings"}
 
 
