@@ -22,8 +22,6 @@ RUNS = {example.name: example for example in examples() if example.verb == "trai
 FIRST = "train_full/qwen3_full_sft.yaml"  # which names a file of DeepSpeed
 SIZES: dict[str, dict[str, Any]] = {
     "extras/llama_pro/llama3_freeze_sft.yaml": {"num_layers": 8},
-    "megatron/qwen3_moe_full.yaml": {"num_layers": 4},
-    "megatron/qwen2_vl_full.yaml": {"num_heads": 8, "num_kv_heads": 4},
 }
 OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 PAIR = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
